@@ -164,4 +164,4 @@ bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.help_times
 
 proto: $(INSTALLED)
-	$(BIN)/python -m grpc_tools.protoc --proto_path=proto --python_out=$(WIRE) --pyi_out=$(WIRE) proto/*.proto
+	$(BIN)/python -m grpc_tools.protoc --proto_path=swarmnet_protocols/wire=proto --python_out=protocols --pyi_out=protocols proto/*.proto

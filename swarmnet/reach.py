@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from swarmnet.units import counted
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.net import Reach
+    from swarmnet_protocols.wire.report_pb2 import Reach
 
 _ID_CHARS = 8
 

@@ -22,16 +22,12 @@ from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.expert_witness import answering, computed_elsewhere
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.reports import Reporter
-from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
-from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
-from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist
-from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.quantization.packed_experts import (
@@ -87,8 +83,7 @@ class ExpertNode(RunningNode):
     host = None
 
     def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
-        model = CatalogModel(hosting.manifest, clean(name_for_peers(hosting.model)), hosting.total_blocks)
-        super().__init__(dependencies, model)
+        super().__init__(dependencies, hosting)
         self._hosting = hosting
         self._state = pb.HOST_STATE_JOINING
         self._shared = ExpertModel(
@@ -153,38 +148,25 @@ class ExpertNode(RunningNode):
         await self._announcer.announce()
         self._log("online")
 
-    def status(self) -> NodeStatus:
+    def describe(self) -> report_pb2.HostReport:
         hosting, service = self._hosting, self._service
-        return NodeStatus(
-            peer_id=self._dependencies.transport.peer_id,
-            state=pb.HostState.Name(self._state).removeprefix("HOST_STATE_").lower(),
-            model=hosting.model,
-            manifest=hosting.manifest,
-            start=0,
-            end=0,
-            total_blocks=hosting.total_blocks,
-            addresses=tuple(self._dependencies.transport.addresses()),
-            uptime_s=self._uptime_s,
-            sessions=0,
-            cache_bytes=0,
-            cache_bytes_limit=0,
-            weight_bytes=self._weight_bytes,
-            tokens=service.rows if service else 0,
-            forwards=service.requests if service else 0,
-            version=hosting.version,
-            swarm=hosting.swarm_name,
-            warning=self._dependencies.warning(),
-            reach=self._dependencies.transport.reach(),
-            refused_stores=self._dependencies.directory.refused,
-            experts=format_experts(self.experts),
-            expert_rows=service.rows if service else 0,
-            expert_streams=service.streams if service else 0,
+        record = pb.HostRecord(manifest=hosting.manifest, state=self._state, precision=hosting.precision)
+        report = report_pb2.HostReport(
+            record=record, model=self._public_model, total_blocks=hosting.total_blocks
         )
+        if service is not None:
+            report.forwards = service.requests
+            service.describe(report)
+        return report
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._weight_bytes
 
     def report(self) -> report_pb2.NodeReport:
         if self._service is None:
             raise Unreachable("this node is not serving")
-        return self._service.report(self.status(), self._hosting.public_name)
+        return super().report()
 
     def hosting_again(self) -> ExpertHosting:
         """The hosting of the next run, after a pause: the same experts."""

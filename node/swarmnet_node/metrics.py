@@ -13,9 +13,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from swarmnet_node.owner.control import NodeStatus, TrunkStatus
+from swarmnet_protocols.directory.node_reports import experts_of, rows_of
 from swarmnet_protocols.net.limits.resources import Rate, ResourceSnapshot
 from swarmnet_protocols.wire import refusal_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
+from swarmnet_protocols.wire.report_pb2 import TrunkReport
 
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
@@ -56,12 +58,13 @@ class NodeCollector(Collector):
 
 
 def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
+    host, record = status.host, status.host.record
     about = {
         "version": status.version,
         "swarm": status.swarm,
         "model": status.model,
-        "manifest": status.manifest.hex()[:16],
-        "blocks": f"{status.start}:{status.end}",
+        "manifest": record.manifest.hex()[:16],
+        "blocks": f"{record.start}:{record.end}",
     }
     yield InfoMetricFamily(PREFIX.rstrip("_"), "Version, swarm, model and blocks of this node.", about)
     state = GaugeMetricFamily(
@@ -84,20 +87,26 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         status.refused_stores,
     )
     yield _gauge("uptime_seconds", "Since the node started.", status.uptime_s)
-    yield _gauge("blocks", "Blocks hosted here.", status.end - status.start)
-    yield _gauge("model_blocks", "Blocks of the whole model.", status.total_blocks)
-    yield _gauge("sessions", "Sessions open now.", status.sessions)
+    yield _gauge("blocks", "Blocks hosted here.", record.end - record.start)
+    yield _gauge("model_blocks", "Blocks of the whole model.", host.total_blocks)
+    yield _gauge("sessions", "Sessions open now.", record.sessions)
     yield _gauge("weight_bytes", "Memory of the weights.", status.weight_bytes)
-    yield _gauge("cache_bytes", "Keys and values of sessions.", status.cache_bytes)
-    yield _gauge("cache_limit_bytes", "Limit of the KV caches.", status.cache_bytes_limit)
-    yield _counter("expert_rows", "Rows that experts here computed for other hosts.", status.expert_rows)
-    yield _gauge("expert_streams", "Open streams of hosts to the experts here.", status.expert_streams)
-    if status.trunk is not None:
-        yield from _trunk_metrics(status.trunk)
+    yield _gauge("cache_bytes", "Keys and values of sessions.", host.cache_bytes)
+    yield _gauge("cache_limit_bytes", "Limit of the KV caches.", host.cache_bytes_limit)
+    yield _counter(
+        "expert_rows", "Rows that experts here computed for other hosts.", sum(rows_of(host.experts).values())
+    )
+    yield _gauge("expert_streams", "Open streams of hosts to the experts here.", host.expert_streams)
+    if host.HasField("trunk"):
+        yield from _trunk_metrics(host.trunk)
 
 
-def _trunk_metrics(trunk: TrunkStatus) -> Iterator[Metric]:
-    yield _gauge("missing_experts", "Experts that no peer within reach has.", trunk.missing_experts)
+def _trunk_metrics(trunk: TrunkReport) -> Iterator[Metric]:
+    yield _gauge(
+        "missing_experts",
+        "Experts that no peer within reach has.",
+        sum(map(len, experts_of(trunk.missing).values())),
+    )
     yield _gauge("expert_peers", "Peers that compute experts of the blocks here.", len(trunk.round_trips_s))
     longest_s = max(trunk.round_trips_s, default=0.0)
     yield _gauge("expert_round_trip_seconds", "The longest round trip to these peers.", longest_s)

@@ -31,28 +31,23 @@ from swarmnet_node.experts.trunk import (
     describe_trunk,
     open_cache,
     own_experts,
-    trunk_status,
 )
 from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
-from swarmnet_node.hosting.reports import Reporter, describe_host
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.hosting.reports import Reporter, add_counts
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.relocating import LoadedBlocks, OtherModels, Placed, Relocator
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
-from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
-from swarmnet_protocols.directory.host_announcements import HostSample, clean, host_announcement, shortened
-from swarmnet_protocols.directory.node_reports import describe_experts
+from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import Library, WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.threads import stay_serial
-from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net.protocol_ids import EXPERTS, PING, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -66,6 +61,7 @@ from swarmnet_protocols.routing.throughput import Claim, usual_speed
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2, session_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 _log = logging.getLogger(__name__)
 
@@ -136,8 +132,7 @@ class Node(RunningNode):
     """A node that hosts whole blocks."""
 
     def __init__(self, dependencies: Dependencies, hosting: Hosting) -> None:
-        model = CatalogModel(hosting.manifest, clean(name_for_peers(hosting.model)), hosting.total_blocks)
-        super().__init__(dependencies, model)
+        super().__init__(dependencies, hosting)
         self._hosting = hosting
         self._own = OwnCoordinate(dependencies.rng)
         self._checker = HostChecker(dependencies.transport, self._own, dependencies.rng, dependencies.timing)
@@ -321,44 +316,35 @@ class Node(RunningNode):
         """The host that serves the blocks; None before they are loaded."""
         return self._host
 
-    def status(self) -> NodeStatus:
-        engine, host, service = self._engine, self._host, self._expert_service
-        cached = self._expert_cache.counters if self._expert_cache else CacheCounters()
-        return NodeStatus(
-            peer_id=self._dependencies.transport.peer_id,
-            state=pb.HostState.Name(self._announced_state).removeprefix("HOST_STATE_").lower(),
-            model=self._hosting.model,
-            manifest=self._hosting.manifest,
-            start=self.span[0],
-            end=self.span[1],
+    def describe(self) -> report_pb2.HostReport:
+        engine, service = self._engine, self._expert_service
+        report = report_pb2.HostReport(
+            record=self._record(),
+            model=self._public_model,
             total_blocks=self._hosting.total_blocks,
-            addresses=tuple(self._dependencies.transport.addresses()),
-            uptime_s=self._uptime_s,
-            sessions=len(host.sessions) if host else 0,
+            queue_s=engine.queue_s if engine else 0.0,
             cache_bytes=engine.cache_bytes if engine else 0,
             cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
-            weight_bytes=self.weight_bytes,
-            tokens=engine.counters.positions if engine else 0,
             forwards=engine.counters.forwards if engine else 0,
-            version=self._hosting.version,
-            swarm=self._hosting.swarm_name,
-            warning=self._dependencies.warning(),
-            reach=self._dependencies.transport.reach(),
-            blocks_reason=self.placed.reason,
-            refused_stores=self._dependencies.directory.refused,
-            moved_from=self.placed.moved_from or (),
-            moving_to=self._next_span or (),
-            former_model=self._hosting.former_model,
-            model_reason=self._hosting.model_reason,
-            switching_to=self.relocation.model if self.relocation and self._leaving else "",
-            experts=format_experts(service.experts) if service else "",
-            expert_rows=service.rows if service else 0,
-            expert_streams=service.streams if service else 0,
-            experts_needed=cached.needed,
-            expert_hit_rate=cached.hit_rate,
-            expert_prediction_rate=cached.prediction_rate,
-            trunk=trunk_status(self._dispatcher) if self._dispatcher else None,
+            positions=engine.counters.positions if engine else 0,
+            trunk=describe_trunk(self._dispatcher) if self._dispatcher else None,
         )
+        if service is not None:
+            service.describe(report)
+        return report
+
+    def status(self) -> NodeStatus:
+        cached = self._expert_cache.counters if self._expert_cache else CacheCounters()
+        status = super().status()
+        status.blocks_reason = self.placed.reason
+        status.moved_from.extend(self.placed.moved_from or ())
+        status.former_model = self._hosting.former_model
+        status.model_reason = self._hosting.model_reason
+        status.switching_to = self.relocation.model if self.relocation and self._leaving else ""
+        status.experts_needed = cached.needed
+        status.expert_hit_rate = cached.hit_rate
+        status.expert_prediction_rate = cached.prediction_rate
+        return status
 
     def finish(self, grace_s: float) -> None:
         relocating = self._relocating
@@ -380,19 +366,9 @@ class Node(RunningNode):
     def report(self) -> report_pb2.NodeReport:
         if self._host is None and self._state != pb.HOST_STATE_JOINING:
             raise Unreachable("this node is not serving")
-        report = describe_host(
-            self.status(),
-            self._engine,
-            self._host.counters if self._host else HostCounters(),
-            self._host.session_pairs() if self._host else (),
-            step_s=self._step_s,
-            public_name=self._hosting.public_name,
-        )
-        if (service := self._expert_service) is not None:
-            report.host.experts.extend(describe_experts(service.experts, service.rows_of))
-            report.host.expert_streams = service.streams
-        if self._dispatcher is not None:
-            report.host.trunk.CopyFrom(describe_trunk(self._dispatcher))
+        report = super().report()
+        counters = self._host.counters if self._host else HostCounters()
+        add_counts(report.host, counters, self._host.session_pairs() if self._host else ())
         return report
 
     # ---- the directory ----------------------------------------------------------------------------------
@@ -604,7 +580,10 @@ class Node(RunningNode):
         )
 
     def _announcements(self) -> Iterable[Announcement]:
-        yield self._announcement(self._record())
+        record = self._record()
+        if self._own.coordinate is not None:
+            record.coordinate.extend(self._own.coordinate.numbers())
+        yield self._announcement(record)
         if self.relocation is not None and self.relocation.is_switch:
             yield self._intent(self.relocation, pb.HOST_STATE_CHOOSING)
         if self._expert_service is not None:
@@ -622,7 +601,7 @@ class Node(RunningNode):
         return host_announcement(record, self._dependencies.transport, self._dependencies.timing.record_s)
 
     def _record(self) -> pb.HostRecord:
-        """Return the facts about this node that it announces, without its addresses."""
+        """Return the facts about this node that it announces and reports, without its addresses and coordinate."""
         engine, next_span = self._engine, self._next_span or (0, 0)
         return pb.HostRecord(
             manifest=self._hosting.manifest,
@@ -640,7 +619,6 @@ class Node(RunningNode):
             next_end=next_span[1],
             stays=not self._hosting.may_move,
             may_switch=self._hosting.others is not None,
-            coordinate=self._own.coordinate.numbers() if self._own.coordinate else (),
             missing_experts=shortened(format_experts(self._dispatcher.links.missing()))
             if self._dispatcher
             else "",

@@ -8,19 +8,22 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import asdict, dataclass, field
+from typing import NoReturn, Protocol
 
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
+from swarmnet_protocols.directory.host_announcements import clean, state_name
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,31 @@ class Dependencies:
     """Clock by which records expire."""
     warning: Callable[[], str] = str
     """A warning for the owner; empty if there is none."""
+
+
+class Hosted(Protocol):
+    """What a node hosts, as its owner has chosen it."""
+
+    @property
+    def model(self) -> str:
+        """The name that the owner gave; others get it without its path."""
+
+    @property
+    def manifest(self) -> bytes: ...
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks of the whole model."""
+
+    @property
+    def swarm_name(self) -> str: ...
+
+    @property
+    def public_name(self) -> str: ...
+
+    @property
+    def version(self) -> str:
+        """The version of the software."""
 
 
 class Ending:
@@ -70,10 +98,11 @@ class Ending:
 class RunningNode(Ending, ABC):
     """A node that runs in the context of ``running``, once. Its state is readable before and after, too."""
 
-    def __init__(self, dependencies: Dependencies, model: CatalogModel) -> None:
-        """``model``: the one that it hosts, as it is listed in the catalog."""
+    def __init__(self, dependencies: Dependencies, hosted: Hosted) -> None:
         super().__init__()
         self._dependencies = dependencies
+        self._hosted = hosted
+        self._public_model = clean(name_for_peers(hosted.model))
         self._state = pb.HOST_STATE_CHOOSING
         self._started = asyncio.get_running_loop().time()
         self._leaving: asyncio.Task[None] | None = None
@@ -87,6 +116,7 @@ class RunningNode(Ending, ABC):
             check_s=timing.address_check_s,
             ending=self._announcements,
         )
+        model = CatalogModel(hosted.manifest, self._public_model, hosted.total_blocks)
         self._listing = model_announcer(directory, rng, model)
 
     @abstractmethod
@@ -94,12 +124,42 @@ class RunningNode(Ending, ABC):
         """Choose, load and serve; entered once it serves, which is until the context ends. Raises what loading raises."""
 
     @abstractmethod
+    def describe(self) -> report_pb2.HostReport:
+        """What the node tells of itself, to its owner and to dashboards."""
+
     def status(self) -> NodeStatus:
         """The status of the node, at any time."""
+        dependencies, hosted, host = self._dependencies, self._hosted, self.describe()
+        return NodeStatus(
+            peer_id=dependencies.transport.peer_id,
+            state=state_name(host.record.state),
+            model=hosted.model,
+            host=host,
+            addresses=dependencies.transport.addresses(),
+            uptime_s=self._uptime_s,
+            weight_bytes=self.weight_bytes,
+            version=hosted.version,
+            swarm=hosted.swarm_name,
+            warning=dependencies.warning(),
+            reach=report_pb2.Reach(**asdict(dependencies.transport.reach())),
+            refused_stores=dependencies.directory.refused,
+        )
 
-    @abstractmethod
     def report(self) -> report_pb2.NodeReport:
         """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
+        hosted, reach = self._hosted, self._dependencies.transport.reach()
+        return report_pb2.NodeReport(
+            version=hosted.version,
+            public_name=hosted.public_name,
+            uptime_s=self._uptime_s,
+            host=self.describe(),
+            reach=describe_reach(reach),
+        )
+
+    @property
+    @abstractmethod
+    def weight_bytes(self) -> int:
+        """Bytes of the weights in memory."""
 
     @property
     def span(self) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import NoReturn, Protocol
 
@@ -32,14 +32,14 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import HostableModels, Hosting, Node
-from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.routing.relocation import Relocation
-from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire import control_pb2, report_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 _log = logging.getLogger(__name__)
 
@@ -162,15 +162,14 @@ class Supervisor(Ending):
 
     def status(self) -> NodeStatus:
         """The status of the node."""
-        return replace(
-            self._node.status(),
-            state="paused" if self._reason else self._node.status().state,
-            uptime_s=asyncio.get_running_loop().time() - self._started,
-            reason=self._reason,
-            limits=self._limits,
-            usage=self._machine.usage(),
-            ram_bytes=self._machine.ram_bytes(),
-        )
+        status = self._node.status()
+        if self._reason:
+            status.state, status.reason = "paused", self._reason
+        status.uptime_s = asyncio.get_running_loop().time() - self._started
+        status.limits.CopyFrom(control_pb2.Limits(**asdict(self._limits)))
+        status.usage.CopyFrom(control_pb2.Usage(**asdict(self._machine.usage())))
+        status.ram_bytes = self._machine.ram_bytes()
+        return status
 
     def on_change(self, listener: Callable[[NodeStatus], None]) -> None:
         """Call ``listener`` whenever the node pauses or serves again."""

@@ -18,8 +18,8 @@ from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
     from swarmnet.web.monitoring import Monitor
-    from swarmnet_node.owner.control import NodeStatus
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 
 DEFAULT_GRACE_S = 30.0
@@ -91,14 +91,14 @@ class Foreground:
         if status.state == "paused":
             self._say({"event": "paused", "reason": status.reason}, f"paused: {status.reason}")
         else:
-            self._say({"event": "serving", "blocks": [status.start, status.end]}, "serving")
+            self._say({"event": "serving", "blocks": _span(status)}, "serving")
 
     def _report_move(self, status: "NodeStatus") -> None:
         notify_status(_one_line(status))
         start, end = status.moved_from
         event: dict[str, object] = {
             "event": "moved",
-            "blocks": [status.start, status.end],
+            "blocks": _span(status),
             "moved_from": [start, end],
         }
         self._say(
@@ -112,7 +112,7 @@ class Foreground:
             "model": status.model,
             "former_model": status.former_model,
             "model_reason": status.model_reason,
-            "blocks": [status.start, status.end],
+            "blocks": _span(status),
         }
         text = f"switched from {status.former_model} to {status.model}: {status.model_reason}"
         self._say(event | {"blocks_reason": status.blocks_reason}, f"{text}; {_blocks(status)}")
@@ -138,8 +138,8 @@ class Foreground:
                 "reach": str(status.reach.kind),
                 "model": status.model,
             }
-            hosts = {"blocks": [status.start, status.end], "blocks_reason": status.blocks_reason}
-            print_json(event | hosts | {"experts": status.experts})
+            hosts = {"blocks": _span(status), "blocks_reason": status.blocks_reason}
+            print_json(event | hosts | {"experts": _experts(status)})
             return
         from rich.console import Console
         from rich.panel import Panel
@@ -172,9 +172,20 @@ def _one_line(status: "NodeStatus") -> str:
 
 def hosted(status: "NodeStatus") -> str:
     """The blocks and experts that a node hosts."""
-    blocks = f"blocks {status.start}:{status.end} of {status.total_blocks}"
-    experts = f"experts {status.experts} (blocks:experts)"
-    return ", ".join([blocks] * (status.end > 0) + [experts] * bool(status.experts))
+    start, end = _span(status)
+    blocks = f"blocks {start}:{end} of {status.host.total_blocks}"
+    experts = f"experts {_experts(status)} (blocks:experts)"
+    return ", ".join([blocks] * (end > 0) + [experts] * bool(status.host.experts))
+
+
+def _span(status: "NodeStatus") -> list[int]:
+    return [status.host.record.start, status.host.record.end]
+
+
+def _experts(status: "NodeStatus") -> str:
+    from swarmnet_protocols.directory.node_reports import experts_text
+
+    return experts_text(status.host.experts)
 
 
 def _blocks(status: "NodeStatus") -> str:

@@ -47,6 +47,11 @@ class Counts:
         )
 
 
+def hosts_blocks(report: report_pb2.NodeReport) -> bool:
+    """Whether a node hosts blocks of a model, and not experts only."""
+    return report.host.record.end > 0
+
+
 def counts_of(host: report_pb2.HostReport) -> Counts:
     """The counts of a host since its start."""
     return Counts(
@@ -84,7 +89,7 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
 
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
     """Whether a node was not restarted between two of its reports, and hosts the same model."""
-    return after.uptime_s >= before.uptime_s and after.host.manifest == before.host.manifest
+    return after.uptime_s >= before.uptime_s and after.host.record.manifest == before.host.record.manifest
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
@@ -126,7 +131,7 @@ class Totals:
         self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
     ) -> None:
         """Add the increase between two reports of ``peer``. So the counts of its first report, which no limit bounds, are not added."""
-        manifest = after.host.manifest
+        manifest = after.host.record.manifest
         counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts
         self.peers[peer] = self.peers.get(peer, 0) + counts.positions

@@ -8,6 +8,7 @@ from functools import lru_cache
 from statistics import median_low
 from typing import Any
 
+from swarmnet.dashboard.counts import hosts_blocks
 from swarmnet.dashboard.observations import PeerObservation
 from swarmnet.units import counted
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts, from_bits
@@ -34,7 +35,7 @@ _experts_in = lru_cache(maxsize=1 << 14)(from_bits)
 
 def reported_experts(report: report_pb2.NodeReport) -> Sequence[report_pb2.BlockExperts]:
     """The experts that a node computes for other hosts."""
-    return report.expert_peer.experts if report.HasField("expert_peer") else report.host.experts
+    return report.host.experts
 
 
 def hosted_experts(seen: PeerObservation) -> BlockExperts:
@@ -55,13 +56,12 @@ def peer_experts(seen: PeerObservation, rows_per_s: float) -> dict[str, Any] | N
     if not experts:
         return None
     report = seen.newest.report if seen.newest else report_pb2.NodeReport()
-    streams = (report.expert_peer if report.HasField("expert_peer") else report.host).expert_streams
     return {
         "count": sum(map(len, experts.values())),
         "text": _text(experts),
         "runs": _runs(experts)[:MAX_RUNS],
         "rows_per_s": round(rows_per_s, 1),
-        "streams": streams,
+        "streams": report.host.expert_streams,
     }
 
 
@@ -107,10 +107,10 @@ class ExpertCoverage:
         """Count a peer with this model."""
         experts = hosted_experts(seen)
         report = seen.newest.report if seen.newest is not None and seen.answers else report_pb2.NodeReport()
-        if experts and (is_online or report.HasField("host")):
+        if experts and (is_online or hosts_blocks(report)):
             self.peers += 1
             self.replicas.update(self._cells(experts))
-            if not report.HasField("host"):
+            if not hosts_blocks(report):
                 self.sizes.append(sum(map(len, experts.values())))
         for each in reported_experts(report):
             if each.block < self.blocks:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from swarmnet.dashboard.counts import Counts, Totals, is_same_run
+from swarmnet.dashboard.counts import Counts, Totals, hosts_blocks, is_same_run
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
@@ -114,7 +114,7 @@ class PeerTracker:
         if seen.announced is not None:
             return seen.announced.manifest
         report = seen.newest.report if seen.newest is not None else report_pb2.NodeReport()
-        return report.host.manifest or report.expert_peer.manifest
+        return report.host.record.manifest
 
     @property
     def hosts_blocks(self) -> bool:
@@ -179,8 +179,8 @@ class PeerTracker:
             return
         self._update(failed_at_s=now_s)
         left = seen.announced is not None and seen.announced.state in {"leaving", "paused"}
-        if seen.newest is not None and seen.newest.report.HasField("host") and not left:
-            totals.add_failure(seen.newest.report.host.manifest)
+        if seen.newest is not None and hosts_blocks(seen.newest.report) and not left:
+            totals.add_failure(seen.newest.report.host.record.manifest)
 
     def is_expired(self, now_s: float) -> bool:
         """Whether the peer has been gone for longer than it is shown."""

@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from swarmnet.dashboard.counts import MAX_PER_SECOND
+from swarmnet.dashboard.counts import MAX_PER_SECOND, hosts_blocks
 from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
 from swarmnet.dashboard.observations import GONE_SHOWN_S, PeerObservation, TimedReport
+from swarmnet_protocols.directory.host_announcements import host_info, state_name
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.multiaddr import PEER_ID
 from swarmnet_protocols.routing.host_info import HostInfo
@@ -64,7 +65,7 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
     if seen.announced is not None:
         entry |= _announced(seen.announced)
     if seen.newest is not None:
-        entry |= _reported(seen.newest)
+        entry |= _reported(seen.newest, seen.peer)
         known_s = previous["started_s"] if previous else None
         if known_s is not None and abs(entry["started_s"] - known_s) < START_TOLERANCE_S:
             entry["started_s"] = known_s
@@ -78,8 +79,8 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
 
 def _role_of(seen: PeerObservation) -> str:
     if seen.newest is not None:
-        kind = seen.newest.report.WhichOneof("kind")
-        return {"worker": "trainer", "expert_peer": "experts"}.get(kind or "", "host")
+        report = seen.newest.report
+        return "trainer" if report.HasField("worker") else "host" if hosts_blocks(report) else "experts"
     return "experts" if seen.announced is not None and not seen.announced.end else "host"
 
 
@@ -91,7 +92,7 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
         report = seen.newest.report
         if report.HasField("worker"):
             return ("leaving" if report.worker.state == "leaving" else "online"), False
-        state = (report.expert_peer if report.HasField("expert_peer") else report.host).state
+        state = state_name(report.host.record.state)
         return _STATES.get(state, state), False
     announced = seen.announced
     if announced is None or announced.state == "leaving":
@@ -128,21 +129,28 @@ def _last_seen_s(seen: PeerObservation) -> float:
     return max(seen.first_seen_s, seen.announced_at_s, seen.newest.at_s if seen.newest else 0.0)
 
 
-def _announced(host: HostInfo) -> dict[str, Any]:
-    is_relayed = any("/p2p-circuit" in each for each in host.addresses)
+def _facts(host: HostInfo) -> dict[str, Any]:
+    """The JSON of what a host announces, and reports too."""
     return {
-        "name": host.public_name or None,
-        "version": host.version,
         "model": host.manifest.hex(),
         "blocks": [host.start, host.end] if host.end else None,
-        "step_s": host.step_s or None,
-        "connection": ("relayed" if is_relayed else "direct") if host.addresses else "unknown",
+        "dtype": host.precision or None,
+        "step_s": float(f"{host.step_s:.3g}") or None,
         "cache_bytes_free": host.cache_bytes_free,
         "sessions": host.sessions,
     }
 
 
-def _reported(reported: TimedReport) -> dict[str, Any]:
+def _announced(host: HostInfo) -> dict[str, Any]:
+    is_relayed = any("/p2p-circuit" in each for each in host.addresses)
+    return _facts(host) | {
+        "name": host.public_name or None,
+        "version": host.version,
+        "connection": ("relayed" if is_relayed else "direct") if host.addresses else "unknown",
+    }
+
+
+def _reported(reported: TimedReport, peer: PeerId) -> dict[str, Any]:
     report = reported.report
     common = {
         "name": report.public_name or None,
@@ -155,22 +163,17 @@ def _reported(reported: TimedReport) -> dict[str, Any]:
         common["connection"] = _CONNECTIONS[report.reach.kind]
     if report.HasField("worker"):
         return common | {"job": report.worker.job.hex()}
-    if report.HasField("expert_peer"):
-        peer = report.expert_peer
-        return common | {"model": peer.manifest.hex(), "blocks": None, "dtype": peer.dtype, "step_s": None}
     host = report.host
-    return common | {
-        "trunk": trunk_entry(report),
-        "model": host.manifest.hex(),
-        "blocks": [host.start, host.end],
-        "dtype": host.dtype,
-        "step_s": float(f"{host.step_s:.3g}") or None,
-        "queue_s": float(f"{host.queue_s:.2g}"),
-        "cache_bytes_free": max(0, host.cache_bytes_limit - host.cache_bytes),
-        "cache_bytes_limit": host.cache_bytes_limit,
-        "sessions": host.sessions,
-        "tokens": host.positions,
-    }
+    return (
+        _facts(host_info(host.record, peer))
+        | common
+        | {
+            "trunk": trunk_entry(report),
+            "queue_s": float(f"{host.queue_s:.2g}"),
+            "cache_bytes_limit": host.cache_bytes_limit,
+            "tokens": host.positions,
+        }
+    )
 
 
 def edge_entries(
@@ -195,7 +198,7 @@ def edge_entries(
         if newest is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
             continue
         rates = _edge_rates(newest, seen.before)
-        model = newest.report.host.manifest.hex()
+        model = newest.report.host.record.manifest.hex()
         for flow in newest.report.host.flows:
             rate = rates.get((flow.upstream, flow.downstream), 0.0)
             if not flow.upstream or flow.upstream in known:

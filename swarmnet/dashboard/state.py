@@ -93,7 +93,7 @@ def _models(
             hosts[entry["model"]].append((peer, entry))
     answered: dict[str, float] = defaultdict(float)
     for seen in snapshot.peers:
-        manifest = seen.newest.report.host.manifest.hex() if seen.newest else ""
+        manifest = seen.newest.report.host.record.manifest.hex() if seen.newest else ""
         answered[manifest] += rate_of(seen, snapshot.now_s, lambda report: report.host.answered)
     coverages = {model.manifest.hex(): ExpertCoverage(model.blocks) for model in snapshot.models}
     for seen in snapshot.peers:

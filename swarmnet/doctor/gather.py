@@ -24,8 +24,8 @@ from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
 if TYPE_CHECKING:
     from swarmnet.swarm_file.entry import Entry
-    from swarmnet_node.owner.control import NodeStatus
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 T = TypeVar("T")
 D = TypeVar("D")

@@ -52,11 +52,11 @@ def main() -> None:
 
         clients[0].ask(ids=[prompts[0]], tokens=4)
         alone = [generate(number) for number in range(len(prompts))]
-        forwards = lab.nodes["10-20-1"].status.forwards
+        forwards = lab.nodes["10-20-1"].status.host.forwards
         started = time.perf_counter()
         together = list(pool.map(generate, range(len(prompts))))
         together_s = time.perf_counter() - started
-        forwards = lab.nodes["10-20-1"].status.forwards - forwards
+        forwards = lab.nodes["10-20-1"].status.host.forwards - forwards
         for client in clients:
             client.close()
     alone_rate = statistics.median(arguments.tokens / run["seconds"] for run in alone)

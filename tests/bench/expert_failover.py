@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from tests.bench.experts import experts_swarm, save_model, start_peer
 from tests.support.commands import LOOPBACK, TIMEOUT_S, Place
 from tests.support.faults import kill, resume, stop
@@ -145,7 +146,7 @@ def cut_by(hosts: dict[str, WanHost]) -> Begin:
 
 def rows_of(peers: Collection[Peer]) -> dict[str, int]:
     """The rows that each peer has computed."""
-    return {peer.name: peer.node.status.expert_rows for peer in peers}
+    return {peer.name: sum(rows_by_expert(peer.node.status.host.experts).values()) for peer in peers}
 
 
 def measure(

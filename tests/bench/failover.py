@@ -57,7 +57,7 @@ def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
     """The name of the node that computes the answer of ``run``: it has computed more in each of several looks. The witness of an audit
     computes once.
     """
-    before = {node: node.status.tokens for node in nodes}
+    before = {node: node.status.host.positions for node in nodes}
     looks = dict.fromkeys(before, 0)
     while True:
         printed = len(run.events)
@@ -68,7 +68,7 @@ def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
                 )
             run.wait_for_more(timeout_s=TIMEOUT_S)
         for node, tokens in before.items():
-            before[node] = node.status.tokens
+            before[node] = node.status.host.positions
             looks[node] = looks[node] + 1 if before[node] > tokens else 0
             if looks[node] == LOOKS:
                 return node.name

@@ -93,7 +93,7 @@ def finish_one(lab: Swarm, rng: random.Random) -> tuple[str, float, float]:
     """Have a node that serves clients finish; returns its name, and when it was told to and when it ended."""
     serving: list[NodeProcess] = []
     while not serving:
-        serving = [node for node in lab.nodes.values() if node.status.sessions]
+        serving = [node for node in lab.nodes.values() if node.status.host.record.sessions]
     node = rng.choice(serving)
     began = time.monotonic()
     control.finish(node.data_dir, grace_s=30.0)

@@ -33,7 +33,7 @@ MIB = 1 << 20
 @contextlib.contextmanager
 def clients(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run clients at ``place`` that send prompts as soon as they have started."""
-    manifest = node.status.manifest.hex()
+    manifest = node.status.host.record.manifest.hex()
     command = [*place.prefix, sys.executable, "-m", "tests.bench.session_load", str(lab.file), manifest]
     process = subprocess.Popen([*command, *lab.bootstrap_options, *options])
     try:
@@ -47,7 +47,7 @@ def clients(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Itera
 def loaded(lab: Swarm, node: NodeProcess, place: Place, *options: str) -> Iterator[None]:
     """Run clients as ``clients`` does, and begin once the node has a session."""
     with clients(lab, node, place, *options) as process:
-        while not node.status.sessions:
+        while not node.status.host.record.sessions:
             if process.poll() is not None:
                 raise RuntimeError(f"the clients ended with {process.returncode}")
             time.sleep(SAMPLE_S)
@@ -144,8 +144,8 @@ def measure_ram(folder: Path, cache_dir: Path, mib: int, seconds: float) -> None
         "idle_mib": round(idle / MIB),
         "most_of_limit": round(max(value for _, value in samples) / (mib * MIB), 3),
         "last_of_limit": round(samples[-1][1] / (mib * MIB), 3),
-        "cache_mib": round(status.cache_bytes / MIB),
-        "sessions": status.sessions,
+        "cache_mib": round(status.host.cache_bytes / MIB),
+        "sessions": status.host.record.sessions,
     }
     print(json.dumps(report), flush=True)
 
@@ -158,7 +158,7 @@ def measure_pause(folder: Path, cache_dir: Path) -> None:
         node = lab.launch("only", "--blocks", "0:30")
         _ = node.ready
         with loaded(lab, node, Place("127.0.0.1"), "--sessions", "2", "--positions", "2048", "--keep"):
-            while node.status.cache_bytes < 64 * MIB:
+            while node.status.host.cache_bytes < 64 * MIB:
                 time.sleep(SAMPLE_S)
             before, held = rss_bytes(node.process.pid), node.status
             began = time.monotonic()

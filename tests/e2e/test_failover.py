@@ -245,12 +245,12 @@ def middle(lab: Swarm) -> list[str]:
 def test_the_sessions_of_a_killed_client_are_freed(lab: Swarm) -> None:
     with RunProcess(lab, PROMPT) as run:
         run.wait("token")
-        assert any(node.status.sessions for node in lab.nodes.values())
+        assert any(node.status.host.record.sessions for node in lab.nodes.values())
         run.process.send_signal(signal.SIGKILL)
     await_idle(lab)
     with lab.connect() as model, model.session():
         generate(model, SHORT)
-        assert sum(node.status.cache_bytes for node in lab.nodes.values()) > 0
+        assert sum(node.status.host.cache_bytes for node in lab.nodes.values()) > 0
     await_idle(lab)
 
 
@@ -283,7 +283,7 @@ def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, s
         RunProcess(lab.swarm, PROMPT, STORY_TOKENS, lab.client) as run,
     ):
         run.wait("token")
-        used = next(name for name in middle(lab.swarm) if lab.swarm.nodes[name].status.sessions)
+        used = next(name for name in middle(lab.swarm) if lab.swarm.nodes[name].status.host.record.sessions)
         lab.hosts[used].cut()
         code, answer = run.finish()
     assert code == 0, answer

@@ -109,7 +109,7 @@ def test_a_node_killed_in_mid_answer_is_not_noticed(lab: Swarm, client: Any, gat
         text += chunk.choices[0].delta.content or ""
         if struck is None and len(text) > 12:
             replaceable = [node for node in lab.nodes.values() if node.name.startswith("15-30")]
-            struck = next(node for node in replaceable if node.status.sessions)
+            struck = next(node for node in replaceable if node.status.host.record.sessions)
             kill(struck)
     assert struck is not None
     assert text == undisturbed

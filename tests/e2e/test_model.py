@@ -102,10 +102,10 @@ def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: st
     if speculation == "assistant":
         options = {"assistant_model": tiny.reference.model}
     expected = generate(tiny.reference.model, prompts)
-    before = tiny.status.forwards
+    before = tiny.status.host.forwards
     assert generate(tiny.model, prompts, **options).tolist() == expected.tolist()
     if speculation == "assistant":  # every draft is right here
-        assert tiny.status.forwards - before < TOKENS
+        assert tiny.status.host.forwards - before < TOKENS
 
 
 class _Repeats(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
@@ -236,9 +236,9 @@ def test_a_session_computes_only_what_is_new(tiny: TinySwarm, prompts: list[list
             [padded(prompts)["attention_mask"], torch.ones(len(prompts), TOKENS + 2, dtype=torch.long)], dim=1
         )
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        before = tiny.status.tokens
+        before = tiny.status.host.positions
         second = tiny.model.generate(more, attention_mask=mask, **options)
-        computed = tiny.status.tokens - before
+        computed = tiny.status.host.positions - before
     expected = tiny.reference.model.generate(more, attention_mask=mask, **options)
     assert second.tolist() == expected.tolist()
     # The last token of the first answer was never fed; then two new ones and all but the last of this answer.
@@ -249,9 +249,9 @@ def test_a_session_goes_back_when_the_conversation_was_edited(tiny: TinySwarm) -
     edited = [*PROMPTS[0][:4], 50, 51]
     with tiny.model.session():
         generate(tiny.model, PROMPTS[:1])
-        before = tiny.status.tokens
+        before = tiny.status.host.positions
         assert generate(tiny.model, [edited]).tolist() == generate(tiny.reference.model, [edited]).tolist()
-        assert tiny.status.tokens - before == 2 + TOKENS - 1
+        assert tiny.status.host.positions - before == 2 + TOKENS - 1
         with pytest.raises(ConfigError, match="nest"), tiny.model.session():
             pass
 
@@ -336,9 +336,9 @@ def test_a_real_conversation_is_not_computed_twice(real: tuple[Swarm, Any, Any])
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with model.session():
         first = model.generate(ids, **options)
-        before = node.status.tokens
+        before = node.status.host.positions
         more = torch.cat([first, model.tokenizer(" and then", return_tensors="pt").input_ids], dim=1)
         second = model.generate(more, **options)
-        computed = node.status.tokens - before
+        computed = node.status.host.positions - before
     assert second.tolist() == whole.generate(more, **options).tolist()
     assert computed < 20 < ids.shape[1]

@@ -218,14 +218,14 @@ def test_invited_peers_are_admitted_and_revoked_peers_are_not(private: PrivateSw
     # The end of the session raises, because its client is revoked by then.
     with contextlib.suppress(NotAuthorised), model.session(max_length=64):
         assert answer(model) == wanted
-        assert [node.status.sessions for node in (private.issuer, private.host)] == [1, 1]
+        assert [node.status.host.record.sessions for node in (private.issuer, private.host)] == [1, 1]
         (alice,) = private.clients() - before
         started = time.monotonic()
         private.revoke(alice)
         with pytest.raises(NotAuthorised, match="revoked"):
             model._runtime._over.result(REVOKED_S)
         print(f"metric=revoked_s value={time.monotonic() - started:.1f} goal={REVOKED_S:g}")
-    assert [node.status.sessions for node in (private.issuer, private.host)] == [0, 0]
+    assert [node.status.host.record.sessions for node in (private.issuer, private.host)] == [0, 0]
     with pytest.raises(NotAuthorised, match="revoked"):
         private.connect(invite, "alice")
 

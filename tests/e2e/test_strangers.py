@@ -366,7 +366,7 @@ def test_a_step_that_breaks_the_rules_is_not_computed(
     victim: Victim, step: pb.LinkRequest, tmp_path: Path
 ) -> None:
     async def scenario(transport: P2pdTransport) -> None:
-        session, before = random.Random(0).randbytes(16), victim.node.status.forwards
+        session, before = random.Random(0).randbytes(16), victim.node.status.host.forwards
         async with (
             opened(transport, victim.peer, SESSION) as stream,
             opened(transport, victim.peer, LINK) as link,
@@ -377,7 +377,7 @@ def test_a_step_that_breaks_the_rules_is_not_computed(
             )
             await link.send(Message(step.SerializeToString(), bytes(4 * 32)))
             await await_end(link)
-        assert victim.node.status.forwards == before
+        assert victim.node.status.host.forwards == before
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 

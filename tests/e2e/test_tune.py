@@ -265,7 +265,7 @@ def test_a_host_that_dies_is_not_noticed(
             lab = running.lab
 
             def crash(lab: Lab = lab) -> None:
-                busiest = max(lab.nodes, key=lambda node: lab.nodes[node].status().tokens)
+                busiest = max(lab.nodes, key=lambda node: lab.nodes[node].status().host.positions)
                 lab.network.crash(lab.peer_id(busiest))
 
             if kill:

@@ -59,7 +59,7 @@ def test_the_real_model_is_tuned_by_the_command(
     options = ("--steps", "6", "--batch-size", "4", "--eval-every", "6")
     with TuneProcess(lab, tmp_path, *options) as run:
         run.wait("step", step=2)
-        busiest = max(list(lab.nodes.values())[1:], key=lambda node: node.status.tokens)
+        busiest = max(list(lab.nodes.values())[1:], key=lambda node: node.status.host.positions)
         faults.kill(busiest)
         run.wait("step", step=4)
         run.send_signal(signal.SIGINT, children=False)

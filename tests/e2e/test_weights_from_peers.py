@@ -82,7 +82,7 @@ def test_hosts_join_without_a_hub(members: Members, tmp_path: Path) -> None:
     whole = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     members.join("first", "0:1", str(tmp_path / "model"))
     second = members.join("second", "30:40")
-    assert f"sha256:{second.status.manifest.hex()}" == members.manifest
+    assert f"sha256:{second.status.host.record.manifest.hex()}" == members.manifest
     assert 0.1 * whole < members.here("second") < 0.25 * whole
     members.nodes.pop(0).kill()
     members.join("third", "30:40")

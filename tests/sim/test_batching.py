@@ -232,9 +232,9 @@ def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) 
             assert await waiting == reference.greedy([1, 2], 3)
             assert running.load.active == 0
             await asyncio.sleep(5)  # the steps that were in flight have returned
-            forwards = lab.nodes["a"].status().forwards
+            forwards = lab.nodes["a"].status().host.forwards
             await asyncio.sleep(20)
-            assert lab.nodes["a"].status().forwards == forwards
+            assert lab.nodes["a"].status().host.forwards == forwards
             assert len(answer.ids) <= 3
 
     simulate(reference, scenario)

@@ -166,7 +166,7 @@ def test_an_address_that_raises_any_error_ends_no_search(
         monkeypatch.setattr(MemoryTransport, "open", failing)
         async with asyncio.timeout(20.0):
             await experts.trunk("trunk", own=())
-        assert honest.status().expert_streams == 1
+        assert honest.status().host.expert_streams == 1
 
     simulate(mixtral, scenario, link=LAN)
 
@@ -206,7 +206,7 @@ def test_silent_streams_give_way_to_a_host_that_needs_experts(mixtral: Reference
                     stream = await open_experts(lab, transport, "peer")
                     await stream.send(attach(lab))
                     await stream.receive()
-            assert node.status().expert_streams == SYSTEM_LIMITS[Resource.EXPERTS]
+            assert node.status().host.expert_streams == SYSTEM_LIMITS[Resource.EXPERTS]
             await asyncio.sleep(NEW_S)
             async with asyncio.timeout(20.0):
                 await experts.trunk("trunk", own=())

@@ -24,7 +24,7 @@ from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
-from swarmnet_protocols.wire import refusal_pb2, report_pb2, session_pb2
+from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
 from tests.support.fake_machine import FakeMachine
 from tests.support.memory_network import Delivery, LinkProfile
@@ -209,31 +209,33 @@ def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
         await asyncio.sleep(30)
         async with lab.network.transport(lab.peer_id("observer")) as observer:
             waiting = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert waiting.state == "joining"
+            assert waiting.record.state == records_pb2.HOST_STATE_JOINING
             lacked = {block: frozenset(range(2, 8)) for block in blocks}
             assert experts_of(waiting.trunk.lacks) == experts_of(waiting.trunk.missing) == lacked
             assert experts_of(waiting.experts) == experts.everywhere(range(2))
             peer = await experts.peer("peer", experts.everywhere(range(2, 8)))
             trunk = await starting
             await told(lab)
-            there = (await report_of(observer, lab.peer_id("peer"))).expert_peer
+            there = (await report_of(observer, lab.peer_id("peer"))).host
             assert there.expert_streams == 1
             rows = rows_by_expert(there.experts)
             assert {block for block, _ in rows} == blocks
             assert {expert for _, expert in rows} <= {*range(2, 8)}
             host = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert (host.state, len(host.trunk.missing)) == ("online", 0)
+            assert (host.record.state, len(host.trunk.missing)) == (records_pb2.HOST_STATE_ONLINE, 0)
             assert list(host.trunk.round_trips_s) == pytest.approx([2 * LAN.delay_s], rel=0.5)
-            assert sum(rows.values()) == host.trunk.rows == peer.status().expert_rows > 0
+            assert (
+                sum(rows.values())
+                == host.trunk.rows
+                == sum(rows_by_expert(peer.status().host.experts).values())
+                > 0
+            )
             await lab.stop("peer")
             await asyncio.sleep(5)
             alone = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert (alone.state, experts_of(alone.trunk.missing)) == ("joining", lacked)
+            assert experts_of(alone.trunk.missing) == lacked
             status = trunk.status()
-            assert (status.state, status.trunk and status.trunk.missing_experts) == (
-                "joining",
-                6 * len(blocks),
-            )
+            assert (status.state, experts_of(status.host.trunk.missing)) == ("joining", lacked)
 
     simulate(mixtral, scenario, link=LAN)
 
@@ -246,8 +248,8 @@ def test_the_owner_of_a_trunk_sees_for_which_experts_it_waits_and_may_end_it(mix
             await asyncio.sleep(30)
             status = supervisor.status()
             assert status.state == "joining"
-            assert status.trunk is not None
-            assert status.trunk.missing_experts == 6 * len({*experts.blocks})
+            missing = experts_of(status.host.trunk.missing)
+            assert missing == {block: frozenset(range(2, 8)) for block in experts.blocks}
             supervisor.finish(30.0)
             assert not await supervisor.started()
             await supervisor.finished()

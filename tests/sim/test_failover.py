@@ -139,7 +139,9 @@ def test_a_replica_continues_when_a_hop_fails(
             for node in survivors:
                 peer = node.status().peer_id
                 if peer != replacement:
-                    assert node.status().tokens == len(PROMPT) + TOKENS - 1, "a survivor computed twice"
+                    assert node.status().host.positions == len(PROMPT) + TOKENS - 1, (
+                        "a survivor computed twice"
+                    )
                     assert outcome.opened.count(PeerId(peer)) == 1, "a survivor was opened twice"
         return outcome
 
@@ -346,7 +348,7 @@ def test_a_reset_connection_is_opened_again(reference: Reference, victim: str) -
 
         outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
         assert all(hits)
-        assert {node.status().tokens for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
+        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
         return outcome
 
     outcome = simulate(reference, scenario)
@@ -381,7 +383,7 @@ def test_a_session_moves_to_a_better_path_between_two_steps(
         outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
         assert all(hits)
         assert requests.count("open") == requests.count("resume") == 1
-        assert {node.status().tokens for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
+        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
         return outcome
 
     outcome = simulate(reference, scenario)
@@ -430,7 +432,7 @@ def test_a_link_moves_to_a_better_path_between_two_steps(reference: Reference, r
         outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
         assert all(hits)
         assert links >= 2
-        assert {node.status().tokens for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
+        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
         return outcome
 
     outcome = simulate(reference, scenario)

@@ -25,9 +25,9 @@ def test_remote_work_ends_when_the_client_of_a_stream_leaves(tiny: Reference) ->
         load = caller.gateway.engine.batcher.load
         assert (load.active, load.waiting) == (0, 0)
         await asyncio.sleep(1)
-        forwards = lab.nodes["a"].status().forwards
+        forwards = lab.nodes["a"].status().host.forwards
         await asyncio.sleep(10)
-        assert lab.nodes["a"].status().forwards == forwards
+        assert lab.nodes["a"].status().host.forwards == forwards
 
     served(tiny, scenario)
 

@@ -81,7 +81,7 @@ async def answer(
             got.waits_s = [after - before for before, after in pairwise(times)]
             got.report = chain.report
         await asyncio.sleep(1.0)
-    got.computed = {name: node.status().tokens for name, node in lab.nodes.items()}
+    got.computed = {name: node.status().host.positions for name, node in lab.nodes.items()}
     client = lab.peer_id("client")
     alive = {name for name in layout if lab.network.passes(client, lab.peer_id(name))}
     assert not alive & lab.sessions().keys(), "a session outlived its client"

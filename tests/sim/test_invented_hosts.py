@@ -113,6 +113,6 @@ def test_hosts_do_not_leave_their_model_to_invented_hosts(reference: Reference, 
                 invented_hosts(other, [(0, 4)] * 12, name="busy", load=1.0, sessions=100)
             )
             await asyncio.sleep(SWITCH_CONFIRM_S + 10 * LOOK_S)
-            assert [host.status().manifest for host in hosts] == [lab.manifest] * 2
+            assert [host.status().host.record.manifest for host in hosts] == [lab.manifest] * 2
 
     simulate(reference, scenario, limit_s=4000.0)

@@ -81,12 +81,12 @@ def test_a_host_moves_to_where_hosts_are_short_while_its_clients_go_on(reference
         reader = Reader(lab)
         reading = asyncio.create_task(reader.read())
         await reader.begun.wait()
-        assert mover.status().sessions == 1
+        assert mover.status().host.record.sessions == 1
         for name in ("a", "b"):
             await lab.start(name, lab.hosting((0, 3)))
         await wait_for_span(mover, (3, 6), FOUND_S)
         await asyncio.sleep(20.0)
-        assert mover.status().sessions == 0
+        assert mover.status().host.record.sessions == 0
         reader.is_enough = True
         await reading
         reader.check()
@@ -94,7 +94,7 @@ def test_a_host_moves_to_where_hosts_are_short_while_its_clients_go_on(reference
         assert max(reader.waits_s[1:]) <= 2 * max(reader.waits_s[1:20]), "a token waited for the move"
         assert moved == [(3, 6)]
         status = mover.status()
-        assert (status.moved_from, status.moving_to, status.state) == ((0, 3), (), "online")
+        assert (list(status.moved_from), status.host.record.next_end, status.state) == ([0, 3], 0, "online")
         assert "lacks hosts" in status.blocks_reason
         await lab.stop("short")
         async with lab.client("late") as swarm, lab.chain(swarm) as chain:
@@ -152,7 +152,11 @@ def test_a_host_without_memory_for_both_leaves_its_blocks_first(reference: Refer
         await lab.start("short", lab.hosting((3, 6)))
         async with lab.supervised("mover", hosting, machine, Limits()) as mover:
             said: list[tuple[tuple[int, ...], tuple[int, int]]] = []
-            mover.on_move(lambda status: said.append((status.moved_from, (status.start, status.end))))
+            mover.on_move(
+                lambda status: said.append(
+                    (tuple(status.moved_from), (status.host.record.start, status.host.record.end))
+                )
+            )
             reader = Reader(lab)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
@@ -187,7 +191,11 @@ def test_a_move_during_which_its_owner_pauses_the_node_is_told_once_it_serves(re
         async with lab.supervised("mover", hosting, machine, Limits(), executor=slow) as mover:
             pauses.append(mover)
             said: list[tuple[tuple[int, ...], tuple[int, int]]] = []
-            mover.on_move(lambda status: said.append((status.moved_from, (status.start, status.end))))
+            mover.on_move(
+                lambda status: said.append(
+                    (tuple(status.moved_from), (status.host.record.start, status.host.record.end))
+                )
+            )
             paused = asyncio.Event()
             mover.on_change(lambda status: paused.set() if status.state == "paused" else None)
             await lab.stop("gone")
@@ -255,14 +263,18 @@ def test_a_node_whose_owner_takes_memory_back_drops_blocks_while_its_clients_go_
         limits = Limits(max_ram_bytes=limit_for(6, reference))
         async with lab.supervised("node", hosting, machine, limits) as node:
             said: list[tuple[int, ...]] = []
-            node.on_move(lambda status: said.append((*status.moved_from, status.start, status.end)))
+            node.on_move(
+                lambda status: said.append(
+                    (*status.moved_from, status.host.record.start, status.host.record.end)
+                )
+            )
             reader = Reader(lab)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
             await lab.start("other", lab.hosting((0, 4)))
             await lab.start("another", lab.hosting((1, 3)))
             await asyncio.sleep(10.0)
-            assert node.status().sessions == 1
+            assert node.status().host.record.sessions == 1
 
             with pytest.raises(OutOfResources, match="a block does not fit"):
                 node.set_limits(Limits(max_ram_bytes=limit_for(1, reference) - 2))
@@ -340,7 +352,7 @@ def test_a_node_drops_blocks_that_no_other_host_takes_over(
                 await lab.generate(chain, PROMPT, 4)
                 began = asyncio.get_running_loop().time()
                 node.set_limits(Limits(max_ram_bytes=limit_for(2, reference)))
-                while node.span == (0, 6) or node.status().sessions:  # noqa: ASYNC110 - in virtual time
+                while node.span == (0, 6) or node.status().host.record.sessions:  # noqa: ASYNC110 - in virtual time
                     await asyncio.sleep(0.5)
                 took_s = asyncio.get_running_loop().time() - began
                 assert LOOK_S < took_s < 1.2 * (MAY_LEAVE_LOOKS - 1) * LOOK_S + DRAIN_GAP_S + 1.0

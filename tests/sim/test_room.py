@@ -27,7 +27,7 @@ def cache_bytes(reference: Reference, positions: int, blocks: tuple[int, int] = 
 
 
 def computed(lab: Lab) -> dict[str, int]:
-    return {name: node.status().tokens for name, node in lab.nodes.items()}
+    return {name: node.status().host.positions for name, node in lab.nodes.items()}
 
 
 @pytest.mark.parametrize("knows", [True, False], ids=["hosts known", "hosts not known yet"])

@@ -58,7 +58,11 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
                 paused_at = await turns(supervisor, "paused")
                 assert paused_at - asked_at[0] < PAUSED_S
             status = supervisor.status()
-            assert (status.reason, status.weight_bytes, status.cache_bytes) == ("its owner paused it", 0, 0)
+            assert (status.reason, status.weight_bytes, status.host.cache_bytes) == (
+                "its owner paused it",
+                0,
+                0,
+            )
             assert supervisor.engine is supervisor.host is None
             assert machine.released == 2  # after loading, and now
 
@@ -122,12 +126,12 @@ def test_a_session_without_another_host_does_not_keep_the_memory(reference: Refe
             begun = asyncio.Event()
             answering = asyncio.create_task(lab.generate(chain, PROMPT, 400, lambda number: begun.set()))
             await begun.wait()
-            assert supervisor.status().cache_bytes > 0
+            assert supervisor.status().host.cache_bytes > 0
             began = asyncio.get_running_loop().time()
             supervisor.pause()
             took_s = await turns(supervisor, "paused") - began
             assert PAUSE_GRACE_S <= round(took_s, 6) < PAUSED_S
-            assert supervisor.status().cache_bytes == 0
+            assert supervisor.status().host.cache_bytes == 0
             assert not answering.done()
             await cancel(answering)
 
@@ -146,11 +150,11 @@ def test_an_idle_session_without_another_host_gives_back_the_memory_before_the_g
             lab.chain(swarm) as chain,
         ):
             tokens = await lab.generate(chain, PROMPT, 3)
-            assert supervisor.status().cache_bytes > 0
+            assert supervisor.status().host.cache_bytes > 0
             began = asyncio.get_running_loop().time()
             supervisor.pause()
             assert await turns(supervisor, "paused") - began < PAUSE_GRACE_S
-            assert supervisor.status().cache_bytes == 0
+            assert supervisor.status().host.cache_bytes == 0
 
             supervisor.resume()
             await turns(supervisor, "online")
@@ -356,7 +360,7 @@ def test_a_node_over_its_owners_limit_ends_the_session_that_holds_the_most(refer
             await asyncio.sleep(GOVERN_S)
             assert set(supervisor.host.sessions) == {least, most}
             status = supervisor.status()
-            assert status.cache_bytes_limit == status.cache_bytes  # there is no room for more
+            assert status.host.cache_bytes_limit == status.host.cache_bytes  # there is no room for more
             machine.ram = limit_bytes + 1
             await asyncio.sleep(GOVERN_S)
             machine.ram = limit_bytes

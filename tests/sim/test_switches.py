@@ -86,7 +86,9 @@ async def wait_until(holds: Callable[[], bool], within_s: float) -> None:
 
 
 async def wait_for_model(node: Supervisor, manifest: bytes, within_s: float) -> None:
-    await wait_until(lambda: (node.status().manifest, node.status().state) == (manifest, "online"), within_s)
+    await wait_until(
+        lambda: (node.status().host.record.manifest, node.status().state) == (manifest, "online"), within_s
+    )
 
 
 async def check_answer(lab: Lab, client: str) -> None:
@@ -108,15 +110,15 @@ def test_a_spare_host_switches_to_a_model_that_cannot_be_run_while_its_clients_g
             reader = Reader(lab)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
-            assert spare.status().sessions == 1
+            assert spare.status().host.record.sessions == 1
             for name in ("a", "b"):
                 await lab.start(name, lab.hosting((0, 6)))
             await wait_for_model(spare, other.manifest, FOUND_S)
             status = spare.status()
-            assert (status.start, status.end) == (1, 4)
+            assert (status.host.record.start, status.host.record.end) == (1, 4)
             assert said == [("tiny", "no host had 2 of its 4 blocks, and 6 blocks has enough hosts")]
             assert (status.former_model, status.switching_to) == ("tiny", "")
-            assert spare.report().host.manifest == other.manifest, "what the dashboard shows"
+            assert spare.report().host.record.manifest == other.manifest, "what the dashboard shows"
             await check_answer(other, "late")
             await asyncio.sleep(20.0)
             reader.is_enough = True
@@ -146,7 +148,7 @@ def test_a_spare_host_switches_to_a_model_whose_hosts_are_overloaded(
             chains = [await stack.enter_async_context(other.chain(client)) for client in clients]
             for chain in chains:
                 await other.generate(chain, PROMPT, 1)
-            assert busy.status().sessions == 4
+            assert busy.status().host.record.sessions == 4
             await wait_for_model(spare, other.manifest, FOUND_S)
             assert spare.status().model_reason == "its hosts computed 80% of the time, those of 6 blocks 0%"
             await check_answer(other, "late")
@@ -183,7 +185,7 @@ def test_of_several_spare_hosts_one_switches(reference: Reference, beta: Referen
             ]
             await wait_until(lambda: bool(models.asked), FOUND_S)
             await asyncio.sleep(FOUND_S)
-            assert [node.status().manifest for node in nodes].count(other.manifest) == 1
+            assert [node.status().host.record.manifest for node in nodes].count(other.manifest) == 1
             assert models.asked == [other.manifest]
 
     simulate(reference, scenario, limit_s=3000.0)
@@ -211,7 +213,7 @@ def test_a_node_that_cannot_host_the_other_model_serves_its_former_blocks_again(
             await wait_until(lambda: bool(models.asked), FOUND_S)
             await asyncio.sleep(65.0)
             await wait_for_model(spare, lab.manifest, 60.0)
-            assert (spare.status().start, spare.status().end) == (0, 6)
+            assert (spare.status().host.record.start, spare.status().host.record.end) == (0, 6)
             assert spare.status().former_model == ""
             await lab.stop("a")
             await lab.stop("b")
@@ -235,7 +237,7 @@ def test_a_pause_ends_a_switch_and_the_node_keeps_its_model(reference: Reference
             await wait_until(lambda: bool(models.asked), FOUND_S)
             spare.pause()
             await asyncio.sleep(5.0)
-            assert (spare.status().state, spare.status().manifest) == ("paused", lab.manifest)
+            assert (spare.status().state, spare.status().host.record.manifest) == ("paused", lab.manifest)
             spare.resume()
             await wait_for_model(spare, lab.manifest, 10.0)
 

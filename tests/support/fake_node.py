@@ -1,11 +1,15 @@
 """A node that does nothing, for tests of the code around a node."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict
 
-from swarmnet_node.owner.control import NodeStatus, TrunkStatus
 from swarmnet_node.owner.limits import Limits
+from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.wire import control_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
+from swarmnet_protocols.wire.records_pb2 import HostRecord
+from swarmnet_protocols.wire.report_pb2 import HostReport, Reach, TrunkReport
 
 NO_CORES = 4096
 """A limit on threads that this node refuses."""
@@ -14,28 +18,38 @@ STATUS = NodeStatus(
     peer_id="12D3KooW",
     state="online",
     model="smollm2-135m-instruct",
-    manifest=b"\x01" * 32,
-    start=10,
-    end=20,
-    total_blocks=30,
+    host=HostReport(
+        record=HostRecord(manifest=b"\x01" * 32, start=10, end=20, sessions=2),
+        total_blocks=30,
+        cache_bytes=1 << 33,
+        cache_bytes_limit=1 << 34,
+        positions=1 << 40,
+        forwards=7,
+    ),
     addresses=(ADDRESS, "/ip4/10.0.0.1/tcp/1/p2p/12D3KooW"),
     uptime_s=12.5,
-    sessions=2,
-    cache_bytes=1 << 33,
-    cache_bytes_limit=1 << 34,
     weight_bytes=70_000_000,
-    tokens=1 << 40,
-    forwards=7,
     version="0.1.0",
     swarm="lab",
     blocks_reason="no other host has these blocks",
+    limits=control_pb2.Limits(**asdict(Limits())),
+    usage=control_pb2.Usage(),
+    reach=Reach(kind="unknown"),
 )
-TRUNK_STATUS = replace(
-    STATUS,
-    experts="10:0-3",
-    expert_rows=1 << 40,
-    expert_streams=2,
-    trunk=TrunkStatus("10:4-7;11:0-7", "11:7", 1, (0.0005, 0.002), 1, 1 << 40, 3, 4, 5),
+TRUNK_STATUS = NodeStatus.FromString(STATUS.SerializeToString())
+TRUNK_STATUS.host.experts.extend(describe_experts({10: {0, 1, 2, 3}}, {(10, 0): 1 << 40}))
+TRUNK_STATUS.host.expert_streams = 2
+TRUNK_STATUS.host.trunk.CopyFrom(
+    TrunkReport(
+        lacks=describe_experts({10: {4, 5, 6, 7}, 11: set(range(8))}),
+        missing=describe_experts({11: {7}}),
+        round_trips_s=(0.0005, 0.002),
+        far=1,
+        rows=1 << 40,
+        failed=3,
+        hedged=4,
+        loaded=5,
+    )
 )
 
 
@@ -45,7 +59,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.graces_s: list[float] = []
         self.asked: list[str] = []
-        self.kept = STATUS.limits
+        self.kept = Limits()
         self.shown = STATUS
 
     def status(self) -> NodeStatus:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_node.owner import control
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.commands import Place, RunningCommand
 from tests.support.nat_lab import nat_lab
 from tests.support.processes import Swarm

@@ -15,12 +15,18 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire.records_pb2 import HostRecord, HostState
 
 SCRIPTS = (
     "<script>document.title='owned'</script>",
     '"><img src=x onerror="document.title=1">',
     "{{7*7}} ${7*7} &lt;b&gt;",
 )
+
+
+def state_of(name: str) -> HostState:
+    """The state of a host with this name."""
+    return HostState.Value(f"HOST_STATE_{name.upper()}")
 
 
 @dataclass
@@ -53,20 +59,25 @@ class Host:
 
     def report(self, now_s: float) -> None:
         """Make a report with the present values of the counters."""
-        host = report_pb2.HostReport(
+        cache_bytes = min(self.sessions * (150 << 20), 8 << 30)
+        record = HostRecord(
             manifest=self.model.manifest,
-            model=self.model.name,
-            total_blocks=self.model.blocks,
             start=self.span[0],
             end=self.span[1],
-            state=self.state,
-            dtype="bfloat16" if self.speed >= 1 else "float32",
+            state=state_of(self.state),
+            precision="bfloat16" if self.speed >= 1 else "float32",
             step_s=0.002 * (self.span[1] - self.span[0]) / self.speed,
             token_s=0.0004 * (self.span[1] - self.span[0]) / self.speed,
-            queue_s=0.0 if self.sessions < 3 else 0.01 * self.sessions / self.speed,
-            cache_bytes=min(self.sessions * (150 << 20), 8 << 30),
-            cache_bytes_limit=8 << 30,
+            cache_bytes_free=(8 << 30) - cache_bytes,
             sessions=self.sessions,
+        )
+        host = report_pb2.HostReport(
+            record=record,
+            model=self.model.name,
+            total_blocks=self.model.blocks,
+            queue_s=0.0 if self.sessions < 3 else 0.01 * self.sessions / self.speed,
+            cache_bytes=cache_bytes,
+            cache_bytes_limit=8 << 30,
             forwards=int(self.positions / 2),
             positions=int(self.positions),
             answered=int(self.answered),
@@ -192,17 +203,16 @@ class ExpertPeers:
                 for block, each in experts.items()
                 for expert in each
             }
-            peer = report_pb2.ExpertPeerReport(
-                manifest=self.model.manifest,
+            record = HostRecord(manifest=self.model.manifest, state=state_of("online"), precision="q8_0/bf16")
+            peer = report_pb2.HostReport(
+                record=record,
                 model=self.model.name,
                 total_blocks=self.model.blocks,
-                state="online",
-                dtype="q8_0/bf16",
                 experts=describe_experts(experts, rows),
                 expert_streams=2,
             )
             node = report_pb2.NodeReport(
-                version="0.1.0", uptime_s=at_s - began_s + 900, public_name="", expert_peer=peer
+                version="0.1.0", uptime_s=at_s - began_s + 900, public_name="", host=peer
             )
             check(node)
             return TimedReport(node, at_s)

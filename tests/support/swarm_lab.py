@@ -280,12 +280,12 @@ class Lab:
 
     def cache_bytes(self) -> dict[str, int]:
         """Bytes of keys and values on each node that holds any."""
-        held = {name: node.status().cache_bytes for name, node in self.nodes.items()}
+        held = {name: node.status().host.cache_bytes for name, node in self.nodes.items()}
         return {name: size for name, size in held.items() if size}
 
     def sessions(self) -> dict[str, int]:
         """Open sessions on each node that has any."""
-        counts = {name: node.status().sessions for name, node in self.nodes.items()}
+        counts = {name: node.status().host.record.sessions for name, node in self.nodes.items()}
         return {name: number for name, number in counts.items() if number}
 
     async def close(self) -> None:

@@ -17,7 +17,7 @@ from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.model.model import wrap
 from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_node.owner.control import NodeStatus
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.memory_network import LinkProfile
 from tests.support.swarm_lab import Lab, Reference, load_reference
 from tests.support.tiny import VOCABULARY

@@ -450,20 +450,23 @@ def report_messages() -> Iterator[Protobuf]:
         hedged=3,
         loaded=4,
     )
-    host = pb.HostReport(
+    record = records_pb2.HostRecord(
         manifest=_MANIFEST,
-        model="org/name",
-        total_blocks=126,
         start=3,
         end=12,
-        state="online",
-        dtype="bfloat16",
+        state=records_pb2.HOST_STATE_ONLINE,
+        precision="bfloat16",
         step_s=0.01,
         token_s=0.001,
+        sessions=2,
+    )
+    host = pb.HostReport(
+        record=record,
+        model="org/name",
+        total_blocks=126,
         queue_s=0.25,
         cache_bytes=1 << 30,
         cache_bytes_limit=1 << 33,
-        sessions=2,
         forwards=300,
         positions=1 << 40,
         answered=300,
@@ -475,21 +478,20 @@ def report_messages() -> Iterator[Protobuf]:
         flows=[flow, pb.Flow(upstream=_PEER.id)],
     )
     trunk_host = pb.HostReport(
-        manifest=_MANIFEST,
+        record=records_pb2.HostRecord(
+            manifest=_MANIFEST, start=3, end=12, state=records_pb2.HOST_STATE_JOINING
+        ),
         total_blocks=126,
-        start=3,
-        end=12,
-        state="joining",
         experts=experts,
         expert_streams=2,
         trunk=trunk,
     )
-    expert_peer = pb.ExpertPeerReport(
-        manifest=_MANIFEST,
+    expert_peer = pb.HostReport(
+        record=records_pb2.HostRecord(
+            manifest=_MANIFEST, state=records_pb2.HOST_STATE_ONLINE, precision="bfloat16"
+        ),
         model="org/name",
         total_blocks=126,
-        state="online",
-        dtype="bfloat16",
         experts=experts,
         expert_streams=2,
     )
@@ -509,9 +511,20 @@ def report_messages() -> Iterator[Protobuf]:
     )
     yield pb.ReportRequest()
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)
-    reach = pb.Reach(kind="relayed", relays=[Identity.from_seed(b"golden vector").peer_id], punched=3)
+    reach = pb.Reach(
+        kind="relayed",
+        nat="cone",
+        relays=[Identity.from_seed(b"golden vector").peer_id],
+        punched=3,
+        not_punched=1,
+        punch_s=0.5,
+        circuits=2,
+        reservations=4,
+        forwarded_circuits=5,
+        forwarded_bytes=1 << 40,
+    )
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
-    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, expert_peer=expert_peer)
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, host=expert_peer)
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, host=trunk_host)
 
 

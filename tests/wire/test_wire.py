@@ -191,9 +191,10 @@ def test_frames_of_flow_control_are_those_of_the_golden_vectors() -> None:
 
 def test_generated_code_is_fresh(tmp_path: Path) -> None:
     schemas = sorted(str(path) for path in PROTO.glob("*.proto"))
-    arguments = [f"--proto_path={PROTO}", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *schemas]
-    assert protoc.main(["protoc", *arguments]) == 0
-    stale = [path.name for path in tmp_path.iterdir() if path.read_text() != (WIRE / path.name).read_text()]
+    paths = f"--proto_path=swarmnet_protocols/wire={PROTO}"
+    assert protoc.main(["protoc", paths, f"--python_out={tmp_path}", f"--pyi_out={tmp_path}", *schemas]) == 0
+    made = tmp_path / "swarmnet_protocols" / "wire"
+    stale = [path.name for path in made.iterdir() if path.read_text() != (WIRE / path.name).read_text()]
     assert not stale, "run: make proto"
 
 

@@ -20,9 +20,7 @@ from typing import NoReturn
 import torch
 
 from swarmnet_node.experts.expert_link import ExpertModel
-from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.hosting.slots import Slot, Slots
-from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
@@ -30,11 +28,9 @@ from swarmnet_protocols.directory.expert_announcements import (
     ExpertHost,
     expert_announcement,
 )
-from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
 from swarmnet_protocols.net.refusal import Refusal
@@ -176,24 +172,10 @@ class ExpertService:
             host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
         )
 
-    def report(self, status: NodeStatus, public_name: str) -> report_pb2.NodeReport:
-        """The report of a node that hosts these experts and no whole block."""
-        report = report_pb2.ExpertPeerReport(
-            manifest=status.manifest,
-            model=clean(name_for_peers(status.model)),
-            total_blocks=status.total_blocks,
-            state=status.state,
-            dtype=self._model.precision,
-            experts=describe_experts(self.experts, self.rows_of),
-            expert_streams=self.streams,
-        )
-        return report_pb2.NodeReport(
-            version=status.version,
-            public_name=public_name,
-            uptime_s=status.uptime_s,
-            expert_peer=report,
-            reach=describe_reach(status.reach),
-        )
+    def describe(self, report: report_pb2.HostReport) -> None:
+        """Add the experts, and what they have computed, to the report of their host."""
+        report.experts.extend(describe_experts(self.experts, self.rows_of))
+        report.expert_streams = self.streams
 
     async def handle(self, stream: ExpertsStream) -> None:
         """Compute for one host until its stream ends."""

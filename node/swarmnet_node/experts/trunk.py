@@ -12,8 +12,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher, StartOnLoop
 from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
-from swarmnet_node.owner.control import TrunkStatus
-from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts
+from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.machine.aio import start_on_loop
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule, expert_bytes, has_expert
@@ -70,24 +69,8 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
     }
 
 
-def trunk_status(dispatcher: ExpertDispatcher) -> TrunkStatus:
-    """The experts that peers compute for a trunk, for its owner."""
-    missing, counters = dispatcher.links.missing(), dispatcher.counters
-    return TrunkStatus(
-        lacks=format_experts(_lacks(dispatcher)),
-        missing=format_experts(missing),
-        missing_experts=sum(map(len, missing.values())),
-        round_trips_s=_round_trips_s(dispatcher),
-        far=dispatcher.links.far,
-        rows=counters.rows,
-        failed=counters.failed,
-        hedged=counters.hedged,
-        loaded=counters.loaded,
-    )
-
-
 def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
-    """The experts that peers compute for a trunk, for dashboards."""
+    """The experts that peers compute for a trunk."""
     counters = dispatcher.counters
     return report_pb2.TrunkReport(
         lacks=describe_experts(_lacks(dispatcher)),

@@ -15,72 +15,30 @@ The report of an expert peer contains its identity and its experts.
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from prometheus_client import Histogram
 
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
-from swarmnet_protocols.directory.host_announcements import clean
 from swarmnet_protocols.errors import DeadlineExceeded
-from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Reach
 from swarmnet_protocols.net.limits.resources import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
-if TYPE_CHECKING:
-    from swarmnet_node.engine.engine import Engine
-    from swarmnet_node.owner.control import NodeStatus
-
 EVERY_S = 0.5
 """Seconds for which a report is reused."""
 
 
-def describe_host(
-    status: "NodeStatus",
-    engine: "Engine | None",
-    counters: HostCounters,
-    open_sessions: Iterable[Pair],
-    *,
-    step_s: float,
-    public_name: str,
-) -> pb.NodeReport:
-    """The report of a node that hosts blocks, without its experts.
-
-    ``engine``: None while it waits for experts. ``open_sessions``: the neighbours of each; ``step_s``: seconds of a step of one token.
-    """
-    report = pb.HostReport(
-        manifest=status.manifest,
-        model=clean(name_for_peers(status.model)),
-        total_blocks=status.total_blocks,
-        start=status.start,
-        end=status.end,
-        state=status.state,
-        dtype=engine.stage.precision if engine else "",
-        step_s=step_s,
-        token_s=engine.token_s if engine else 0.0,
-        queue_s=engine.queue_s if engine else 0.0,
-        cache_bytes=status.cache_bytes,
-        cache_bytes_limit=status.cache_bytes_limit,
-        sessions=status.sessions,
-        forwards=status.forwards,
-        positions=status.tokens,
-        answered=counters.answered,
-        rebuilt=counters.rebuilt,
-        links_lost=counters.links_lost,
-        clients_lost=counters.clients_lost,
-        first_tokens=_times(counters.first_tokens),
-        token_times=_times(counters.token_times),
-        flows=counters.flows(open_sessions),
-    )
-    return pb.NodeReport(
-        version=status.version,
-        public_name=public_name,
-        uptime_s=status.uptime_s,
-        host=report,
-        reach=describe_reach(status.reach),
-    )
+def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Iterable[Pair]) -> None:
+    """Add to the report of a host what it has counted. ``open_sessions``: the neighbours of each."""
+    report.answered = counters.answered
+    report.rebuilt = counters.rebuilt
+    report.links_lost = counters.links_lost
+    report.clients_lost = counters.clients_lost
+    report.first_tokens.CopyFrom(_times(counters.first_tokens))
+    report.token_times.CopyFrom(_times(counters.token_times))
+    report.flows.extend(counters.flows(open_sessions))
 
 
 def describe_reach(reach: Reach) -> pb.Reach:

@@ -4,13 +4,13 @@ import json
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
 
-from swarmnet_node.owner.limits import Limits, MonthlyUsage
+from swarmnet_node.owner.limits import Limits
 from swarmnet_node.owner.local_channel import dialling, serving
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -20,8 +20,8 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.net import Reach, ReachKind
 from swarmnet_protocols.wire import control_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 MAX_GRACE_S = 24 * 3600.0
 _ANSWER_TIMEOUT_S = 5.0
@@ -30,78 +30,6 @@ _REFUSALS = {
     grpc.StatusCode.INVALID_ARGUMENT: ConfigError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OutOfResources,
 }
-
-
-@dataclass(frozen=True)
-class TrunkStatus:
-    """The experts of a node's blocks that peers compute: the fields of ``Trunk`` in proto/control.proto."""
-
-    lacks: str
-    """The experts that the node does not have: ``block:experts``."""
-    missing: str
-    """Of these, the ones that no peer within reach has; empty: none."""
-    missing_experts: int
-    round_trips_s: tuple[float, ...]
-    """To each peer that computes some of them, the shortest first."""
-    far: int
-    rows: int
-    failed: int
-    hedged: int
-    loaded: int
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """The status of a node: the fields of ``NodeStatus`` in proto/control.proto."""
-
-    peer_id: str
-    state: str
-    model: str
-    manifest: bytes
-    start: int
-    end: int
-    total_blocks: int
-    addresses: tuple[str, ...]
-    uptime_s: float
-    sessions: int
-    cache_bytes: int
-    cache_bytes_limit: int
-    weight_bytes: int
-    tokens: int
-    forwards: int
-    version: str
-    swarm: str
-    reason: str = ""
-    limits: Limits = field(default_factory=Limits)
-    usage: MonthlyUsage = field(default_factory=MonthlyUsage)
-    ram_bytes: int = 0
-    warning: str = ""
-    reach: Reach = field(default_factory=Reach)
-    blocks_reason: str = ""
-    refused_stores: int = 0
-    moved_from: tuple[int, ...] = ()
-    """The blocks [start, end) that it served before; empty if it has not moved."""
-    experts: str = ""
-    """The routed experts that it computes for other hosts: ``block:experts``, as ``join --experts`` takes them; empty: none."""
-    expert_rows: int = 0
-    """Rows that these experts have computed since its start."""
-    expert_streams: int = 0
-    experts_needed: int = 0
-    """Experts that forwards needed, with ``join --expert-memory``; an expert counts once for a block of a forward."""
-    expert_hit_rate: float = 0.0
-    """Share of these that were in memory."""
-    expert_prediction_rate: float = 0.0
-    """Share of those in predicted blocks that were predicted."""
-    trunk: TrunkStatus | None = None
-    """The experts of its blocks that peers compute; None if it has them all."""
-    moving_to: tuple[int, ...] = ()
-    """The blocks [start, end) to which it is about to move; empty if it does not move."""
-    former_model: str = ""
-    """The model from which it has switched to this one; empty: it joined with this one."""
-    model_reason: str = ""
-    """The reason why it switched; empty if it has not."""
-    switching_to: str = ""
-    """The model to which it is about to switch; empty if it does not switch."""
 
 
 class Controlled(Protocol):
@@ -125,8 +53,8 @@ class Controlled(Protocol):
 async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
     """Let the owner control ``node`` while the context is open. The caller holds the lock of ``data_dir``."""
 
-    async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> control_pb2.NodeStatus:
-        return control_pb2.NodeStatus(**asdict(node.status()))
+    async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> NodeStatus:
+        return node.status()
 
     async def answer_finish(request: control_pb2.FinishRequest, context: Any) -> control_pb2.FinishReply:
         if not _is_grace(request.grace_s):
@@ -147,7 +75,7 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
 
     async def answer_set_limits(request: control_pb2.Limits, context: Any) -> control_pb2.Limits:
         try:
-            node.set_limits(_limits_of(request))
+            node.set_limits(limits_of(request))
         except SwarmnetError as error:
             code = grpc.StatusCode.INVALID_ARGUMENT
             if isinstance(error, OutOfResources):
@@ -169,21 +97,8 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
 
 def status(data_dir: Path) -> NodeStatus:
     """The status of the node that runs in ``data_dir``. Raises ``Unreachable`` when there is none."""
-    reply = _call(data_dir, "Status", control_pb2.StatusRequest(), control_pb2.NodeStatus)
-    values = {each.name: getattr(reply, each.name) for each in fields(NodeStatus)}
-    nested = {
-        "addresses": tuple(reply.addresses),
-        "moved_from": tuple(reply.moved_from),
-        "moving_to": tuple(reply.moving_to),
-        "trunk": _trunk_of(reply.trunk) if reply.HasField("trunk") else None,
-        "limits": _limits_of(reply.limits) if reply.HasField("limits") else Limits(),
-        "reach": Reach(
-            **{each.name: getattr(reply.reach, each.name) for each in fields(Reach)}
-            | {"kind": ReachKind(reply.reach.kind or "unknown"), "relays": tuple(reply.reach.relays)}
-        ),
-        "usage": MonthlyUsage(reply.usage.month, reply.usage.up_bytes, reply.usage.down_bytes),
-    }
-    return NodeStatus(**values | nested)
+    reply: NodeStatus = _call(data_dir, "Status", control_pb2.StatusRequest(), NodeStatus)
+    return reply
 
 
 def finish(data_dir: Path, grace_s: float) -> None:
@@ -207,7 +122,7 @@ def resume(data_dir: Path) -> None:
 
 def get_limits(data_dir: Path) -> Limits:
     """The limits of the node in ``data_dir``. Raises ``Unreachable`` when there is none."""
-    return _limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
+    return limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
 
 
 def set_limits(data_dir: Path, limits: Limits) -> Limits:
@@ -215,16 +130,11 @@ def set_limits(data_dir: Path, limits: Limits) -> Limits:
 
     Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them, and then keeps the old ones; ``Unreachable`` when there is no node.
     """
-    return _limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
+    return limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
 
 
-def _trunk_of(message: control_pb2.Trunk) -> TrunkStatus:
-    values = {each.name: getattr(message, each.name) for each in fields(TrunkStatus)}
-    return TrunkStatus(**values | {"round_trips_s": tuple(message.round_trips_s)})
-
-
-def _limits_of(message: control_pb2.Limits) -> Limits:
-    """Raises ``ConfigError`` for invalid limits."""
+def limits_of(message: control_pb2.Limits) -> Limits:
+    """The limits in a message. Raises ``ConfigError`` for invalid ones."""
     return Limits.from_fields({each.name: value for each, value in message.ListFields()})
 
 

@@ -178,20 +178,22 @@ def read_announcement(record: Record, manifest: bytes) -> HostInfo | None:
     except DecodeError:
         return None
     is_named = record.topic == hosts_topic(manifest, record.peer_id) and body.manifest == manifest
-    return read_host(body, record.peer_id, record) if is_named and body.start < body.end else None
-
-
-def read_host(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -> HostInfo | None:
-    """The host that describes itself in ``body``; None if no host can have made it.
-
-    The facts come from the host alone. Each is bounded here, or left out if it is of no form that a host sends.
-    """
-    if not (
-        0 <= body.start <= body.end <= MAX_BLOCKS
-        and 0 <= body.step_s <= MAX_STEP_S
-        and math.isfinite(body.step_s)
-    ):
+    if not (is_named and body.start < body.end and is_possible(body)):
         return None
+    return host_info(body, record.peer_id, record)
+
+
+def is_possible(body: pb.HostRecord) -> bool:
+    """Whether a host can have described itself like this."""
+    is_span = 0 <= body.start <= body.end <= MAX_BLOCKS
+    return is_span and 0 <= body.step_s <= MAX_STEP_S and math.isfinite(body.step_s)
+
+
+def host_info(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -> HostInfo:
+    """The host that describes itself in ``body``, which ``is_possible``.
+
+    Each fact is bounded here, or left out if it has no form that a host sends.
+    """
     moves = body.next_start < body.next_end <= MAX_BLOCKS
     return HostInfo(
         peer=peer,

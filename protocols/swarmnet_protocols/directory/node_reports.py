@@ -8,14 +8,21 @@ from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
     MAX_EXPERTS,
     BlockExperts,
+    format_experts,
     from_bits,
     to_bits,
 )
-from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, MAX_NUMBER, MAX_TEXT_CHARS
+from swarmnet_protocols.directory.host_announcements import (
+    MAX_NAME_CHARS,
+    MAX_NUMBER,
+    MAX_TEXT_CHARS,
+    is_possible,
+)
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
+from swarmnet_protocols.wire.records_pb2 import HOST_STATE_UNSPECIFIED, HostState
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 """Upper bounds in seconds of the buckets of ``Times``; a last bucket counts everything slower."""
@@ -23,7 +30,6 @@ MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_EXPERT_PEERS = 64
 """Most peers that compute experts of one host."""
-HOST_STATES = frozenset({"choosing", "joining", "online", "leaving", "paused"})
 _PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
 
 
@@ -35,6 +41,11 @@ def is_peer_id(text: str) -> bool:
 def experts_of(blocks: Iterable[pb.BlockExperts]) -> BlockExperts:
     """The experts in a part of a report."""
     return {each.block: from_bits(each.experts) for each in blocks}
+
+
+def experts_text(blocks: Iterable[pb.BlockExperts]) -> str:
+    """The experts in a part of a report, as `join --experts` takes them; empty for none."""
+    return format_experts(experts_of(blocks))
 
 
 def rows_of(blocks: Iterable[pb.BlockExperts]) -> dict[tuple[int, int], int]:
@@ -80,9 +91,11 @@ def check(report: pb.NodeReport) -> None:
     numbers = [report.uptime_s]
     if report.HasField("host"):
         host = report.host
-        texts += [host.model, host.dtype]
-        numbers += [host.step_s, host.token_s, host.queue_s, host.cache_bytes, host.cache_bytes_limit]
-        numbers += [host.sessions, host.forwards, host.positions, host.answered]
+        record = host.record
+        texts += [host.model, record.precision, record.version, record.public_name, record.missing_experts]
+        numbers += [record.token_s, record.cache_bytes_free, record.sessions, record.load, record.room]
+        numbers += [host.queue_s, host.cache_bytes, host.cache_bytes_limit]
+        numbers += [host.forwards, host.positions, host.answered]
         numbers += [host.rebuilt, host.links_lost, host.clients_lost]
         for times in (host.first_tokens, host.token_times):
             _require(len(times.counts) in {0, len(BOUNDS_S) + 1}, "a histogram has 14 counts")
@@ -94,8 +107,8 @@ def check(report: pb.NodeReport) -> None:
                 all(not peer or is_peer_id(peer) for peer in (flow.upstream, flow.downstream)), "no peer"
             )
             numbers += [flow.sessions, flow.positions]
-        _require(len(host.manifest) == 32, "no manifest hash")
-        _require(host.state in HOST_STATES, "no state of a host")
+        _require(len(record.manifest) == 32, "no manifest hash")
+        _require(record.state != HOST_STATE_UNSPECIFIED and record.state in HostState.values(), "no state")
         numbers += [host.expert_streams, *_experts_checked(host.experts)]
         if host.HasField("trunk"):
             trunk = host.trunk
@@ -104,7 +117,12 @@ def check(report: pb.NodeReport) -> None:
             _require(len(trunk.round_trips_s) <= MAX_EXPERT_PEERS, "too many peers with experts")
             numbers += [*trunk.round_trips_s, trunk.far]
             numbers += [trunk.rows, trunk.failed, trunk.hedged, trunk.loaded]
-        _require(0 <= host.start < host.end <= host.total_blocks <= MAX_BLOCKS, "no span of a model")
+        _require(is_possible(record), "no host can say this of itself")
+        # A host of experts only has no blocks.
+        _require(record.start < record.end or record.end == 0, "no span")
+        _require(
+            record.end <= host.total_blocks and 0 < host.total_blocks <= MAX_BLOCKS, "no span of a model"
+        )
     elif report.HasField("worker"):
         worker = report.worker
         texts += [worker.name, worker.method, worker.state]
@@ -115,15 +133,8 @@ def check(report: pb.NodeReport) -> None:
         for each in worker.contributions:
             _require(is_peer_id(each.peer), "no peer")
             numbers.append(each.rounds)
-    elif report.HasField("expert_peer"):
-        peer = report.expert_peer
-        texts += [peer.model, peer.dtype]
-        numbers += [peer.expert_streams, *_experts_checked(peer.experts)]
-        _require(len(peer.manifest) == 32, "no manifest hash")
-        _require(peer.state in HOST_STATES, "no state of a host")
-        _require(0 < peer.total_blocks <= MAX_BLOCKS, "no model")
     else:
-        raise ProtocolViolation("a report of neither a host, nor a worker, nor an expert peer")
+        raise ProtocolViolation("a report of neither a host nor a worker")
     _require(all(len(text) <= MAX_TEXT_CHARS and text.isprintable() for text in texts), "a text is too long")
     _require(
         all(math.isfinite(number) and 0 <= number <= MAX_NUMBER for number in numbers),

@@ -118,7 +118,7 @@ REPORT_S = 3.0
 REPORT_IDLE_S = 60.0
 """Seconds without a request, or with a report unread, after which a node closes the stream."""
 REPORT = TypedProtocol(
-    "/swarmnet/report/1",
+    "/swarmnet/report/2",
     request=report_pb2.ReportRequest,
     reply=report_pb2.NodeReport,
     opener=lambda _: Patience(REPORT_S),

@@ -1,3 +1,4 @@
+from swarmnet_protocols.wire import report_pb2 as _report_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -11,22 +12,14 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "manifest", "start", "end", "total_blocks", "addresses", "uptime_s", "sessions", "cache_bytes", "cache_bytes_limit", "weight_bytes", "tokens", "forwards", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "moving_to", "experts", "expert_rows", "expert_streams", "trunk", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to")
+    __slots__ = ("peer_id", "state", "model", "host", "addresses", "uptime_s", "weight_bytes", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
-    CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
-    CACHE_BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FORWARDS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SWARM_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
@@ -38,11 +31,6 @@ class NodeStatus(_message.Message):
     BLOCKS_REASON_FIELD_NUMBER: _ClassVar[int]
     REFUSED_STORES_FIELD_NUMBER: _ClassVar[int]
     MOVED_FROM_FIELD_NUMBER: _ClassVar[int]
-    MOVING_TO_FIELD_NUMBER: _ClassVar[int]
-    EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    EXPERT_ROWS_FIELD_NUMBER: _ClassVar[int]
-    EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    TRUNK_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_NEEDED_FIELD_NUMBER: _ClassVar[int]
     EXPERT_HIT_RATE_FIELD_NUMBER: _ClassVar[int]
     EXPERT_PREDICTION_RATE_FIELD_NUMBER: _ClassVar[int]
@@ -52,18 +40,10 @@ class NodeStatus(_message.Message):
     peer_id: str
     state: str
     model: str
-    manifest: bytes
-    start: int
-    end: int
-    total_blocks: int
+    host: _report_pb2.HostReport
     addresses: _containers.RepeatedScalarFieldContainer[str]
     uptime_s: float
-    sessions: int
-    cache_bytes: int
-    cache_bytes_limit: int
     weight_bytes: int
-    tokens: int
-    forwards: int
     version: str
     swarm: str
     reason: str
@@ -71,68 +51,17 @@ class NodeStatus(_message.Message):
     usage: Usage
     ram_bytes: int
     warning: str
-    reach: Reach
+    reach: _report_pb2.Reach
     blocks_reason: str
     refused_stores: int
     moved_from: _containers.RepeatedScalarFieldContainer[int]
-    moving_to: _containers.RepeatedScalarFieldContainer[int]
-    experts: str
-    expert_rows: int
-    expert_streams: int
-    trunk: Trunk
     experts_needed: int
     expert_hit_rate: float
     expert_prediction_rate: float
     former_model: str
     model_reason: str
     switching_to: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., total_blocks: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., sessions: _Optional[int] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., tokens: _Optional[int] = ..., forwards: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., moving_to: _Optional[_Iterable[int]] = ..., experts: _Optional[str] = ..., expert_rows: _Optional[int] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[Trunk, _Mapping]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ...) -> None: ...
-
-class Trunk(_message.Message):
-    __slots__ = ("lacks", "missing", "missing_experts", "round_trips_s", "far", "rows", "failed", "hedged", "loaded")
-    LACKS_FIELD_NUMBER: _ClassVar[int]
-    MISSING_FIELD_NUMBER: _ClassVar[int]
-    MISSING_EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    ROUND_TRIPS_S_FIELD_NUMBER: _ClassVar[int]
-    FAR_FIELD_NUMBER: _ClassVar[int]
-    ROWS_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    HEDGED_FIELD_NUMBER: _ClassVar[int]
-    LOADED_FIELD_NUMBER: _ClassVar[int]
-    lacks: str
-    missing: str
-    missing_experts: int
-    round_trips_s: _containers.RepeatedScalarFieldContainer[float]
-    far: int
-    rows: int
-    failed: int
-    hedged: int
-    loaded: int
-    def __init__(self, lacks: _Optional[str] = ..., missing: _Optional[str] = ..., missing_experts: _Optional[int] = ..., round_trips_s: _Optional[_Iterable[float]] = ..., far: _Optional[int] = ..., rows: _Optional[int] = ..., failed: _Optional[int] = ..., hedged: _Optional[int] = ..., loaded: _Optional[int] = ...) -> None: ...
-
-class Reach(_message.Message):
-    __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    NAT_FIELD_NUMBER: _ClassVar[int]
-    RELAYS_FIELD_NUMBER: _ClassVar[int]
-    PUNCHED_FIELD_NUMBER: _ClassVar[int]
-    NOT_PUNCHED_FIELD_NUMBER: _ClassVar[int]
-    PUNCH_S_FIELD_NUMBER: _ClassVar[int]
-    CIRCUITS_FIELD_NUMBER: _ClassVar[int]
-    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
-    FORWARDED_CIRCUITS_FIELD_NUMBER: _ClassVar[int]
-    FORWARDED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    kind: str
-    nat: str
-    relays: _containers.RepeatedScalarFieldContainer[str]
-    punched: int
-    not_punched: int
-    punch_s: float
-    circuits: int
-    reservations: int
-    forwarded_circuits: int
-    forwarded_bytes: int
-    def __init__(self, kind: _Optional[str] = ..., nat: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ..., not_punched: _Optional[int] = ..., punch_s: _Optional[float] = ..., circuits: _Optional[int] = ..., reservations: _Optional[int] = ..., forwarded_circuits: _Optional[int] = ..., forwarded_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("max_ram_bytes", "max_gpu_mem", "up_bytes_per_s", "down_bytes_per_s", "monthly_bytes", "schedule", "idle_only", "idle_after_s", "no_battery", "cores", "relay_bytes_per_s")

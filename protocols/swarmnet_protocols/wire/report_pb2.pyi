@@ -1,3 +1,4 @@
+from swarmnet_protocols.wire import records_pb2 as _records_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -11,48 +12,53 @@ class ReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "expert_peer", "reach")
+    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "reach")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
-    EXPERT_PEER_FIELD_NUMBER: _ClassVar[int]
     REACH_FIELD_NUMBER: _ClassVar[int]
     version: str
     public_name: str
     uptime_s: float
     host: HostReport
     worker: WorkerReport
-    expert_peer: ExpertPeerReport
     reach: Reach
-    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., expert_peer: _Optional[_Union[ExpertPeerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
 
 class Reach(_message.Message):
-    __slots__ = ("kind", "relays", "punched")
+    __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")
     KIND_FIELD_NUMBER: _ClassVar[int]
+    NAT_FIELD_NUMBER: _ClassVar[int]
     RELAYS_FIELD_NUMBER: _ClassVar[int]
     PUNCHED_FIELD_NUMBER: _ClassVar[int]
+    NOT_PUNCHED_FIELD_NUMBER: _ClassVar[int]
+    PUNCH_S_FIELD_NUMBER: _ClassVar[int]
+    CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_CIRCUITS_FIELD_NUMBER: _ClassVar[int]
+    FORWARDED_BYTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
+    nat: str
     relays: _containers.RepeatedScalarFieldContainer[str]
     punched: int
-    def __init__(self, kind: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ...) -> None: ...
+    not_punched: int
+    punch_s: float
+    circuits: int
+    reservations: int
+    forwarded_circuits: int
+    forwarded_bytes: int
+    def __init__(self, kind: _Optional[str] = ..., nat: _Optional[str] = ..., relays: _Optional[_Iterable[str]] = ..., punched: _Optional[int] = ..., not_punched: _Optional[int] = ..., punch_s: _Optional[float] = ..., circuits: _Optional[int] = ..., reservations: _Optional[int] = ..., forwarded_circuits: _Optional[int] = ..., forwarded_bytes: _Optional[int] = ...) -> None: ...
 
 class HostReport(_message.Message):
-    __slots__ = ("manifest", "model", "total_blocks", "start", "end", "state", "dtype", "step_s", "token_s", "queue_s", "cache_bytes", "cache_bytes_limit", "sessions", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows", "experts", "expert_streams", "trunk")
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("record", "model", "total_blocks", "queue_s", "cache_bytes", "cache_bytes_limit", "forwards", "positions", "answered", "rebuilt", "links_lost", "clients_lost", "first_tokens", "token_times", "flows", "experts", "expert_streams", "trunk")
+    RECORD_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    END_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    STEP_S_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     CACHE_BYTES_FIELD_NUMBER: _ClassVar[int]
     CACHE_BYTES_LIMIT_FIELD_NUMBER: _ClassVar[int]
-    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     FORWARDS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
     ANSWERED_FIELD_NUMBER: _ClassVar[int]
@@ -65,19 +71,12 @@ class HostReport(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
     TRUNK_FIELD_NUMBER: _ClassVar[int]
-    manifest: bytes
+    record: _records_pb2.HostRecord
     model: str
     total_blocks: int
-    start: int
-    end: int
-    state: str
-    dtype: str
-    step_s: float
-    token_s: float
     queue_s: float
     cache_bytes: int
     cache_bytes_limit: int
-    sessions: int
     forwards: int
     positions: int
     answered: int
@@ -90,25 +89,7 @@ class HostReport(_message.Message):
     experts: _containers.RepeatedCompositeFieldContainer[BlockExperts]
     expert_streams: int
     trunk: TrunkReport
-    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., sessions: _Optional[int] = ..., forwards: _Optional[int] = ..., positions: _Optional[int] = ..., answered: _Optional[int] = ..., rebuilt: _Optional[int] = ..., links_lost: _Optional[int] = ..., clients_lost: _Optional[int] = ..., first_tokens: _Optional[_Union[Times, _Mapping]] = ..., token_times: _Optional[_Union[Times, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[Flow, _Mapping]]] = ..., experts: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[TrunkReport, _Mapping]] = ...) -> None: ...
-
-class ExpertPeerReport(_message.Message):
-    __slots__ = ("manifest", "model", "total_blocks", "state", "dtype", "experts", "expert_streams")
-    MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    STATE_FIELD_NUMBER: _ClassVar[int]
-    DTYPE_FIELD_NUMBER: _ClassVar[int]
-    EXPERTS_FIELD_NUMBER: _ClassVar[int]
-    EXPERT_STREAMS_FIELD_NUMBER: _ClassVar[int]
-    manifest: bytes
-    model: str
-    total_blocks: int
-    state: str
-    dtype: str
-    experts: _containers.RepeatedCompositeFieldContainer[BlockExperts]
-    expert_streams: int
-    def __init__(self, manifest: _Optional[bytes] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., state: _Optional[str] = ..., dtype: _Optional[str] = ..., experts: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., expert_streams: _Optional[int] = ...) -> None: ...
+    def __init__(self, record: _Optional[_Union[_records_pb2.HostRecord, _Mapping]] = ..., model: _Optional[str] = ..., total_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., cache_bytes: _Optional[int] = ..., cache_bytes_limit: _Optional[int] = ..., forwards: _Optional[int] = ..., positions: _Optional[int] = ..., answered: _Optional[int] = ..., rebuilt: _Optional[int] = ..., links_lost: _Optional[int] = ..., clients_lost: _Optional[int] = ..., first_tokens: _Optional[_Union[Times, _Mapping]] = ..., token_times: _Optional[_Union[Times, _Mapping]] = ..., flows: _Optional[_Iterable[_Union[Flow, _Mapping]]] = ..., experts: _Optional[_Iterable[_Union[BlockExperts, _Mapping]]] = ..., expert_streams: _Optional[int] = ..., trunk: _Optional[_Union[TrunkReport, _Mapping]] = ...) -> None: ...
 
 class BlockExperts(_message.Message):
     __slots__ = ("block", "experts", "rows")

@@ -10,7 +10,13 @@ from swarmnet.reach import advice, describe, describe_punching, describe_relayin
 from swarmnet.units import counted, show_duration, show_size
 
 if TYPE_CHECKING:
-    from swarmnet_node.owner.control import NodeStatus
+    from collections.abc import Sequence
+
+    from google.protobuf.message import Message
+
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
+    from swarmnet_protocols.wire.records_pb2 import HostRecord
+    from swarmnet_protocols.wire.report_pb2 import BlockExperts, HostReport, TrunkReport
 
 
 def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
@@ -25,17 +31,80 @@ def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None
 
 
 def _fields(node: "NodeStatus") -> dict[str, object]:
-    from dataclasses import asdict
+    """The keys of docs/json.md: those of the message, and some of the host that it describes."""
+    host = node.host
+    record = host.record
+    fields = _plain(node)
+    trunk = _trunk(host.trunk) if host.HasField("trunk") else None
+    del fields["host"]
+    return fields | {
+        "manifest": record.manifest.hex(),
+        "blocks": [record.start, record.end],
+        "moving_to": _moving_to(record),
+        "sessions": record.sessions,
+        "total_blocks": host.total_blocks,
+        "cache_bytes": host.cache_bytes,
+        "cache_bytes_limit": host.cache_bytes_limit,
+        # A host of experts only computes rows.
+        "tokens": host.positions if record.end else _rows(host),
+        "forwards": host.forwards,
+        "experts": _text(host.experts),
+        "expert_rows": _rows(host),
+        "expert_streams": host.expert_streams,
+        "trunk": trunk,
+    }
 
-    fields = asdict(node)
-    span = [fields.pop("start"), fields.pop("end")]
-    lists = {name: list(fields[name]) for name in ("addresses", "moved_from", "moving_to")}
-    return fields | {"manifest": node.manifest.hex(), "blocks": span} | lists
+
+def _plain(message: "Message") -> dict[str, object]:
+    """The fields of a message by name, as JSON has them: bytes in hexadecimal digits, null for what is not set."""
+
+    def plain(value: object) -> object:
+        return _plain(value) if hasattr(value, "DESCRIPTOR") else value  # type: ignore[arg-type]
+
+    found: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            found[field.name] = [plain(each) for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            found[field.name] = None
+        else:
+            found[field.name] = value.hex() if isinstance(value, bytes) else plain(value)
+    return found
+
+
+def _trunk(trunk: "TrunkReport") -> dict[str, object]:
+    texts = {"lacks": _text(trunk.lacks), "missing": _text(trunk.missing)}
+    return _plain(trunk) | texts | {"missing_experts": _count(trunk.missing)}
+
+
+def _moving_to(record: "HostRecord") -> list[int]:
+    return [record.next_start, record.next_end] if record.next_end else []
+
+
+def _text(experts: "Sequence[BlockExperts]") -> str:
+    from swarmnet_protocols.directory.node_reports import experts_text
+
+    return experts_text(experts)
+
+
+def _count(experts: "Sequence[BlockExperts]") -> int:
+    from swarmnet_protocols.directory.node_reports import experts_of
+
+    return sum(map(len, experts_of(experts).values()))
+
+
+def _rows(host: "HostReport") -> int:
+    return sum(rows for each in host.experts for rows in each.rows)
 
 
 def _print(node: "NodeStatus") -> None:
+    from swarmnet_node.owner.control import limits_of
+
     mebibyte = 1 << 20
-    limits = rows(node.limits)
+    host, record = node.host, node.host.record
+    limits = rows(limits_of(node.limits))
+    moving_to = _moving_to(record)
     print_table(
         f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
         {
@@ -46,22 +115,22 @@ def _print(node: "NodeStatus") -> None:
             **({"switches to": node.switching_to} if node.switching_to else {}),
             **(
                 {
-                    "blocks": f"{node.start}:{node.end} of {node.total_blocks}"
+                    "blocks": f"{record.start}:{record.end} of {host.total_blocks}"
                     + (f": {node.blocks_reason}" if node.blocks_reason else "")
                 }
-                if node.end
+                if record.end
                 else {}
             ),
             **_experts(node),
             **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
-            **({"moves to": "{}:{}".format(*node.moving_to)} if node.moving_to else {}),
+            **({"moves to": "{}:{}".format(*moving_to)} if moving_to else {}),
             **(
                 {
-                    "sessions": node.sessions,
-                    "cache": f"{node.cache_bytes / mebibyte:.1f} of {node.cache_bytes_limit / mebibyte:.0f} MiB",
-                    "computed": f"{counted(node.tokens, 'token')} in {counted(node.forwards, 'forward')}",
+                    "sessions": record.sessions,
+                    "cache": f"{host.cache_bytes / mebibyte:.1f} of {host.cache_bytes_limit / mebibyte:.0f} MiB",
+                    "computed": f"{counted(host.positions, 'token')} in {counted(host.forwards, 'forward')}",
                 }
-                if node.end
+                if record.end
                 else {}
             ),
             "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
@@ -92,26 +161,27 @@ def _print(node: "NodeStatus") -> None:
 
 def _experts(node: "NodeStatus") -> dict[str, str]:
     """Rows about the experts that the node computes for others, and that peers compute for it."""
-    found = {}
-    if node.experts:
-        rows = f"{counted(node.expert_rows, 'row')}, {counted(node.expert_streams, 'open stream')}"
-        found["experts"] = f"{node.experts} (blocks:experts)"
+    host, found = node.host, {}
+    if host.experts:
+        rows = f"{counted(_rows(host), 'row')}, {counted(host.expert_streams, 'open stream')}"
+        found["experts"] = f"{_text(host.experts)} (blocks:experts)"
         found["for other hosts"] = rows
     if node.experts_needed:
         found["experts on disk"] = (
             f"{node.expert_hit_rate:.0%} of those needed were in memory, {node.expert_prediction_rate:.0%} predicted"
         )
-    if (trunk := node.trunk) is not None:
+    if host.HasField("trunk"):
+        trunk = host.trunk
         times = [f"{1000 * each:.1f}" for each in trunk.round_trips_s]
         peers = counted(len(times), "peer") + (f", round trips {', '.join(times)} ms" if times else "")
         found |= {
-            "experts on peers": trunk.lacks or "none any more",
+            "experts on peers": _text(trunk.lacks) or "none any more",
             "computed by": peers + (f"; {counted(trunk.far, 'peer')} too far" if trunk.far else ""),
             "asked of peers": f"{counted(trunk.rows, 'row')}; {trunk.failed} requests failed, "
             f"{trunk.hedged} were slow; {counted(trunk.loaded, 'expert')} loaded for lack of a peer",
         }
         if trunk.missing:
-            missing = f"{trunk.missing} ({counted(trunk.missing_experts, 'expert')})"
+            missing = f"{_text(trunk.missing)} ({counted(_count(trunk.missing), 'expert')})"
             found["missing experts"] = f"{missing}: swarmnet join SWARM --experts BLOCK:EXPERTS hosts them"
     return found
 

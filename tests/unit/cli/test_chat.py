@@ -63,9 +63,9 @@ def test_a_second_message_does_not_compute_the_first_again(
 ) -> None:
     with chatting(tiny) as chat:
         chat.take("w20 w21 w22 w23 w24 w25 w26")
-        before = tiny.status.tokens
+        before = tiny.status.host.positions
         chat.take("w30")
-        computed = tiny.status.tokens - before
+        computed = tiny.status.host.positions - before
     first, second = answers(capsys)
     ids = [10, *range(20, 27), 11]
     assert first["token_ids"] == reference.greedy(ids, 6)

@@ -12,12 +12,12 @@ import grpc
 import pytest
 
 from swarmnet_node.owner import control, local_channel
-from swarmnet_node.owner.control import NodeStatus
 from swarmnet_node.owner.limits import Limits
 from swarmnet_node.owner.local_channel import OPTIONS, PORT_NAME, SOCKET_NAME
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.wire import control_pb2
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.fake_node import NO_CORES, STATUS, TRUNK_STATUS, FakeNode
 
 
@@ -209,7 +209,7 @@ def test_limits_that_the_node_cannot_keep_come_back_with_what_to_do(tmp_path: Pa
             assert caught.value.hint == "use fewer"
 
     asyncio.run(main())
-    assert node.kept == STATUS.limits
+    assert node.kept == Limits()
 
 
 def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
@@ -222,4 +222,4 @@ def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
                 await asyncio.to_thread(control._call, tmp_path, "SetLimits", impossible, control_pb2.Limits)
 
     asyncio.run(main())
-    assert node.kept == STATUS.limits
+    assert node.kept == Limits()

@@ -161,10 +161,13 @@ HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
     "endless": lambda report: setattr(report.host, "queue_s", float("inf")),
     "before its start": lambda report: setattr(report, "uptime_s", -1.0),
     "more than can be": lambda report: setattr(report.host, "positions", MAX_NUMBER + 1),
-    "no model": lambda report: setattr(report.host, "manifest", b"short"),
-    "a span beyond the model": lambda report: setattr(report.host, "end", 127),
-    "an empty span": lambda report: setattr(report.host, "end", 3),
-    "a state of its own": lambda report: setattr(report.host, "state", "<b>"),
+    "no model": lambda report: setattr(report.host.record, "manifest", b"short"),
+    "a span beyond the model": lambda report: setattr(report.host.record, "end", 127),
+    "an empty span": lambda report: setattr(report.host.record, "end", 3),
+    "a state of its own": lambda report: setattr(report.host.record, "state", 99),
+    "no state": lambda report: report.host.record.ClearField("state"),
+    "a step of no time": lambda report: setattr(report.host.record, "step_s", float("nan")),
+    "a precision of its own": lambda report: setattr(report.host.record, "precision", "x" * 129),
     "a histogram that falls": lambda report: report.host.token_times.counts.__setitem__(13, 0),
     "half a histogram": lambda report: report.host.token_times.counts.pop(),
     "a flow from nowhere": lambda report: report.host.flows.add(upstream="<script>"),
@@ -218,7 +221,7 @@ EXPERT_LIES: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("lie", EXPERT_LIES)
 def test_impossible_experts_are_refused(lie: str) -> None:
     for report, experts in (
-        (peer := expert_peer_report(), peer.expert_peer.experts),
+        (peer := expert_peer_report(), peer.host.experts),
         (trunk := trunk_report(), trunk.host.experts),
     ):
         EXPERT_LIES[lie](experts)
@@ -246,7 +249,7 @@ def test_an_impossible_trunk_is_refused(lie: str) -> None:
 @pytest.mark.parametrize("field", ["manifest", "state", "total_blocks"])
 def test_an_expert_peer_names_its_model_and_state(field: str) -> None:
     report = expert_peer_report()
-    report.expert_peer.ClearField(field)  # type: ignore[arg-type]
+    (report.host if field == "total_blocks" else report.host.record).ClearField(field)  # type: ignore[arg-type]
     with pytest.raises(ProtocolViolation):
         check(report)
 

@@ -14,6 +14,8 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire.records_pb2 import HostRecord
+from tests.support.recorded_peers import state_of
 
 MODEL = CatalogModel(bytes(32), "org/name", 4)
 NOW_S = 1_800_000_000.0
@@ -40,24 +42,21 @@ def seen(
 
 
 def expert_report(of: Experts, rows: Mapping[tuple[int, int], int] | None = None) -> report_pb2.NodeReport:
-    kind = report_pb2.ExpertPeerReport(
-        manifest=MODEL.manifest,
+    host = report_pb2.HostReport(
+        record=HostRecord(manifest=MODEL.manifest, state=state_of("online")),
         total_blocks=4,
-        state="online",
         experts=describe_experts(experts(of), rows),
         expert_streams=2,
     )
-    return report_pb2.NodeReport(uptime_s=1000.0, expert_peer=kind)
+    return report_pb2.NodeReport(uptime_s=1000.0, host=host)
 
 
 def trunk_report(
     lacks: Experts = ALL, missing: Experts | None = None, own: Experts | None = None
 ) -> report_pb2.NodeReport:
     host = report_pb2.HostReport(
-        manifest=MODEL.manifest,
+        record=HostRecord(manifest=MODEL.manifest, end=4, state=state_of("joining" if missing else "online")),
         total_blocks=4,
-        end=4,
-        state="joining" if missing else "online",
         experts=describe_experts(experts(own or {})),
         trunk=report_pb2.TrunkReport(
             lacks=describe_experts(experts(lacks)),
@@ -102,7 +101,9 @@ def test_the_map_has_a_digit_for_each_expert() -> None:
 
 
 def test_a_model_without_experts_on_peers_has_no_map() -> None:
-    report = report_pb2.HostReport(manifest=MODEL.manifest, total_blocks=4, end=4, state="online")
+    report = report_pb2.HostReport(
+        record=HostRecord(manifest=MODEL.manifest, end=4, state=state_of("online")), total_blocks=4
+    )
     model = model_of(state(seen("a", report_pb2.NodeReport(uptime_s=1.0, host=report))))
     assert model["experts"] is None
 

@@ -22,7 +22,9 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire.records_pb2 import HostRecord
 from tests.support.merge_patches import merged, without_nulls
+from tests.support.recorded_peers import state_of
 from tests.support.recorded_swarm import RecordedSwarm
 
 MODEL = CatalogModel(bytes(32), "org/name", 12)
@@ -37,15 +39,15 @@ def peer(name: str) -> PeerId:
 def report(
     span: tuple[int, int] = (0, 12), *, uptime_s: float = 1000.0, state: str = "online", **numbers: Any
 ) -> report_pb2.NodeReport:
-    host = report_pb2.HostReport(
+    record = HostRecord(
         manifest=MODEL.manifest,
-        total_blocks=12,
         start=span[0],
         end=span[1],
-        state=state,
+        state=state_of(state),
         step_s=0.1,
-        **numbers,
+        sessions=numbers.pop("sessions", 0),
     )
+    host = report_pb2.HostReport(record=record, total_blocks=12, **numbers)
     return report_pb2.NodeReport(uptime_s=uptime_s, host=host)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from swarmnet.addresses import parse_endpoint
 from swarmnet.web.monitoring import Monitor
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_node.metrics import registry_of
-from swarmnet_node.owner.control import NodeStatus
 from swarmnet_protocols.errors import ConfigError, Unreachable
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.fake_node import STATUS, TRUNK_STATUS, FakeNode
 from tests.support.swarm_lab import Lab, load_reference, simulate
 
@@ -30,7 +29,9 @@ class _Node(FakeNode):
         self.state = state
 
     def status(self) -> NodeStatus:
-        return replace(STATUS, state=self.state)
+        status = NodeStatus.FromString(STATUS.SerializeToString())
+        status.state = self.state
+        return status
 
 
 def monitored(use: Callable[[Monitor, httpx.AsyncClient], Any], host: str = "127.0.0.1") -> Any:
