@@ -272,20 +272,34 @@ def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[fl
 
 
 def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
-    """A worker that caught up follows the worker that told it the position, although it has the lowest peer id."""
+    """The last worker does not know the first one, and asks the second one, which follows it."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        back, leader, other = workers
-        for worker in (leader, other):
+        first, second, third = workers
+        await first.matchmaking.set_position(3, START)  # still at its inner steps
+        asking = [asyncio.create_task(second.gather(workers))]
+        await asyncio.sleep(1)
+        asking.append(asyncio.create_task(third.gather([second])))
+        await asyncio.sleep(1)
+        rosters = await asyncio.gather(*asking, first.gather(workers))
+        assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in workers]] * 3
+        assert asyncio.get_running_loop().time() < TIMEOUT_S
+
+    simulate(3, scenario)
+
+
+def test_a_worker_that_caught_up_is_in_the_group_of_those_that_do_not_know_it() -> None:
+    """It has the lowest peer id, so it leads; they have read the directory before it was there."""
+
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        back, *others = workers
+        for worker in others:
             await worker.matchmaking.set_position(3, START)
         with pytest.raises(OutOfSync):
             await back.gather(workers, round=0, state=b"0" * 32)
         asking = [asyncio.create_task(back.gather(workers))]
         await asyncio.sleep(1)  # the others are still at their inner steps
-        asking.append(asyncio.create_task(other.gather(workers)))
-        await asyncio.sleep(1)
-        asking.append(asyncio.create_task(leader.gather(workers)))
-        rosters = await asyncio.gather(*asking)
+        rosters = await asyncio.gather(*asking, *(worker.gather(others) for worker in others))
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in workers]] * 3
         assert asyncio.get_running_loop().time() < TIMEOUT_S
 

@@ -52,7 +52,7 @@ def check_one_group(lab: WorkerLab) -> None:
     assert all(ROUNDS - 1 in lab.rounds(name) for name in lab.events)
 
 
-@pytest.mark.parametrize("start_seed", ["2", "6"])
+@pytest.mark.parametrize("start_seed", ["2", "6", "26/start"])
 def test_workers_that_start_together_are_in_one_group_by_the_second_round(
     start_seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

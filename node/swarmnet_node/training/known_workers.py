@@ -18,9 +18,6 @@ MAX_EXCLUDED = 256
 at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
-RECENT_S = 0.5
-"""Seconds for which a read is as good as one now. New workers look twice in a round, and a read
-takes a quarter of a second."""
 
 
 class KnownWorkers:
@@ -45,10 +42,9 @@ class KnownWorkers:
         self._refreshed_s = -REFRESH_S
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Add the workers in the directory; at most every ``REFRESH_S``, with ``now`` every
-        ``RECENT_S``."""
+        """Add the workers in the directory; at most every ``REFRESH_S`` unless ``now``."""
         clock = asyncio.get_running_loop().time
-        if clock() - self._refreshed_s < (RECENT_S if now else REFRESH_S):
+        if not now and clock() - self._refreshed_s < REFRESH_S:
             return
         self._refreshed_s = clock()
         for info in await find_workers(self._directory, self._job_id):

@@ -220,8 +220,11 @@ class Worker:
     async def _run_round(self) -> None:
         """One round, up to the start of its exchange. Raises ``OutOfSync`` if its group is at another round or state."""
         contribution, report = None, NO_STEPS
-        if self._slot is not None:
-            contribution, report = await self._train(self._slot)
+        looking = self._workers.refresh(now=self._is_new())
+        if self._slot is None:
+            await looking
+        else:  # the inner steps hide the time of the read
+            (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
         await self._finish_exchange()
         if self.round and self._is_new() and self._method.shares_weights:
             await self._join_larger_group()
@@ -263,7 +266,6 @@ class Worker:
 
     async def _form_group(self, weight: float) -> Roster:
         """Form this round's group; returns its roster. ``weight``: the tokens that this worker trained on in the round."""
-        await self._workers.refresh(now=self._is_new())
         addresses = tuple(self._transport.addresses())
         me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
         roster = await self._matchmaking.form_group(
@@ -388,7 +390,6 @@ class Worker:
 
     async def _compare(self) -> CatchUp | Stay:
         """Whether this worker, which is at another position than some, moves to theirs."""
-        await self._workers.refresh(now=True)
         mine = WorkerPosition(self.round, self._state)
         if self._is_new() and self._method.shares_weights:
             mates = self._workers.mates
@@ -402,6 +403,7 @@ class Worker:
 
     async def _catch_up(self, out_of_sync: OutOfSync) -> None:
         """Move to the round and state that most have. ``out_of_sync`` is one worker's claim and decides nothing."""
+        await self._workers.refresh(now=True)
         verdict = await self._compare()
         if isinstance(verdict, CatchUp):
             await self._move(verdict)

@@ -1,15 +1,20 @@
 """Matchmaking: forming the group of workers that average in a round.
 
-The worker with the lowest peer id among those believed alive is the *leader*; the others are its *followers*:
+The worker with the lowest peer id among those believed alive is the *leader*; the others are its
+*followers*. A worker follows lower peer ids than its own only, and is redirected to a lower one
+still, so workers never wait for each other in a circle:
 
-1. A follower opens a stream to the leader, sends its position (round and state) and waits; the leader sends heartbeats.
-2. The leader waits until all workers that it expects have come, but at most ``timeout_s``. Meanwhile it probes the missing workers, and
-stops expecting those that do not answer. A probe shows the leader's position. Of two leaders at one position the one with the higher
-peer id follows the other, together with its followers: a worker that hears of both tells it.
+1. A follower opens a stream to the leader, sends its position (round and state) and waits; the
+   leader sends heartbeats.
+2. The leader waits until all workers that it expects have come, but at most ``timeout_s``.
+   Meanwhile it probes the missing workers, and stops expecting those that do not answer. A probe
+   shows the leader's position. Of two leaders at one position the one with the higher peer id
+   follows the other, together with its followers: a worker that hears of both tells it.
 3. Every follower gets the same roster and closes its stream.
 
-A worker that asks a follower is redirected to the follower's leader. A worker at another position than the leader gets the leader's position
-instead of a roster, and catches up (``catch_up.py``).
+A worker that asks a follower is redirected to the follower's leader. A worker at another position
+than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
+Whoever told it the position expects it in the next group.
 """
 
 import asyncio
@@ -107,8 +112,6 @@ class Matchmaking:
         self._left_for_good = False
         self._averaging = False
         """Whether this round has a roster, so that the present state is about to be replaced."""
-        self._synced_by: PeerId | None = None
-        """The peer that sent its position, and expects this worker to return with that state."""
         self._book = NO_ADDRESSES
         """The addresses in the last roster."""
         self._leader: Candidate | None = None
@@ -119,8 +122,8 @@ class Matchmaking:
         self._leads = False
         self._rival: Candidate | None = None
         """A leader at this worker's position with a lower peer id than the one that this worker is or follows."""
-        self._catching_up: dict[PeerId, Candidate] = {}
-        """Workers to which this worker's position was sent since the last roster: they are expected once they have fetched the state."""
+        self._returning: dict[PeerId, Candidate] = {}
+        """Workers to expect in the next group: they learnt this worker's position, and may have to fetch its state first."""
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -159,22 +162,16 @@ class Matchmaking:
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
         others = sorted(others, key=lambda member: member.peer)
-        synced_by = [member for member in others if member.peer == self._synced_by]
         before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
-        after = [member for member in others if member.peer > me.peer]
-        self._synced_by = None
+        after = {member.peer: member for member in others if member.peer > me.peer} | self._returning
+        self._returning = {}
         self._rival = None
-        roster = await self._follow_first([*synced_by, *before], me, measured, timeout_s)
+        roster = await self._follow_first(before, me, measured, timeout_s)
         while roster is None:
             try:
-                return await self._lead(me, {member.peer: member for member in after}, measured, timeout_s)
+                return await self._lead(me, after, measured, timeout_s)
             except _Redirected as rival:
                 roster = await self._follow_first([rival.leader], me, measured, timeout_s)
-            except OutOfSync:
-                # The leader of the others thus learns of this worker, and expects it to return with the state.
-                roster = await self._follow_first(after, me, measured, timeout_s)
-                if roster is None:
-                    raise
         return roster
 
     async def _follow_first(
@@ -186,7 +183,6 @@ class Matchmaking:
                 return await self._follow(member, me, measured, timeout_s)
             except OutOfSync as elsewhere:
                 if elsewhere.round >= self._round:
-                    self._synced_by = member.peer
                     raise
             except SwarmnetError:
                 continue
@@ -226,14 +222,10 @@ class Matchmaking:
         redirect: bool,
     ) -> Roster:
         def on_heartbeat(reply: pb.MatchmakingReply) -> None:
-            if me.peer < leader.peer in self._followers:
-                raise StreamEnded(f"{leader.peer} follows this worker, which has the lower peer id")
             self._leader = self._last_leader = leader
             if reply.heartbeat.HasField("leader"):
                 there = member_from_wire(reply.heartbeat.leader)
-                if there.peer == me.peer < leader.peer:
-                    raise StreamEnded(f"{leader.peer} waits for this worker, through others")
-                if there.peer != me.peer:
+                if there.peer < leader.peer:
                     self._last_leader = there
                     if redirect:
                         raise _Redirected(there)
@@ -322,9 +314,7 @@ class Matchmaking:
     async def _lead(
         self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
-        expected |= self._catching_up
         expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
-        self._catching_up.clear()
         self._leads = True
 
         def complete() -> bool:
@@ -415,8 +405,11 @@ class Matchmaking:
             return
         if not request.HasField("member"):  # only asks for the position
             lower = None
+            prober = Candidate(stream.peer, ())
             if request.state and request.round == self._round and not self._is_other(request.state):
-                lower = await self._hear_of(Candidate(stream.peer, ()))
+                lower = await self._hear_of(prober)
+            elif request.state and request.round <= self._round:
+                self._expect(prober)
             reply = self._position_reply(self._round, self._state)
             if lower is not None:
                 reply.position.leader.CopyFrom(member_to_wire(lower))
@@ -433,8 +426,7 @@ class Matchmaking:
             roster = await race(self._send_heartbeats(stream), self._until_it_ends(stream), _result(follower))
             await stream.send(pb.MatchmakingReply(roster=roster_to_wire(roster, request.known)))
         except OutOfSync as elsewhere:
-            if len(self._catching_up) < MAX_MEMBERS:
-                self._catching_up[stream.peer] = follower.member
+            self._expect(follower.member)
             await stream.send(self._position_reply(elsewhere.round, elsewhere.state))
         finally:
             await cancel(follower.answer)
@@ -442,6 +434,11 @@ class Matchmaking:
                 del self._followers[stream.peer]
             async with self._changed:
                 self._changed.notify_all()
+
+    def _expect(self, member: Candidate) -> None:
+        """Expect a worker that learnt this worker's position in the next group that this worker leads."""
+        if len(self._returning) < MAX_MEMBERS:
+            self._returning[member.peer] = member
 
     async def _hear_of(self, leader: Candidate) -> Candidate | None:
         """Follow ``leader``, which is at this worker's position, if its peer id is lower than that of the present leader.
