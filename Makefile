@@ -108,9 +108,9 @@ sanitized: $(INSTALLED)
 		--timeout 600 tests/unit/engine/test_native_backend.py tests/unit/engine/test_packed_experts.py \
 		tests/unit/models/test_packed_products.py tests/unit/models/test_quantize.py tests/unit/client/test_packed.py $(PYTEST_ARGS) $(OR_NONE)
 
-# Each test of a defence, seen to fail with the defence switched off; `fast` has them, too.
+# The second run of each test of a defence, with the defence off; `fast` and `slow` have them, too.
 defences: $(INSTALLED)
-	$(BIN)/python -m pytest tests/test_defences.py -n 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest -m defence -n 4 --dist worksteal --verbose --no-header $(PYTEST_ARGS) $(OR_NONE)
 
 # Fuzz every decoder of input from peers for an hour, or for SECONDS. Corpora and findings are in
 # .pytest_cache/fuzz.

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from swarmnet_protocols.machine import native_code
+from tests.defences import Defences
 from tests.support.audit import sitecustomize
 from tests.support.in_parts import Parts
 from tests.support.sample import Sample
@@ -114,6 +115,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Defences())
     file = config.getoption("in_parts")
     if file is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Parts(file))

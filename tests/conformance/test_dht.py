@@ -29,6 +29,7 @@ from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from tests.defences import Patch, defence
 from tests.support.loop_thread import LoopThread
 
 from .conftest import LOOPBACK
@@ -304,6 +305,16 @@ def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
     five.run(scenario)
 
 
+def call_no_lost_peer(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import node as dht_node
+
+    patch.setattr(dht_node, "_LOST_AT_ONCE", 0)
+
+
+@defence("the parts of a split network find each other again", off=call_no_lost_peer)
 def test_two_halves_that_forgot_each_other_become_one_when_the_network_heals(
     five: Five, monkeypatch: pytest.MonkeyPatch
 ) -> None:

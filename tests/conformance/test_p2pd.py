@@ -28,6 +28,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, pee
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
+from tests.defences import defence, replacing
 
 from .conftest import LOOPBACK, UNKNOWN_PEER, P2pdLab, peer_process
 
@@ -231,6 +232,10 @@ def test_a_live_bootstrap_peer_is_connected(
     p2pd_lab.run(scenario)
 
 
+@defence(
+    "addresses that peers name are checked before they are dialled",
+    off=replacing(p2pd, "dialable", lambda _peer, addresses, _networks: tuple(addresses)),
+)
 def test_private_addresses_named_by_a_peer_are_not_dialled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,14 +12,23 @@ import pytest
 import uvloop
 
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream
+from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.multiaddr import Multiaddr
 from swarmnet_protocols.net.p2pd import connection_limits
+from swarmnet_protocols.net.p2pd import daemon as p2pd_daemon
+from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd import transport as p2pd_transport
-from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
+from swarmnet_protocols.net.p2pd.connection_limits import (
+    ConnectionGuard,
+    ConnectionLimits,
+    ListedConnection,
+    Use,
+)
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE
+from tests.defences import defence, replacing
 from tests.support.conversations import dial, echo
 from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
 
@@ -66,6 +75,11 @@ def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(main())
 
 
+def close_none(*_: object) -> list[ListedConnection]:
+    return []
+
+
+@defence("connections of one address are limited", off=replacing(connection_limits, "excess", close_none))
 def test_connections_of_one_address_are_limited_and_those_in_use_stay(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, peer(tmp_path / "b") as b, peer(tmp_path / "c") as c:
@@ -103,6 +117,11 @@ def test_many_addresses_keep_no_newcomer_out(tmp_path: Path) -> None:
     run(main)
 
 
+def have_a_kademlia(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(p2pd_process.FLAGS, "dhtServer", 1)
+
+
+@defence("libp2p's own Kademlia keeps nothing for outsiders", off=have_a_kademlia)
 def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 1) as [outsider]:
@@ -116,6 +135,7 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
     run(main)
 
 
+@defence("libp2p's own relay serves no outsider", off=replacing(p2pd_daemon, "REFUSED", ()))
 def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 1) as [outsider]:
@@ -135,6 +155,10 @@ def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
     run(main)
 
 
+@defence(
+    "a connection that this process forwards counts where its peer is",
+    off=replacing(Endpoint, "real_address", lambda _, address: address),
+)
 def test_a_connection_that_this_process_forwards_counts_where_its_peer_is(tmp_path: Path) -> None:
     """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits would count all peers as one."""
     remote, other = (Multiaddr(IPv4Address(f"203.0.113.{each}"), "tcp", 4001) for each in (9, 8))
@@ -182,6 +206,10 @@ def test_a_peer_sees_from_its_connections_that_others_dial_it(
     run(main)
 
 
+@defence(
+    "a p2pd over its memory limit is restarted",
+    off=replacing(ConnectionGuard, "_must_restart", lambda _: False),
+)
 def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
     """After the restart, p2pd has the same address, identity and handlers; sessions have moved to other hosts before."""
     said: list[str] = []
@@ -214,6 +242,10 @@ def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
     run(main)
 
 
+@defence(
+    "strangers are disconnected first when p2pd is over its memory limit",
+    off=replacing(ConnectionGuard, "_use", lambda *_: Use.KNOWN),
+)
 def test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as strangers:

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from swarmnet_protocols.net import ProtocolSpec, Stream
+from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.wire.roles import ANY_ROLE
+from tests.defences import defence, nothing, replacing
 from tests.support.conversations import echo
 from tests.support.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
 
@@ -88,6 +90,10 @@ async def is_served(address: str, source: str) -> bool:
     return True
 
 
+@defence(
+    "a subnet has its share of the pending handshakes",
+    off=replacing(host, "subnet_of", lambda address: address),
+)
 def test_a_subnet_that_hoards_handshakes_keeps_no_other_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +127,7 @@ def test_a_bounded_number_of_handshakes_is_pending(tmp_path: Path, monkeypatch: 
     run(main)
 
 
+@defence("handshakes have a timeout", off=replacing(host, "HANDSHAKE_S", 1e6))
 def test_a_silent_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "HANDSHAKE_S", host.HANDSHAKE_S / 50)
 
@@ -131,6 +138,7 @@ def test_a_silent_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     run(main)
 
 
+@defence("lines of a negotiation are bounded", off=replacing(connection, "MAX_LINE_BYTES", 1 << 14))
 def test_a_long_line_ends_a_negotiation_before_it_is_received(tmp_path: Path) -> None:
     """Both negotiations are tested: that of a connection before its encryption, and that of a stream."""
     long = line(MULTISTREAM) + varint(LONG_LINE_BYTES)
@@ -150,6 +158,7 @@ def test_a_long_line_ends_a_negotiation_before_it_is_received(tmp_path: Path) ->
     run(main)
 
 
+@defence("protocols offered in a negotiation are bounded", off=replacing(connection, "MAX_OFFERS", 1 << 20))
 def test_a_bounded_number_of_protocols_is_offered(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
@@ -166,6 +175,12 @@ def test_a_bounded_number_of_protocols_is_offered(tmp_path: Path) -> None:
     run(main)
 
 
+def no_limit_of_streams(patch: pytest.MonkeyPatch) -> None:
+    """A limit so high that a 32nd of it is still more than the test opens."""
+    patch.setattr(host, "MAX_STREAMS", 1 << 20)
+
+
+@defence("streams of a connection are bounded", off=no_limit_of_streams)
 def test_a_connection_has_a_bounded_number_of_streams(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +195,9 @@ def test_a_connection_has_a_bounded_number_of_streams(
     run(main)
 
 
+@defence(
+    "bytes that wait on a connection are bounded", off=replacing(connection, "MAX_BUFFERED_BYTES", 1 << 40)
+)
 def test_a_peer_that_sends_more_than_it_was_granted_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +215,9 @@ def test_a_peer_that_sends_more_than_it_was_granted_is_disconnected(
     run(main)
 
 
+@defence(
+    "bytes that wait are bounded over all connections", off=replacing(host.PyLibp2p, "_make_room", nothing)
+)
 def test_bytes_that_wait_are_bounded_over_all_connections(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +256,10 @@ def test_a_peer_dials_from_the_port_on_which_it_listens(tmp_path: Path) -> None:
     run(main)
 
 
+@defence(
+    "connections of one address are limited over py-libp2p, too",
+    off=replacing(connection_limits, "excess", lambda *_: []),
+)
 def test_connections_of_one_address_are_limited(tmp_path: Path) -> None:
     limits = ConnectionLimits(per_host=4, per_subnet=8, total=20)
 

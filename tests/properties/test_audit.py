@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import STATES, Verdict, agree, differences, judge
 from swarmnet_node.engine.stage import Stage
@@ -21,6 +22,7 @@ from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import as_received
+from tests.defences import Patch, defence, replacing, yes
 from tests.support.forgers import FORGERS, Forger, towards
 from tests.support.swarm_lab import Reference, load_reference
 
@@ -103,6 +105,13 @@ def run(
     return None, spent / (steps * BLOCKS)
 
 
+def repeats_nothing(patch: Patch) -> None:
+    """First audits of one position, before which there is none."""
+    patch.setattr(plan, "NEWCOMER_POSITIONS", 1)
+    patch.setattr(plan, "MAX_DIGEST_POSITIONS", 1)
+
+
+@defence("a first audit covers several positions", off=repeats_nothing)
 def test_wrong_outputs_are_found_within_200_steps_in_a_thousand_runs() -> None:
     rng = random.Random(1)
     lies = list(FORGERS.values())
@@ -110,6 +119,7 @@ def test_wrong_outputs_are_found_within_200_steps_in_a_thousand_runs() -> None:
     assert sum(step is not None for step in found) >= 990
 
 
+@defence("audits cost a limited share of the work", off=replacing(plan.Ledger, "may_spend", yes))
 def test_audits_cost_at_most_three_percent_and_accuse_no_honest_host() -> None:
     found, share = run(random.Random(2), 10_000, None)
     assert found is None
@@ -142,6 +152,16 @@ def test_one_liar_among_three_hosts_never_convicts_an_honest_one(seed: int, is_w
     assert judge(false, true, true) is Verdict.WRONG
 
 
+def plain_norm(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One bound, on the norm of a position alone."""
+    whole = (one - other).norm(dim=1) / other.norm(dim=1)
+    return whole, torch.zeros_like(whole)
+
+
+@defence(
+    "a channel of large values hides no error in the others",
+    off=replacing(verdict, "differences", plain_norm),
+)
 @given(st.floats(1.0, 1e6), st.integers(0, 63))
 def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, channel: int) -> None:
     true = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
@@ -152,6 +172,13 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
     assert not agree(true, false)
 
 
+def whole_alone(patch: Patch) -> None:
+    """Compare hidden states as they are, without a bound on single channels."""
+    patch.setattr(verdict, "views", lambda one, other, read: [(one, other, verdict.STATES)])
+    patch.setattr(verdict, "STATES", verdict.Bound(verdict.STATES.whole, torch.inf))
+
+
+@defence("a single channel has a bound of its own", off=whole_alone, channels=17)
 @pytest.mark.parametrize("channels", [1, 5, 17, 34])
 def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
     """As many of 576 channels as the whole may be wrong in; a norm after them leaves nothing of the rest."""
@@ -164,6 +191,10 @@ def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
         assert not agree(true, false)
 
 
+@defence(
+    "hidden states are compared after a norm, too",
+    off=replacing(verdict, "after_norm", lambda states: states),
+)
 def test_what_a_norm_makes_of_large_channels_is_compared() -> None:
     """Each large channel is within its bound; together they halve all others behind a norm."""
     true = torch.randn(3, 576, generator=torch.Generator().manual_seed(0))

@@ -23,6 +23,7 @@ from swarmnet_protocols.routing.coordinates import (
     distance,
     read_coordinate,
 )
+from tests.defences import defence, replacing
 
 NUMBERS = st.lists(st.floats(), min_size=DIMENSIONS + 3, max_size=DIMENSIONS + 3)
 ANY = st.lists(st.floats(width=32), max_size=DIMENSIONS + 5) | NUMBERS
@@ -55,6 +56,14 @@ def test_only_plausible_numbers_are_a_coordinate(numbers: list[float]) -> None:
     assert read_coordinate([*numbers, math.nan]) is None
 
 
+@defence(
+    "only plausible coordinates are read",
+    off=replacing(
+        coordinates,
+        "read_coordinate",
+        lambda numbers: coordinates.Coordinate(tuple(numbers[:3]), *numbers[3:6]),
+    ),
+)
 def test_a_coordinate_out_of_range_is_none() -> None:
     good = Coordinate((0.1, 0.0, 0.0), 0.001, 0.0, 0.5).numbers()
     assert coordinates.read_coordinate(good) is not None
@@ -93,6 +102,7 @@ def test_no_measurement_makes_a_coordinate_implausible(
     assert read_coordinate(own.coordinate.numbers()) == own.coordinate
 
 
+@defence("the delays of few peers are remembered", off=replacing(coordinates, "MAX_FILTERED_PEERS", 1 << 20))
 def test_the_delays_of_few_peers_are_remembered() -> None:
     own = OwnCoordinate(random.Random(0))
     for number in range(2 * MAX_FILTERED_PEERS):
@@ -142,6 +152,7 @@ def test_the_estimates_of_honest_peers_are_near_the_true_delays() -> None:
     assert median(errors(*settled(0), first=0)) < 0.2
 
 
+@defence("one measurement moves a peer a short way", off=replacing(coordinates, "MAX_STEP_S", 1e9))
 def test_a_third_of_liars_moves_the_estimates_of_honest_peers_little() -> None:
     """The median error is 0.6, and 11 if a step has no bound."""
     liars = PEERS * 3 // 10
@@ -162,6 +173,7 @@ def test_a_peer_that_moves_is_found_at_its_new_place() -> None:
     assert median(map(abs, off)) < 0.2
 
 
+@defence("no peer claims to be certain of its coordinate", off=replacing(coordinates, "MIN_ERROR", 1e-9))
 def test_a_coordinate_claims_no_more_certainty_than_it_may() -> None:
     """A peer that claims to be certain of its coordinate pulls no harder than one with ``MIN_ERROR``."""
     here = Coordinate(error=0.2)

@@ -1,12 +1,13 @@
 """The addresses of other peers that are dialled."""
 
 import ipaddress
+import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net import PeerId, dialling
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
     MAX_DIALLED,
@@ -16,6 +17,7 @@ from swarmnet_protocols.net.dialling import (
     own_interfaces,
     shared_networks,
 )
+from tests.defences import Patch, defence, replacing, yes
 
 PEER = PeerId("12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq")
 RELAY = PeerId("12D3KooWHK9BjDQBUqnavciRPhAYFvqKBe4ZiPPvde7vDaqgn5er")
@@ -67,6 +69,11 @@ def test_every_dial_goes_to_a_public_address_or_into_a_shared_network(
         assert not address.endswith(PEER)
 
 
+@defence(
+    "few addresses of each peer are dialled",
+    off=replacing(dialling, "MAX_DIALLED", 1000),
+    found=[ipaddress.IPv4Address(f"93.184.216.{last}") for last in range(20)],
+)
 @given(st.lists(ips, min_size=1, max_size=20, unique=True))
 def test_only_the_first_few_addresses_are_dialled(found: list[ipaddress.IPv4Address]) -> None:
     addresses = [f"/ip{ip.version}/{ip}/tcp/4001" for ip in found]
@@ -88,6 +95,16 @@ def test_public_and_shared_addresses_are_dialled(address: str) -> None:
     assert dialable(PEER, [address], LAN) == dialable(PEER, [f"{address}/p2p/{PEER}"], LAN) == (address,)
 
 
+@defence(
+    "addresses of private networks are dialled only in shared ones",
+    off=replacing(dialling, "_may_dial", yes),
+    address="/ip4/10.0.0.1/tcp/4001",
+)
+@defence(
+    "an IPv4 address inside an IPv6 address is checked too",
+    off=replacing(dialling, "_CARRIES_IPV4", ()),
+    address="/ip6/64:ff9b::a00:1/tcp/4001",
+)
 @pytest.mark.parametrize(
     "address",
     [
@@ -133,6 +150,22 @@ def shared(named: list[str], *interfaces: tuple[str, str]) -> set[str]:
 LOOPBACKS = {str(network) for network in LOOPBACK_NETWORKS}
 
 
+def share_loopback(patch: Patch) -> None:
+    shared = dialling.shared_networks
+    patch.setattr(
+        sys.modules[__name__],
+        "shared_networks",
+        lambda *given: (*dialling.LOOPBACK_NETWORKS, *shared(*given)),
+    )
+
+
+@defence(
+    "loopback is shared only by a swarm on one machine",
+    off=share_loopback,
+    named=["/ip4/0.0.0.0/tcp/0"],
+    interfaces=[("192.168.7.20", "255.255.255.0")],
+    expected={"192.168.7.0/24"},
+)
 @pytest.mark.parametrize(
     ("named", "interfaces", "expected"),
     [

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.net import Message, ProtocolSpec
+from swarmnet_protocols.net import Message, ProtocolSpec, framing
 from swarmnet_protocols.net.framing import (
     ENDED,
     MAX_REFUSAL_BYTES,
@@ -38,7 +38,7 @@ from swarmnet_protocols.net.refusal import (
     printable,
 )
 from swarmnet_protocols.wire import refusal_pb2 as pb
-from tests.defences import nothing
+from tests.defences import defence, nothing, replacing
 from tests.support.stream_scopes import new_scope
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
@@ -180,6 +180,9 @@ def test_a_violation_is_raised_at_every_later_read() -> None:
     asyncio.run(main())
 
 
+@defence(
+    "messages have a size limit", off=replacing(framing, "check_sizes", nothing), message=Message(bytes(51))
+)
 @pytest.mark.parametrize(
     "message", [Message(bytes(51)), Message(b"", bytes(201)), Message(b"", memoryview(bytes(204)).cast("I"))]
 )
@@ -226,6 +229,12 @@ def test_nothing_is_read_after_the_end_frame(places: list[int], rest: bytes) -> 
     assert str(error) == "the stream ended"
 
 
+@defence(
+    "refusals have a size limit",
+    off=replacing(framing, "MAX_REFUSAL_BYTES", 1 << 40),
+    size_bytes=1 << 31,
+    rest=b"",
+)
 @given(st.integers(MAX_REFUSAL_BYTES + 1, 2**32 - 1), st.binary(max_size=50))
 def test_an_oversized_refusal_is_a_violation(size_bytes: int, rest: bytes) -> None:
     received, error = read_all([struct.pack(">II", REFUSED, size_bytes) + rest], SMALL)

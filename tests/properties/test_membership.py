@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
+from swarmnet_protocols.membership import invites, revocations, signed
 from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
 from swarmnet_protocols.membership.invites import (
     InviteTerms,
@@ -25,6 +26,7 @@ from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import defence, replacing, yes
 from tests.support.mutations import mutations, taken
 
 NOW = 1_800_000_000.0
@@ -61,6 +63,8 @@ SEALED: dict[str, tuple[bytes, Read]] = {
 }
 
 
+@defence("no mutated certificate counts", off=replacing(signed, "verify", yes), kind="certificate")
+@defence("no mutated revocations count", off=replacing(signed, "verify", yes), kind="revocations")
 @pytest.mark.parametrize("kind", SEALED)
 def test_no_mutation_is_accepted(kind: str) -> None:
     sealed, read = SEALED[kind]
@@ -102,6 +106,7 @@ def test_a_signature_counts_for_one_kind_of_statement_only(kind: str, other: str
             read(signed.SerializeToString(deterministic=True))
 
 
+@defence("no mutated proof redeems an invite", off=replacing(invites, "verify", yes))
 def test_no_mutated_proof_redeems_an_invite() -> None:
     def redeem(proof: bytes) -> None:
         open_redemption(pb.Redeem(grant=SHOWN.grant, proof=proof), ALICE, rules=RULES, now=NOW)
@@ -124,6 +129,7 @@ def test_no_replay_is_accepted() -> None:
 DAY_S = 24 * 3600
 
 
+@defence("a revocation is kept for as long as it counts", off=replacing(revocations, "KEPT_S", 0))
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.booleans()), max_size=30))
 def test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounded(
     revocations: list[tuple[int, int, bool]],

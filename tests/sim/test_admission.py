@@ -9,18 +9,22 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
+from swarmnet_protocols.joining import admission
 from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, request_admission
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.membership.certificates import open_certificate
 from swarmnet_protocols.membership.invites import redemption
+from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits import subnets
+from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import defence, nothing, replacing
 from tests.support.admission_lab import World, address, redeem, run
 from tests.support.memory_directory import MemoryDirectory
 from tests.support.memory_network import MemoryTransport
@@ -125,6 +129,16 @@ async def asked(asker: MemoryTransport, peer: PeerId, request: pb.AdmissionReque
     return (await stream.ask(request))[0]
 
 
+@defence(
+    "a peer that proves nothing gets no swarm file",
+    off=replacing(Membership, "admit", nothing),
+    role="member",
+)
+@defence(
+    "a peer that proves nothing gets no addresses of issuers",
+    off=replacing(admission, "check_redemption", nothing),
+    role="member",
+)
 @pytest.mark.parametrize("role", ["issuer", "member"])
 def test_a_peer_that_proves_nothing_learns_nothing_of_the_swarm(role: str, tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
@@ -231,6 +245,7 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@defence("silent newcomers are evicted", off=replacing(Scope, "available", lambda *_: 1 << 30))
 def test_silent_newcomers_keep_no_other_newcomer_out(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
@@ -245,6 +260,10 @@ def test_silent_newcomers_keep_no_other_newcomer_out(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@defence(
+    "one subnet does not fill the pending handshakes",
+    off=replacing(subnets, "subnet_of", lambda _: "one subnet"),
+)
 def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
     """A distant newcomer needs a while for its request; meanwhile the attacker opens new streams."""
 
@@ -265,6 +284,7 @@ def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
     run(tmp_path, scenario)
 
 
+@defence("newcomers that ask without end are evicted", off=replacing(Scope, "available", lambda *_: 1 << 30))
 def test_endless_requests_keep_no_other_newcomer_from_asking(tmp_path: Path) -> None:
     """Forty identities of one subnet, each of which asks again after every answer."""
 

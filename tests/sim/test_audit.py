@@ -1,20 +1,27 @@
 """Hosts that give wrong outputs, finite ones, in a swarm of real nodes: they are found and replaced, and no honest host is accused."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from swarmnet_client.audit import plan, verdict
+from swarmnet_client.audit.verdict import Verdict
+from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
+from tests.defences import Patch, defence, nothing, replacing
 from tests.support.forgers import FORGERS, towards
 from tests.support.lying_hosts import THREE_OF_EACH, lying, start
 from tests.support.swarm_lab import Lab, Reference, simulate
@@ -66,6 +73,16 @@ async def used(
             return tokens
 
 
+async def never(self: object) -> None:
+    """Audit nothing."""
+
+
+@defence(
+    "the outputs that hops send are computed again by others",
+    off=replacing(Auditor, "run", never),
+    liar="b1",
+    lie="rolled",
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize("lie", ["rolled", "one_huge_channel", "a_large_channel", "scaled", "negated"])
 @pytest.mark.parametrize("liar", ["a1", "b1", "c1"], ids=["first", "middle", "last"])
@@ -87,6 +104,12 @@ def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
     simulate(reference, scenario)
 
 
+def judge_unread(*outputs: torch.Tensor, read: object) -> Verdict:
+    del read
+    return verdict.judge(*outputs)
+
+
+@defence("the last hop's outputs are compared as logits, too", off=replacing(auditor, "judge", judge_unread))
 def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Reference) -> None:
     """Its hidden states are as near to the true ones as those of an honest host may be."""
     lie = towards(reference.model.lm_head.weight[5], 0.3)
@@ -102,6 +125,10 @@ def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Ref
     simulate(reference, scenario)
 
 
+@defence(
+    "the last hop returns outputs that no row asked for",
+    off=replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
+)
 def test_the_last_hop_returns_outputs_of_first_positions() -> None:
     """Outputs of the last hop reach only the client, and a prompt wants only its last one: audits need some of the first positions too."""
     spec = ChainSpec(6, 32, 512, torch.float32)
@@ -111,6 +138,7 @@ def test_the_last_hop_returns_outputs_of_first_positions() -> None:
     assert [row.first for row in auditor.add_audited_outputs(rows)] == [4, 1, 0]
 
 
+@defence("a convicted host is not used", off=replacing(Swarm, "convict", nothing))
 def test_a_convicted_host_is_not_used_even_if_it_is_the_only_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a1": (0, 6), "a2": (0, 6)})
@@ -142,6 +170,15 @@ def test_honest_hosts_are_audited_and_not_accused(reference: Reference, number: 
     assert simulate(reference, scenario, seed=number) == reference.greedy(PROMPT, STEPS)
 
 
+def witnesses_of_any_precision(patch: Patch) -> None:
+    def witnesses(hosts: Sequence[HostInfo], audited: Hop, *rest: Any) -> list[Hop]:
+        alike = [dataclasses.replace(host, precision=audited.precision) for host in hosts]
+        return plan.witnesses(alike, audited, *rest)
+
+    patch.setattr(auditor, "witnesses", witnesses)
+
+
+@defence("hosts of different precision do not audit each other", off=witnesses_of_any_precision)
 def test_hosts_of_another_precision_accuse_no_host_and_are_not_accused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH)
@@ -159,6 +196,17 @@ def test_hosts_of_another_precision_accuse_no_host_and_are_not_accused(reference
     simulate(reference, scenario)
 
 
+def believe_the_second(
+    said: torch.Tensor, second: torch.Tensor, third: Any = None, **_options: object
+) -> Verdict:
+    return Verdict.RIGHT if verdict.agree(said, second) else Verdict.WRONG
+
+
+@defence(
+    "a third host decides between two that differ",
+    off=replacing(auditor, "judge", believe_the_second),
+    liar="b2",
+)
 @pytest.mark.parametrize("liar", ["a2", "b2", "c2"])
 def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str) -> None:
     async def scenario(lab: Lab) -> list[int]:
@@ -174,6 +222,11 @@ def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str
     assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
 
 
+@defence(
+    "two hops must agree on the activations between them",
+    off=replacing(Auditor, "_disagree", nothing),
+    framing="c1",
+)
 @pytest.mark.parametrize("framing", ["a1", "c1"], ids=["upstream", "downstream"])
 def test_a_host_that_lies_about_the_activations_between_two_hops_convicts_no_neighbour(
     reference: Reference, framing: str, monkeypatch: pytest.MonkeyPatch
@@ -221,6 +274,10 @@ def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Re
     assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
 
 
+@defence(
+    "a host that does not answer an audit is replaced",
+    off=replacing(supervisor.ChainSupervisor, "give_up", nothing),
+)
 def test_a_host_that_does_not_report_its_outputs_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

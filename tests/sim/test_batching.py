@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.batching import continuous_batching as batching
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Busy
-from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request
+from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request, RunningSequence
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
+from tests.defences import defence, replacing, yes
 from tests.support.batching import all_answered, answered, batcher, head_of, request
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -258,6 +260,7 @@ def test_a_waiting_request_may_leave(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
+@defence("the queue is bounded", off=replacing(batching, "may_wait", yes))
 def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab)
@@ -271,6 +274,17 @@ def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Refe
     simulate(reference, scenario)
 
 
+def for_any_owner(patch: pytest.MonkeyPatch) -> None:
+    shared = RunningSequence.shared
+
+    def shared_with_all(sequence: RunningSequence, request: Any) -> int:
+        sequence.owner = request.owner
+        return shared(sequence, request)
+
+    patch.setattr(RunningSequence, "shared", shared_with_all)
+
+
+@defence("caches are reused for their owner only", off=for_any_owner)
 def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Reference) -> None:
     history = [2 + number % 50 for number in range(3 * MIN_SHARED)]
 

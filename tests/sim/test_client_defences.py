@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.chain.failures import Suspects
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, read_hosts
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message
@@ -17,6 +18,7 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_directory import MemoryDirectory
 from tests.support.memory_network import MemoryStream
 from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
@@ -95,6 +97,12 @@ def assert_liar_is_replaced(
 LIES = [nan_output, wrong_size, wrong_bytes, lie_too_long, blame, lie_not_finite]
 
 
+@defence(
+    "a host that blames its client does not end the session alone",
+    off=replacing(Suspects, "narrow", lambda *_: (frozenset(), frozenset())),
+    layout={"a": (0, 6), "b": (0, 6)},
+    lie=blame,
+)
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("layout", [LAYOUT, {"a": (0, 6), "b": (0, 6)}], ids=["chain", "one hop"])
 def test_a_last_hop_that_lies_is_replaced(

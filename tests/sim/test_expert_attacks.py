@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -9,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_node import expert_node
 from swarmnet_node.expert_node import ExpertNode
-from swarmnet_node.experts import expert_links
+from swarmnet_node.experts import expert_choice, expert_link, expert_links, expert_witness
 from swarmnet_node.experts.expert_choice import SHARE
-from swarmnet_node.experts.expert_link import FAULT_S, MAX_ANSWER_S
+from swarmnet_node.experts.expert_link import FAULT_S, MAX_ANSWER_S, ExpertLink
+from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.hosting import slots
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_node.node import Node
-from swarmnet_protocols.directory.expert_announcements import BlockExperts, experts_topic, to_bits
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost, experts_topic, to_bits
 from swarmnet_protocols.directory.host_announcements import PROTOCOL
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import SwarmnetError
@@ -26,6 +30,7 @@ from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, encode_experts, encode_rows
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import records_pb2, session_pb2
+from tests.defences import Patch, defence, nothing, replacing, yes
 from tests.sim.test_experts import (
     LONG,
     PROMPTS,
@@ -93,6 +98,7 @@ def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Referenc
     simulate(mixtral, scenario, link=LAN)
 
 
+@defence("no fault excludes a peer for good", off=replacing(expert_link, "FAULT_S", 1e9))
 def test_a_peer_with_answers_of_the_wrong_shape_is_tried_again_ever_later(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -114,6 +120,10 @@ def test_a_peer_with_answers_of_the_wrong_shape_is_tried_again_ever_later(mixtra
 # ---- announcements ----------------------------------------------------------------------------------------
 
 
+@defence(
+    "dead announcements do not keep out peers that answer",
+    off=replacing(expert_links, "in_turn", lambda peers, *_: sorted(peers)),
+)
 def test_dead_announcements_do_not_keep_out_peers_that_answer(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -129,6 +139,24 @@ def test_dead_announcements_do_not_keep_out_peers_that_answer(mixtral: Reference
     simulate(mixtral, scenario, link=LAN)
 
 
+def keep_only_announced(patch: Patch) -> None:
+    """Links end with the announcements of their peers."""
+    update = ExpertLinks._update
+
+    async def updating(links: ExpertLinks, hosts: Mapping[PeerId, ExpertHost]) -> None:
+        for gone in links._links.keys() - hosts.keys():
+            await links._drop(gone)
+        await update(links, hosts)
+
+    patch.setattr(ExpertLinks, "_update", updating)
+
+
+async def announced(links: ExpertLinks) -> list[BlockExperts]:
+    """In place of what peers say when they answer."""
+    return [each.host.experts for each in await links._sample.refresh()]
+
+
+@defence("no flood of announcements ends links that are open", off=keep_only_announced)
 def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> None:
     """A flood may keep it out of every sample of the directory."""
 
@@ -145,6 +173,16 @@ def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> Non
     simulate(mixtral, scenario, link=LAN)
 
 
+def end_links_by_any_error(patch: Patch) -> None:
+    """An error that is none of swarmnet's ends the task of a link."""
+
+    async def keep(link: ExpertLink) -> None:
+        await link._run()
+
+    patch.setattr(ExpertLink, "keep", keep)
+
+
+@defence("no error that an address causes ends the search for peers with experts", off=end_links_by_any_error)
 def test_an_address_that_raises_any_error_ends_no_search(
     mixtral: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +209,12 @@ def test_an_address_that_raises_any_error_ends_no_search(
     simulate(mixtral, scenario, link=LAN)
 
 
+def wait_as_announced(patch: Patch) -> None:
+    for bound in ("MAX_ANSWER_S", "MAX_ROW_S"):
+        patch.setattr(expert_link, bound, math.inf)
+
+
+@defence("an announced time does not make a host wait for ever", off=wait_as_announced)
 def test_a_peer_that_never_answers_holds_a_forward_for_a_minute_at_most(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -193,6 +237,9 @@ def test_a_peer_that_never_answers_holds_a_forward_for_a_minute_at_most(mixtral:
 # ---- streams ----------------------------------------------------------------------------------------------
 
 
+@defence(
+    "silent streams give way to a host that needs experts", off=replacing(slots, "slot_to_evict", nothing)
+)
 def test_silent_streams_give_way_to_a_host_that_needs_experts(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -260,6 +307,15 @@ class Only:
         return not self.trunk.dispatcher.links.missing()
 
 
+async def believed(links: ExpertLinks, _compute: object) -> BlockExperts:
+    """In place of a look at other peers."""
+    return links.wanted
+
+
+@defence(
+    "no expert is dropped because an announcement names it",
+    off=replacing(expert_node, "computed_elsewhere", believed),
+)
 def test_no_expert_is_dropped_because_an_announcement_names_it(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
@@ -297,6 +353,10 @@ class Parrot(FaultyService):
         await ExpertService._answer(self, stream, number, rows)
 
 
+@defence(
+    "no expert is dropped for a peer that has it computed by its only holder",
+    off=replacing(ExpertService, "withhold", nothing),
+)
 def test_no_expert_is_dropped_for_a_peer_that_has_it_computed_by_its_only_holder(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
@@ -308,6 +368,7 @@ def test_no_expert_is_dropped_for_a_peer_that_has_it_computed_by_its_only_holder
     simulate(mixtral, scenario, link=LAN)
 
 
+@defence("one message moves a share of a peer's experts", off=replacing(expert_choice, "SHARE", 1.0))
 def test_one_message_moves_a_share_of_the_experts_that_another_peer_computes(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
@@ -321,6 +382,9 @@ def test_one_message_moves_a_share_of_the_experts_that_another_peer_computes(mix
     simulate(mixtral, scenario, link=LAN)
 
 
+@defence(
+    "no expert is dropped for a peer that computes it wrongly", off=replacing(expert_witness, "is_alike", yes)
+)
 def test_no_expert_is_dropped_for_a_peer_that_computes_it_wrongly(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
@@ -332,6 +396,10 @@ def test_no_expert_is_dropped_for_a_peer_that_computes_it_wrongly(mixtral: Refer
     simulate(mixtral, scenario, link=LAN)
 
 
+@defence(
+    "a joining peer counts the experts of peers that answer",
+    off=replacing(expert_node, "answering", announced),
+)
 def test_a_joining_peer_counts_the_experts_of_peers_that_answer(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)

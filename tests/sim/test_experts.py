@@ -6,11 +6,15 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_node.experts import expert_dispatcher, expert_link
+from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.host_announcements import HostSample
@@ -19,12 +23,13 @@ from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource, Scope
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
+from tests.defences import Patch, defence, nothing, replacing
 from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
 from tests.support.fake_machine import FakeMachine
 from tests.support.memory_network import Delivery, LinkProfile
@@ -284,6 +289,21 @@ async def report_of(transport: Transport, peer: PeerId) -> report_pb2.NodeReport
         stream.close()
 
 
+@defence(
+    "outputs of experts that are not finite reach no session if another peer has the expert",
+    off=replacing(torch, "isfinite", torch.ones_like),
+    fault="NaN",
+)
+@defence(
+    "a peer whose outputs are wrong is not asked for a while",
+    off=replacing(expert_link, "FAULT_S", 0.0),
+    fault="unknown request",
+)
+@defence(
+    "a peer that answers no request is not waited for alone",
+    off=replacing(expert_dispatcher, "HEDGE_S", 1e9),
+    fault="no reply",
+)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_peer_changes_no_token(mixtral: Reference, fault: str) -> None:
     async def scenario(lab: Lab) -> None:
@@ -343,6 +363,7 @@ def test_another_trunk_continues_when_a_trunk_fails_while_rows_are_under_way(
     assert answered.longest_s <= 3.1
 
 
+@defence("experts that are far are not used", off=replacing(expert_link, "TRIALS", 0))
 def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -461,6 +482,11 @@ def rows_of(block: int, expert: int) -> tuple[session_pb2.ExpertsRequest, memory
     return session_pb2.ExpertsRequest(rows=message), payload
 
 
+@defence(
+    "a peer computes only for hosts of its swarm and model",
+    off=replacing(ExpertService, "_check_model", nothing),
+    changes={"swarm": bytes(31) + b"1"},
+)
 @pytest.mark.parametrize(
     ("changes", "block", "expert", "reason"),
     [
@@ -489,6 +515,17 @@ def test_a_peer_refuses_rows_that_it_cannot_compute(
     simulate(mixtral, scenario, link=LAN)
 
 
+def any_number_of_streams(patch: Patch) -> None:
+    patch.setitem(PEER_LIMITS, Resource.EXPERTS, 4)  # what the test counts to
+    reserve = Scope.reserve
+
+    def unlimited(scope: Scope, resource: Resource, amount: int = 1) -> Any:
+        return reserve(scope, resource, 0 if resource is Resource.EXPERTS else amount)
+
+    patch.setattr(Scope, "reserve", unlimited)
+
+
+@defence("one host has few streams for experts", off=any_number_of_streams)
 def test_one_host_has_few_streams_for_experts(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -512,6 +549,16 @@ def test_one_host_has_few_streams_for_experts(mixtral: Reference) -> None:
     simulate(mixtral, scenario, link=LAN)
 
 
+def free_rows(patch: Patch) -> None:
+    charge = Scope.charge
+
+    def charged(scope: Scope, rate: Rate, amount: float, now: float) -> float:
+        return 0.0 if rate is Rate.POSITIONS else charge(scope, rate, amount, now)
+
+    patch.setattr(Scope, "charge", charged)
+
+
+@defence("rows for experts count in the quota of a peer", off=free_rows)
 def test_rows_count_in_the_quota_of_a_peer(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -532,6 +579,18 @@ def test_rows_count_in_the_quota_of_a_peer(mixtral: Reference) -> None:
     simulate(mixtral, scenario, link=LAN)
 
 
+def let_gradients_pass(patch: Patch) -> None:
+    """Outputs of peers enter the graph as constants."""
+    elsewhere = ExpertDispatcher.elsewhere
+
+    def detached(dispatcher: ExpertDispatcher, block: int) -> Any:
+        start = elsewhere(dispatcher, block)
+        return lambda hidden, rows: start(hidden.detach(), rows)
+
+    patch.setattr(ExpertDispatcher, "elsewhere", detached)
+
+
+@defence("no training pass leaves out the gradients of experts on peers", off=let_gradients_pass)
 def test_gradients_do_not_flow_through_experts_of_peers(mixtral: Reference) -> None:
     """A pass through a host whose experts are elsewhere is refused, not computed without their gradients."""
 

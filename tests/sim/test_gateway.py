@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.app import FIRST_TOKEN_S
 from swarmnet.gateway.responses import KEEP_ALIVE_S
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_protocols.timing import Timing
+from tests.defences import defence, replacing
 from tests.support.gateway import (
     SPANS,
     Caller,
@@ -98,6 +100,10 @@ def test_concurrent_requests_do_not_change_each_others_output(tiny: Reference) -
     assert served(tiny, scenario, limits=BatchLimits(active=8, waiting=20)) == expected
 
 
+@defence(
+    "the time of a first token does not tell that another user sent the same prompt",
+    off=replacing(gateway_app, "_owner", lambda *_: ""),
+)
 def test_prompts_are_reused_within_a_key_a_user_and_a_salt(tiny: Reference) -> None:
     prompt = " ".join(f"w{2 + number}" for number in range(40))
     owners = [{}, {"user": "one"}, {"cache_salt": "one"}]

@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
-from swarmnet.gateway.quotas import Quota
-from swarmnet.gateway.tokenization import PIECE_CHARS
+from swarmnet.gateway.quotas import Quota, QuotaTracker
+from swarmnet.gateway.tokenization import PIECE_CHARS, PromptTokenizer
 from swarmnet_client.batching.continuous_batching import BatchLimits
+from swarmnet_client.batching.sequences import SequenceGroup
+from tests.defences import defence, nothing, replacing
 from tests.support.gateway import Caller, chat_body, completion_body, refused, served
 from tests.support.swarm_lab import Lab, Reference
 
@@ -32,6 +34,7 @@ def test_remote_work_ends_when_the_client_of_a_stream_leaves(tiny: Reference) ->
     served(tiny, scenario)
 
 
+@defence("a client that leaves ends its generation", off=replacing(SequenceGroup, "leave", nothing))
 def test_generation_ends_when_the_client_of_a_whole_response_leaves(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         batcher = caller.gateway.engine.batcher
@@ -75,6 +78,7 @@ QUOTAS = {
 }
 
 
+@defence("keys have a quota", off=replacing(QuotaTracker, "admit", nothing), name="requests")
 @pytest.mark.parametrize("name", QUOTAS)
 def test_a_quota_limits_its_key_only(tiny: Reference, name: str) -> None:
     quota, code, wait_s = QUOTAS[name]
@@ -172,6 +176,7 @@ def test_only_health_needs_no_key(tiny: Reference) -> None:
     served(tiny, scenario, keys={"alice": "alices-key"})
 
 
+@defence("a quota is checked before the body is read", off=replacing(QuotaTracker, "check", nothing))
 def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         assert (await caller.complete(max_tokens=1)).status_code == 200
@@ -181,6 +186,7 @@ def test_a_key_beyond_its_quota_is_refused_before_its_body_is_read(tiny: Referen
     served(tiny, scenario, quota=Quota(requests_per_minute=1))
 
 
+@defence("invalid requests count in the quota", off=replacing(QuotaTracker, "count_invalid", nothing))
 def test_invalid_requests_count_in_the_quota(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> list[int]:
         answers = [await caller.complete(nothing=1), await caller.post("/tokenize", [])]
@@ -189,6 +195,10 @@ def test_invalid_requests_count_in_the_quota(tiny: Reference) -> None:
     assert served(tiny, scenario, quota=Quota(requests_per_minute=2)) == [400, 400, 429]
 
 
+@defence(
+    "long texts are tokenized only as far as they fit",
+    off=replacing(PromptTokenizer, "_is_too_long", lambda *_: False),
+)
 def test_a_text_beyond_the_context_is_tokenized_in_part(tiny: Reference) -> None:
     """511 of 10,000 tokens fit, so only the first piece is tokenized."""
 

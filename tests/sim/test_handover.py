@@ -1,6 +1,7 @@
 """A hop is replaced by a standby that is ready: no step waits when a host leaves, and only for a moment when one fails."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -11,12 +12,14 @@ import torch
 
 from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.chain.hops import ChainReport, LiveHop
+from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import IDLE_S
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, nothing, replacing
 from tests.support.memory_network import Delivery, LinkProfile
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -143,6 +146,10 @@ def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, 
     assert took_s <= 2.0
 
 
+@defence(
+    "a client that does not answer does not keep a host from leaving",
+    off=replacing(HostedSession, "end_leaving", nothing),
+)
 def test_a_host_that_leaves_ends_the_sessions_of_a_client_that_does_not_answer(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         node = await lab.start("a", lab.hosting((0, 6)))
@@ -259,6 +266,8 @@ def test_the_last_host_of_a_block_has_a_spare_standby_soon_after_another_one_com
     assert (got.longest_decode_s <= 2 * STEP_S) == is_long
 
 
+@defence("other work ends a spare standby", off=replacing(Host, "_end_spares", nothing))
+@defence("a host with work takes no spare standby", off=replacing(Host, "_is_used", nothing))
 def test_a_spare_standby_gives_way_to_other_work(reference: Reference) -> None:
     """A host with a client's work takes none, and ends those that it has."""
     seen: list[tuple[int, list[str]]] = []
@@ -366,6 +375,15 @@ def test_an_answer_continues_when_a_host_fails_during_a_handover(
     assert got.report.failovers >= 1 or (victim, fault) == ("standby", "hang")
 
 
+def stands_by_never(live: LiveHop, name: str) -> Any:
+    caller = sys._getframe(1).f_code.co_name
+    return False if name == "stands_by" and caller == "_take_output" else object.__getattribute__(live, name)
+
+
+@defence(
+    "outputs of a standby are not answers",
+    off=lambda patch: patch.setattr(LiveHop, "__getattribute__", stands_by_never),
+)
 def test_outputs_of_a_standby_are_not_answers(reference: Reference) -> None:
     """A host that answers while it stands by, before the hop whose place it may take, changes no token."""
     answer_step = HostedSession._answer

@@ -1,14 +1,20 @@
 """Which peers the handshake refuses, under every protocol id, and what a handshake costs."""
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable, StreamEnded
+from swarmnet_protocols.membership import certificates, handshake, membership, signed
 from swarmnet_protocols.membership.certificates import Admittance, issue
+from swarmnet_protocols.membership.handshake import Handshakes
+from swarmnet_protocols.membership.membership import Member
+from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, ProtocolSpec
 from swarmnet_protocols.net.protocol_ids import (
@@ -24,6 +30,7 @@ from swarmnet_protocols.net.protocol_ids import (
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from tests.defences import Patch, defence, no, nothing, replacing, yes
 from tests.support.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
@@ -80,6 +87,52 @@ INTRUDERS = {
 }
 
 
+def admit_any_peer(patch: Patch) -> None:
+    patch.setattr(membership, "admit", lambda _, certificate, peer, *__: Member(peer, ANY_ROLE))
+
+
+def ignore_validity(patch: Patch) -> None:
+    for module in (certificates, membership):
+        patch.setattr(module, "check_current", nothing)
+
+
+def skip_admission_checks(patch: Patch) -> None:
+    patch.setattr(
+        membership,
+        "admit",
+        lambda _, certificate, peer, *__: Member(peer, certificate.roles, certificate.not_after),
+    )
+
+
+@defence("an outsider is refused", off=admit_any_peer, name="outsider", protocol=SESSION)
+@defence("a certificate ends", off=ignore_validity, name="expired", protocol=SESSION)
+@defence(
+    "a certificate does not count before it begins", off=ignore_validity, name="not yet", protocol=SESSION
+)
+@defence(
+    "a revoked peer is refused",
+    off=replacing(Revocations, "find_revocation", nothing),
+    name="revoked",
+    protocol=SESSION,
+)
+@defence(
+    "a certificate counts in one swarm",
+    off=ignore_validity,
+    name="certificate of another swarm",
+    protocol=SESSION,
+)
+@defence(
+    "a certificate counts for one peer",
+    off=skip_admission_checks,
+    name="certificate of another peer",
+    protocol=SESSION,
+)
+@defence(
+    "a certificate is signed",
+    off=replacing(signed, "verify", yes),
+    name="changed certificate",
+    protocol=SESSION,
+)
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 @pytest.mark.parametrize("name", INTRUDERS)
 def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: ProtocolSpec) -> None:
@@ -98,6 +151,15 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
     run(scenario)
 
 
+def check_no_stream(patch: Patch) -> None:
+    @contextlib.asynccontextmanager
+    async def admitting(*_: Any) -> AsyncIterator[None]:
+        yield
+
+    patch.setattr(Handshakes, "admitting", admitting)
+
+
+@defence("every stream needs a handshake", off=check_no_stream, protocol=SESSION)
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 def test_a_peer_without_a_handshake_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
@@ -110,6 +172,9 @@ def test_a_peer_without_a_handshake_is_refused_under_every_protocol(protocol: Pr
     run(scenario)
 
 
+@defence(
+    "the opener of a stream has the role", off=replacing(handshake, "check_role", nothing), protocol=LINK
+)
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
     wrong = ANY_ROLE - protocol.roles
@@ -142,6 +207,9 @@ def test_the_wrong_role_is_refused_under_every_protocol(protocol: ProtocolSpec) 
     run(scenario)
 
 
+@defence(
+    "the server of a stream has the role", off=replacing(handshake, "check_role", nothing), protocol=LINK
+)
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 def test_a_member_without_the_role_of_a_server_is_not_asked(protocol: ProtocolSpec) -> None:
     wrong = ANY_ROLE - protocol.served_by
@@ -163,6 +231,7 @@ def test_a_member_without_the_role_of_a_server_is_not_asked(protocol: ProtocolSp
     run(scenario)
 
 
+@defence("a handshake cannot be replayed", off=skip_admission_checks, protocol=SESSION)
 @pytest.mark.parametrize("protocol", GUARDED, ids=lambda protocol: protocol.id)
 def test_a_replayed_handshake_is_refused_under_every_protocol(protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
@@ -332,6 +401,11 @@ def adopts(someone: Someone) -> None:
     someone.membership.swarm_file = lambda: b"the newer file"
 
 
+@defence(
+    "a member with a newer swarm file brings it to those that know only the former key",
+    off=replacing(Handshakes, "_is_file_wanted", no),
+    newer="opener",
+)
 @pytest.mark.parametrize("newer", ["opener", "other side"])
 def test_a_member_with_a_newer_file_brings_it_to_those_that_know_only_the_former_key(newer: str) -> None:
     async def scenario(world: World) -> None:
@@ -352,6 +426,7 @@ def test_a_member_with_a_newer_file_brings_it_to_those_that_know_only_the_former
     run(scenario)
 
 
+@defence("the swarm file is handed to members only", off=admit_any_peer)
 def test_an_outsider_is_given_no_swarm_file() -> None:
     async def scenario(world: World) -> None:
         alice, handed_out = await world.member("alice"), list[str]()
@@ -366,6 +441,15 @@ def test_an_outsider_is_given_no_swarm_file() -> None:
     run(scenario)
 
 
+def always_want_the_file(patch: Patch) -> None:
+    patch.setattr(
+        Handshakes,
+        "_is_file_wanted",
+        lambda self, _, hello: hello.file_serial > self.membership.rules.serial,
+    )
+
+
+@defence("a peer that claims a newer swarm file is asked once", off=always_want_the_file)
 def test_a_peer_that_claims_a_newer_file_and_has_none_is_asked_once() -> None:
     async def scenario(world: World) -> None:
         bob, mallory = await world.member("bob"), await world.stranger("mallory")

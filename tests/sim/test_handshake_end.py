@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised
-from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
+from swarmnet_protocols.membership.handshake import AdmittedPeer, Handshakes
+from swarmnet_protocols.membership.revocations import Revocations, RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
@@ -16,6 +17,7 @@ from swarmnet_protocols.net.protocol_ids import HANDSHAKE, MATCHMAKING, REVOCATI
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from tests.defences import Patch, defence, nothing, replacing
 from tests.support.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
@@ -33,6 +35,17 @@ from tests.support.private_swarm import EPOCH, PrivateSwarm, identity_of
 # ---- the end of a membership ---------------------------------------------------------------------------------------
 
 
+def keep_admitted(patch: Patch) -> None:
+    patch.setattr(Handshakes, "_on_membership_change", nothing)
+
+
+def end_without_a_reason(patch: Patch) -> None:
+    end = AdmittedPeer.end
+    patch.setattr(AdmittedPeer, "end", lambda peer, *_: end(peer))
+
+
+@defence("streams of a revoked peer end", off=keep_admitted)
+@defence("a revoked peer gets the reason", off=end_without_a_reason)
 def test_the_streams_of_a_revoked_member_end_at_once() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("mallory")
@@ -180,6 +193,10 @@ class Signers:
         return replace(swarm.rules, keys=keys)
 
 
+@defence(
+    "a removed signer cannot revoke",
+    off=replacing(Revocations, "trusted", lambda revocations, **_: revocations),
+)
 def test_revocations_of_a_removed_signer_do_not_count() -> None:
     async def scenario(world: World) -> None:
         signers, rules = Signers.make(), world.swarm.rules
@@ -227,6 +244,15 @@ def test_a_returning_member_gets_revocations_from_the_first_peer_it_connects_to(
     run(scenario)
 
 
+def never_check_again(patch: Patch) -> None:
+    async def keep_quiet(_: Handshakes) -> None:
+        """Send no message that would make the other side check again."""
+
+    patch.setattr(Handshakes, "_schedule_check", nothing)
+    patch.setattr(Handshakes, "_send_hellos_periodically", keep_quiet)
+
+
+@defence("streams end with their certificate", off=never_check_again)
 def test_streams_end_with_the_certificate() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")

@@ -8,10 +8,12 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import handshake as handshake_module
 from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.limits.resources import RETRY_S, Resource
+from swarmnet_protocols.net.limits.resources import RETRY_S, Resource, Scope
+from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
+from tests.defences import defence, nothing, replacing
 from tests.support.handshake_lab import (
     DEADLINE_S,
     HEARD,
@@ -24,10 +26,12 @@ from tests.support.handshake_lab import (
 )
 from tests.support.private_swarm import Someone
 from tests.support.refusals import final_refusal
+from tests.support.switched_off import wait_for_ever
 
 # ---- limits ---------------------------------------------------------------------------------------------------
 
 
+@defence("silent streams time out", off=wait_for_ever)
 def test_a_silent_handshake_stream_times_out() -> None:
     async def scenario(world: World) -> None:
         server = await world.member("bob")
@@ -44,6 +48,10 @@ def test_a_silent_handshake_stream_times_out() -> None:
     run(scenario)
 
 
+@defence(
+    "silent streams are evicted from the pending handshakes",
+    off=replacing(Scope, "available", lambda *_: 1 << 30),
+)
 def test_silent_strangers_keep_no_member_out() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -58,6 +66,7 @@ def test_silent_strangers_keep_no_member_out() -> None:
     run(scenario)
 
 
+@defence("one subnet does not take all streams", off=replacing(SubnetLimits, "_evict_from", nothing))
 def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
     """Outsiders stay silent or keep refused streams open: each stream lasts seconds, and another one follows."""
 
@@ -111,6 +120,10 @@ def test_a_handshake_stream_that_is_not_read_is_closed(monkeypatch: pytest.Monke
     run(scenario)
 
 
+@defence(
+    "a member evicts only its own handshake streams",
+    off=replacing(handshake_module, "MAX_STREAMS_PER_PEER", 1 << 30),
+)
 def test_a_member_evicts_only_its_own_handshake_streams() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -160,6 +173,10 @@ async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Som
     return server, clients
 
 
+@defence(
+    "a peer stays admitted when its handshake stream is evicted",
+    off=replacing(handshake_module, "MAX_WITHOUT_STREAM", 0),
+)
 def test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resources import Resource, Scope
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing, yes
 from tests.support.refusals import refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.switched_off import count_only
 
 HIDDEN = 32
 ID = bytes(16)
@@ -146,6 +149,7 @@ def test_a_session_id_is_used_once(reference: Reference) -> None:
     with_stranger(reference, talk)
 
 
+@defence("only the client that opened a session resumes it", off=replacing(HostedSession, "belongs_to", yes))
 def test_only_the_client_that_opened_a_session_resumes_it(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session = await stranger.send_open()
@@ -172,6 +176,7 @@ def test_a_session_that_does_not_exist_is_not_resumed(reference: Reference) -> N
     with_stranger(reference, talk)
 
 
+@defence("sessions of a client are limited", off=count_only)
 def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         for number in range(3):
@@ -183,6 +188,7 @@ def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> Non
     with_stranger(reference, talk, limits=HostLimits(sessions_per_client=3))
 
 
+@defence("waiting links of a client are limited", off=count_only)
 def test_one_client_leaves_pending_links_to_others(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         for number in range(1, 3):
@@ -193,6 +199,7 @@ def test_one_client_leaves_pending_links_to_others(reference: Reference) -> None
     with_stranger(reference, talk, limits=HostLimits(pending_links_per_client=2))
 
 
+@defence("activation logs have a budget", off=count_only)
 def test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
@@ -207,6 +214,9 @@ def test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget(refe
     with_stranger(reference, talk, limits=HostLimits(log_bytes=3 * 4 * HIDDEN * 4))
 
 
+@defence(
+    "positions of a client are accepted at a limited rate", off=replacing(Scope, "charge", lambda *_: 0.0)
+)
 def test_positions_come_at_the_rate_of_the_client(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
@@ -317,6 +327,7 @@ def test_waiting_links_are_bounded_and_closed_ones_are_forgotten(reference: Refe
     with_stranger(reference, talk, limits=HostLimits(pending_links=3))
 
 
+@defence("KV caches have a budget", off=count_only)
 def test_a_cache_over_its_budget_is_refused_before_it_is_allocated(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(max_length=1 << 20), await stranger.link()

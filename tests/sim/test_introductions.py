@@ -3,21 +3,25 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import pytest
 
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.host_announcements import hosts_topic, signed_addresses
 from swarmnet_protocols.directory.records import Record, seal
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.dialling import Introductions
+from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import PEER_DIALS
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, session_reply, with_stranger
 from tests.support.swarm_lab import EPOCH, SWARM, Lab, Reference, peer, simulate
+from tests.support.switched_off import skip_signatures
 
 ADDRESSES = ("/ip4/93.184.216.34/tcp/4001",)
 MANIFEST = bytes(range(32))
@@ -39,6 +43,11 @@ def test_a_host_dials_the_addresses_that_the_next_hop_signed() -> None:
     assert read(announced()) == ADDRESSES
 
 
+@defence(
+    "a next hop is dialled at addresses that it signed",
+    off=replacing(host_announcements, "open_valid", skip_signatures),
+    record=announced()[:-1] + b"x",
+)
 @pytest.mark.parametrize(
     "record",
     [
@@ -82,6 +91,12 @@ def with_dialled(reference: Reference, talk: Callable[[Dialled], Awaitable[None]
     simulate(reference, scenario, limit_s=7200)
 
 
+@defence(
+    "a client learns neither why a next hop is unreachable nor how soon that was known",
+    off=replacing(IntroducedTransport, "open", TransportWrapper.open),
+    addresses=ADDRESSES,
+    fails_after_s=0.0,
+)
 @pytest.mark.parametrize("addresses", [(), ADDRESSES])
 @pytest.mark.parametrize("fails_after_s", [0.0, 1.0, 100.0])
 def test_every_failure_looks_the_same_and_takes_as_long(
@@ -102,6 +117,7 @@ def test_every_failure_looks_the_same_and_takes_as_long(
     with_dialled(reference, talk)
 
 
+@defence("the dials that a client causes are limited", off=replacing(IntroducedTransport, "_charge", nothing))
 def test_the_dials_that_a_client_causes_are_limited_for_it_alone(reference: Reference) -> None:
     async def talk(dialled: Dialled) -> None:
         clock = asyncio.get_running_loop().time
@@ -128,6 +144,15 @@ def test_the_dials_that_a_client_causes_are_limited_for_it_alone(reference: Refe
     with_dialled(reference, talk)
 
 
+def try_all_at_once(patch: Patch) -> None:
+    patch.setattr(
+        Introductions,
+        "by",
+        lambda self, asker: IntroducedTransport(self._transport, asker, WeakValueDictionary()),
+    )
+
+
+@defence("a next hop is dialled once at a time", off=try_all_at_once)
 def test_a_next_hop_is_dialled_once_at_a_time(reference: Reference) -> None:
     async def talk(dialled: Dialled) -> None:
         dialled.fails_after_s = 1.0

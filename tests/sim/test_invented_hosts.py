@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet_node.host_checks import HostChecker, Trial
 from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Limits
 from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S, SWITCH_CONFIRM_S
+from swarmnet_protocols.routing.sightings import ModelClaims, Sightings
+from swarmnet_protocols.routing.throughput import Claim
+from tests.defences import Patch, defence, replacing, yes
 from tests.sim.test_moves import GAP_S, PROMPT, wait_for_span
 from tests.sim.test_switches import LabModels
 from tests.support.fake_machine import FakeMachine
@@ -32,6 +36,27 @@ async def start_four(lab: Lab) -> dict[str, Node]:
     }
 
 
+def believe_all(patch: Patch) -> None:
+    """Count every announced host."""
+
+    def counted(_: Sightings, model: ModelClaims, *, now: float) -> list[Claim]:
+        return list(model.claims)
+
+    patch.setattr(Sightings, "counted", counted)
+
+
+def ask_no_host(patch: Patch) -> None:
+    """Leave blocks to hosts that answer, and count every announced host."""
+    believe_all(patch)
+
+    async def computing(_: HostChecker, claims: dict[Claim, object], *__: object) -> list[Claim]:
+        return list(claims)
+
+    patch.setattr(HostChecker, "computing", computing)
+
+
+@defence("blocks are not left to hosts that do not exist", off=ask_no_host, answers=False)
+@defence("blocks are left only to hosts that compute them", off=replacing(Trial, "agrees", yes), answers=True)
 @pytest.mark.parametrize("answers", [False, True], ids=["silent", "answering"])
 def test_hosts_leave_no_blocks_to_invented_hosts(reference: Reference, answers: bool) -> None:
     async def scenario(lab: Lab) -> None:
@@ -50,6 +75,7 @@ def test_hosts_leave_no_blocks_to_invented_hosts(reference: Reference, answers: 
     simulate(reference, scenario, limit_s=LONG_S + 200.0)
 
 
+@defence("blocks that no host has are filled, whatever is announced", off=believe_all)
 def test_blocks_that_only_invented_hosts_have_are_filled(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         mover = await lab.start("mover", lab.hosting((0, 3), num_blocks=3, may_move=True))
@@ -66,6 +92,7 @@ def test_blocks_that_only_invented_hosts_have_are_filled(reference: Reference) -
     simulate(reference, scenario, limit_s=600.0)
 
 
+@defence("a joining host takes blocks that no host has, whatever is announced", off=believe_all)
 def test_a_joining_host_takes_the_blocks_that_only_invented_hosts_have(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("stays", lab.hosting((0, 3)))
@@ -96,6 +123,7 @@ def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return load_reference(folder / "model", folder / "cache", blocks=4)
 
 
+@defence("a model is not left to hosts that do not exist", off=ask_no_host)
 def test_hosts_do_not_leave_their_model_to_invented_hosts(reference: Reference, beta: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         other = lab.beside(beta)

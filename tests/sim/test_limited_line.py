@@ -8,15 +8,19 @@ import torch
 
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.flow_control import ReceiveWindow
 from swarmnet_protocols.net.limits.resources import Rate
 from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
+from tests.defences import defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
 from tests.support.memory_network import MemoryStream
 from tests.support.rounding import assert_near
 from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.switched_off import overlooking
 
 RATE = 64_000.0
 """Bytes per second: the lowest limit that an owner can set."""
@@ -90,6 +94,11 @@ async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBa
     return batch
 
 
+@defence(
+    "a rate limit on a host limits its senders",
+    off=replacing(ReceiveWindow, "_send_limit", nothing),
+    layout={"limited": (0, 3), "other": (3, 6)},
+)
 @pytest.mark.parametrize(
     "layout",
     [{"limited": (0, 3), "other": (3, 6)}, {"other": (0, 3), "limited": (3, 6)}],
@@ -182,6 +191,11 @@ async def compute(lab: Lab) -> int:
     return (await train(lab, "client")).report.failovers
 
 
+@defence(
+    "a host that grants no credit is replaced",
+    off=replacing(ChainSupervisor, "_drop_stuck_hop", nothing),
+    use=answer,
+)
 @pytest.mark.parametrize("use", [answer, compute])
 def test_a_host_that_grants_no_credit_is_replaced(
     reference: Reference, use: Callable[[Lab], Awaitable[int]]
@@ -204,6 +218,7 @@ def test_a_host_that_grants_no_credit_is_replaced(
     simulate(reference, scenario)
 
 
+@defence("a sender that does not wait for credit is disconnected", off=overlooking(ReceiveWindow, "start"))
 def test_an_upstream_that_sends_without_credit_is_disconnected_and_charged(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 2)))

@@ -11,8 +11,8 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.training import matchmaking
-from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, OutOfSync
+from swarmnet_protocols.training import matchmaking, rosters
+from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, Matchmaking, OutOfSync
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_PER_ROUND,
     MAX_AHEAD_OF_FOLLOWER,
@@ -25,6 +25,7 @@ from swarmnet_protocols.training.rosters import (
     roster_to_wire,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.defences import Patch, defence, nothing, replacing
 from tests.support.memory_network import Delivery, MemoryNetwork
 from tests.support.training_lab import PEERS
 from tests.support.training_peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
@@ -91,6 +92,11 @@ def test_of_two_leaders_the_one_with_the_lower_peer_id_gets_both_groups() -> Non
     simulate(4, scenario)
 
 
+@defence(
+    "a leader does not wait long for a worker at another round",
+    off=replacing(matchmaking, "ELSEWHERE_S", 1e9),
+    behind=2,
+)
 @pytest.mark.parametrize("behind", [2, 1], ids=["two rounds behind", "one round behind"])
 def test_a_leader_waits_a_few_seconds_for_a_worker_at_another_round(behind: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -333,6 +339,16 @@ def test_a_follower_stays_if_the_leader_it_is_redirected_to_is_unreachable(fault
     simulate(3, scenario)
 
 
+def excluding_none(patch: Patch) -> None:
+    honest = Matchmaking.__init__
+
+    def begin(self: Matchmaking, *args: Any, **options: Any) -> None:
+        honest(self, *args, **options | {"is_excluded": lambda _: False})
+
+    patch.setattr(Matchmaking, "__init__", begin)
+
+
+@defence("an excluded worker waits in no group", off=excluding_none, moment="waiting")
 @pytest.mark.parametrize("moment", ["before", "waiting"])
 def test_an_excluded_follower_is_in_no_roster(moment: str) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -350,6 +366,7 @@ def test_an_excluded_follower_is_in_no_roster(moment: str) -> None:
     simulate(3, scenario)
 
 
+@defence("no worker is redirected to an excluded leader", off=excluding_none)
 def test_no_worker_follows_an_excluded_leader_to_which_another_redirects() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, second, third = workers
@@ -443,6 +460,7 @@ ROSTER = Roster(3, FIRST + 7, (A, B))
 SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 
 
+@defence("a member of a roster can sign", off=replacing(rosters, "public_key_of", nothing), id="b")
 @pytest.mark.parametrize("id", ["", "b", "QmNoKey", FIRST_PEER + "1", "1" * 200])
 def test_a_member_that_cannot_sign_is_refused(id: str) -> None:
     with pytest.raises(ProtocolViolation, match="can sign"):
@@ -460,6 +478,11 @@ def test_a_roster_by_hash_has_the_same_members() -> None:
     assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=book).members] == [1, 1]
 
 
+@defence(
+    "a leader does not use up exchange numbers",
+    off=replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
+    wrong=pb.Roster(exchange_number=4 * EXCHANGES_PER_ROUND),
+)
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -1,7 +1,7 @@
 """Hosts with too much work refuse more of it at once, and clients use other hosts, wait, or fail with the expected wait."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -10,11 +10,18 @@ import torch
 
 from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.failures import WaitBudget
 from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
+from swarmnet_client.swarm import swarm
 from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_node.hosting import host, host_limits
+from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import HostsBusy
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.session.steps import Row
+from tests.defences import Patch, defence, replacing, yes
 from tests.support.gateway import Caller, refused, served
 from tests.support.swarm_lab import Lab, Reference, simulate
 from tests.support.virtual_time import TimedExecutor
@@ -67,6 +74,10 @@ async def answer(lab: Lab, swarm: Swarm, wait_s: float = 0.0) -> list[int]:
 BUSY_CLIENTS = {f"client {number}": 1 for number in range(6)}
 
 
+@defence(
+    "a host with too much work refuses more of it at once",
+    off=replacing(host, "expected_wait_s", lambda *_: 0.0),
+)
 def test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[HostsBusy, float]:
         clock = asyncio.get_running_loop().time
@@ -115,6 +126,14 @@ def test_a_client_that_waits_is_answered_when_the_load_has_gone(reference: Refer
     assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
 
 
+def wait_for_all_that_is_queued(queued: Mapping[Hashable, int], _: Hashable, position_s: float) -> float:
+    return position_s * sum(queued.values())
+
+
+@defence(
+    "a flood of one client does not have others refused",
+    off=replacing(host, "expected_wait_s", wait_for_all_that_is_queued),
+)
 def test_a_flood_of_one_client_does_not_have_others_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_slow_host(lab)
@@ -125,6 +144,21 @@ def test_a_flood_of_one_client_does_not_have_others_refused(reference: Reference
     assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
 
 
+def only_at_the_opening(patch: Patch) -> None:
+    check = Host._check_wait
+
+    def check_new(
+        self: Host, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
+    ) -> None:
+        if own is None:
+            check(self, client, continues=continues)
+
+    patch.setattr(Host, "_check_wait", check_new)
+
+
+@defence(
+    "it does so also when the first step comes long after the session was opened", off=only_at_the_opening
+)
 def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_step(
     reference: Reference,
 ) -> None:
@@ -145,6 +179,10 @@ def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_
     assert simulate(reference, scenario) < 1.0
 
 
+@defence(
+    "hosts that always say that they are busy do not prolong the wait of a client",
+    off=replacing(WaitBudget, "may_wait", yes),
+)
 def test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait(reference: Reference) -> None:
     wait_s = 4.5
 
@@ -161,6 +199,7 @@ def test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait(refere
     assert wait_s - 2 < simulate(reference, scenario) < wait_s
 
 
+@defence("a client does not flood a busy host with requests", off=replacing(swarm, "MIN_OVERLOADED_S", 0.0))
 def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> None:
     async def scenario(lab: Lab) -> int:
         node = await lab.start("a", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
@@ -232,6 +271,7 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
             return [*began, lab.reference.next_token(output)]
 
 
+@defence("an answer under way goes before new work", off=replacing(host_limits, "CONTINUED_WAITS", 1.0))
 def test_an_answer_under_way_continues_on_a_host_that_refuses_new_ones(reference: Reference) -> None:
     def scenario(lab: Lab) -> Any:
         return lose_the_only_idle_host(lab, max_wait_s=12.0)
@@ -239,6 +279,9 @@ def test_an_answer_under_way_continues_on_a_host_that_refuses_new_ones(reference
     assert simulate(reference, scenario) == reference.greedy(PROMPT, 2)
 
 
+@defence(
+    "it does not go to a host that would take too long", off=replacing(host_limits, "CONTINUED_WAITS", 100.0)
+)
 def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         with pytest.raises(HostsBusy):
@@ -247,6 +290,9 @@ def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Re
     simulate(reference, scenario)
 
 
+@defence(
+    "a session that only claims to continue an answer is refused like a new one", off=only_at_the_opening
+)
 def test_a_session_that_only_claims_to_continue_an_answer_is_refused_at_its_first_step(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.chain.failures import Blame
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_protocols.errors import ConfigError
@@ -17,6 +18,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
+from tests.defences import Patch, defence
 from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.memory_network import LinkProfile, MemoryStream
 from tests.support.rounding import assert_near
@@ -116,6 +118,17 @@ class _Liar:
         return lie
 
 
+def suspect_only_the_failing_host(patch: Patch) -> None:
+    """Suspect only the host that fails."""
+    attribute = Blame.attribute
+    patch.setattr(Blame, "attribute", lambda self, error, hop, **_: attribute(self, error, hop))
+
+
+@defence(
+    "a host whose outputs overflow at others is suspected with them",
+    off=suspect_only_the_failing_host,
+    lies=LIES["gradients"],
+)
 @pytest.mark.parametrize("lies", LIES.values(), ids=LIES.keys())
 def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
     lies: Lies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,10 +17,12 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence
 from tests.support import memory_network
 from tests.support.refusals import refusal
 from tests.support.rounding import assert_near
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.switched_off import count_only
 
 HIDDEN = 32
 COUNTS = (5, 3)
@@ -165,6 +167,7 @@ def test_tensors_that_were_not_announced_are_not_computed(
     with_stranger(reference, talk)
 
 
+@defence("passes of a client are limited", off=count_only)
 def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         held = [await stranger.begin() for _ in range(3)]

@@ -9,12 +9,14 @@ import torch
 
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_node.engine import engine
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_network import Delivery
 from tests.support.refusals import refusal
 from tests.support.rounding import assert_near
@@ -141,6 +143,7 @@ def test_graphs_are_not_kept_for_long(reference: Reference) -> None:
     assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * len(COUNTS) * len(SPANS)
 
 
+@defence("the memory for graphs of one client is limited", off=replacing(engine, "GRAPH_CLIENT_SHARE", 1))
 def test_graphs_of_one_client_take_at_most_its_share(reference: Reference) -> None:
     """This client has room for two of the four graphs."""
     _, graph = reference.stage(0, 3).record_sequences(states(0, COUNTS[0]), COUNTS[:1])

@@ -8,8 +8,10 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.steps import Row, Step
+from tests.defences import defence, replacing
 from tests.sim.test_failover import arrives_at
 from tests.sim.test_host_defences import (
     HIDDEN,
@@ -78,6 +80,10 @@ def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Refe
     assert [simulate(recurrent, scenario)] == recurrent.greedy(PROMPT[:length] + other, 1)
 
 
+@defence(
+    "positions that are computed again after a rewind count in a client's rate",
+    off=replacing(HostedSession, "_behind", lambda *_: 0),
+)
 def test_positions_that_are_computed_again_come_at_the_rate_of_the_client(recurrent: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(max_length=256), await stranger.link()

@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import random
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,16 +20,18 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, ReachKind, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import RELAY, RELAY_S
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.reachability import detection
+from swarmnet_protocols.net.typed_stream import Patience
+from swarmnet_protocols.reachability import detection, relay, reservations
 from swarmnet_protocols.reachability.detection import Reachability
 from swarmnet_protocols.reachability.dial_back import Probed
 from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED, OPEN_S, Relay
 from swarmnet_protocols.reachability.reservations import WANTED, Reservations
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
+from tests.defences import Patch, defence, no, replacing
 from tests.support import virtual_time
 from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 
@@ -112,6 +115,16 @@ def test_a_peer_reserves_at_two_relays_and_elsewhere_when_one_is_lost() -> None:
     run(scenario)
 
 
+@defence(
+    "a relay that is silent is given up",
+    off=replacing(reservations, "RELAY", replace(RELAY, opener=lambda _: Patience(1e9))),
+    side="the relay",
+)
+@defence(
+    "a reserved peer that is silent is given up",
+    off=replacing(relay, "RELAY", replace(RELAY, server=lambda _: Patience(1e9))),
+    side="the peer",
+)
 @pytest.mark.parametrize("side", ["the relay", "the peer"])
 def test_a_reservation_ends_when_a_side_is_silent(side: str) -> None:
     async def scenario(lab: Lab) -> None:
@@ -129,6 +142,7 @@ def test_a_reservation_ends_when_a_side_is_silent(side: str) -> None:
     run(scenario)
 
 
+@defence("an owner's relay that is off forwards nothing", off=replacing(relay.Relay, "relays", True))
 def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
     async def scenario(lab: Lab) -> None:
         link = LinkLimiter()
@@ -141,6 +155,11 @@ def test_a_relay_that_is_switched_off_takes_no_peer() -> None:
     run(scenario)
 
 
+@defence(
+    "an observed address is checked where it arrives",
+    off=replacing(reservations, "parse_multiaddr", str),
+    address="/ip4/1.2.3.4/tcp/²",
+)
 @pytest.mark.parametrize("address", ["/ip4/1.2.3.4/tcp/²", "/ip4/1.2.3.4/tcp/99999", "nonsense", ""])
 def test_an_observed_address_that_is_none_is_not_known(address: str) -> None:
     async def scenario(lab: Lab) -> None:
@@ -153,6 +172,7 @@ def test_an_observed_address_that_is_none_is_not_known(address: str) -> None:
     run(scenario)
 
 
+@defence("relays that do not answer are tried at a bounded rate", off=replacing(reservations, "WANTED", 1000))
 def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> None:
     async def scenario(lab: Lab) -> None:
         await lab.relay("relay")
@@ -175,6 +195,9 @@ def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> N
     run(scenario)
 
 
+@defence(
+    "a bounded number of announced relays is read", off=replacing(relay_announcements, "MAX_FOUND", 1 << 20)
+)
 def test_a_bounded_number_of_announced_relays_is_read() -> None:
     def record(number: int, address: str = "/ip4/25.0.0.1/tcp/4001") -> Record:
         identity = Identity.from_seed(number.to_bytes(4, "big"))
@@ -192,6 +215,16 @@ def test_a_bounded_number_of_announced_relays_is_read() -> None:
 # ---- peers that take more than their share -------------------------------------------------------------------
 
 
+def slots_for_the_first(patch: Patch) -> None:
+    @contextmanager
+    def first_come(self, stream):  # type: ignore[no-untyped-def]
+        with stream.scope.reserve(self._resource):
+            yield
+
+    patch.setattr(relay.SubnetSlots, "slot", first_come)
+
+
+@defence("a subnet cannot hoard the reservations of a relay", off=slots_for_the_first)
 def test_a_subnet_that_hoards_reservations_keeps_no_other_out() -> None:
     async def scenario(lab: Lab) -> None:
         relay = await lab.relay("relay")
@@ -211,6 +244,11 @@ def test_a_subnet_that_hoards_reservations_keeps_no_other_out() -> None:
     run(scenario)
 
 
+def any_number_of_circuits(patch: Patch) -> None:
+    patch.setattr(sys.modules[__name__], "CIRCUITS_PER_PEER", SYSTEM_LIMITS[Resource.CIRCUITS])
+
+
+@defence("a relay forwards a bounded number of circuits for one peer", off=any_number_of_circuits)
 def test_a_relay_forwards_a_bounded_number_of_circuits_for_one_peer() -> None:
     async def scenario(lab: Lab) -> None:
         relay = await lab.relay("relay")
@@ -269,6 +307,9 @@ async def use(stream: Stream) -> bool:
         return False
 
 
+@defence(
+    "circuits that are not confirmed keep no other peer out", off=replacing(relay, "MAX_UNCONFIRMED", 1 << 20)
+)
 def test_circuits_that_are_not_confirmed_keep_no_other_peer_out() -> None:
     async def scenario(lab: Lab) -> None:
         relay = await lab.relay("relay")
@@ -299,6 +340,10 @@ def test_circuits_that_are_not_confirmed_keep_no_other_peer_out() -> None:
     run(scenario)
 
 
+@defence(
+    "a peer with all circuits to another loses one to a peer with fewer",
+    off=replacing(relay, "has_larger_share", no),
+)
 def test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer() -> None:
     async def scenario(lab: Lab) -> None:
         relay = await lab.relay("relay")
@@ -318,6 +363,16 @@ def test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer() ->
 # ---- reports about reach ---------------------------------------------------------------------------------------
 
 
+def believe_one_report(patch: Patch) -> None:
+    patch.setattr(detection, "judge", lambda answers: any(each.reached for each in answers) or None)
+
+
+@defence(
+    "one false report does not decide whether a peer can be dialled",
+    off=believe_one_report,
+    reached=[1, 0, 0],
+    expected=False,
+)
 @pytest.mark.parametrize(
     ("reached", "expected"),
     [([], None), ([1], True), ([0], False), ([1, 0], False), ([1, 1, 0], True), ([1, 0, 0], False)],

@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmnet_node.node import Node
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net import Stream
 from swarmnet_protocols.session.steps import Row
+from tests.defences import Patch, defence
 from tests.sim.churn import request
 from tests.support.memory_network import LinkProfile
 from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
@@ -181,6 +184,16 @@ def test_nodes_that_choose_their_blocks_cover_the_model(
     assert simulate(reference, scenario) == []
 
 
+def leave_pings_unanswered(patch: Patch) -> None:
+    """Answer no ping before the blocks are loaded."""
+
+    async def close(_: Node, stream: Stream) -> None:
+        stream.close()
+
+    patch.setattr(Node, "_answer_pings", close)
+
+
+@defence("a node that loads its blocks counts", off=leave_pings_unanswered, name="n1")
 @pytest.mark.parametrize("name", ["n1", "n2", "n3", "n4"])
 def test_a_loading_node_counts_in_placement(reference: Reference, name: str) -> None:
     """A node that has chosen its blocks keeps them, however long its weights take to load."""

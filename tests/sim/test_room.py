@@ -2,15 +2,19 @@
 at the moment is tried again."""
 
 import asyncio
+import math
 from itertools import pairwise
 
 import pytest
 import torch
 
+from swarmnet_client.chain import failures
+from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import NoRoom, OutOfResources
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_network import Delivery
 from tests.support.swarm_lab import Lab, Reference, simulate
 
@@ -30,6 +34,9 @@ def computed(lab: Lab) -> dict[str, int]:
     return {name: node.status().host.positions for name, node in lab.nodes.items()}
 
 
+@defence(
+    "no host computes a prompt that never fits", off=replacing(Swarm, "room", lambda *_: math.inf), knows=True
+)
 @pytest.mark.parametrize("knows", [True, False], ids=["hosts known", "hosts not known yet"])
 def test_a_prompt_that_never_fits_is_refused_before_anything_is_computed(
     reference: Reference, *, knows: bool
@@ -94,6 +101,10 @@ def test_a_session_moves_to_a_host_with_room_when_its_own_has_none_left(referenc
     assert names == ["large"]
 
 
+@defence(
+    "a host without room is not asked to compute a prompt again and again",
+    off=replacing(failures, "FULL_ATTEMPTS", failures.ATTEMPTS),
+)
 def test_a_host_that_is_full_is_asked_again_after_a_growing_pause(reference: Reference) -> None:
     """Its caches are taken by another client, or it announced more than it has: each attempt
     computes the prompt again."""

@@ -6,7 +6,11 @@ from contextlib import AsyncExitStack
 import pytest
 import torch
 
+from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_node.hosting import slots
+from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, Stream
@@ -15,6 +19,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
 from tests.support.refusals import final_refusal, refusal
 from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
@@ -84,6 +89,9 @@ async def be_served(lab: Lab, name: str = "client") -> None:
         assert clock() - began < SERVED_S
 
 
+@defence(
+    "a session without steps is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing)
+)
 def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
@@ -99,6 +107,7 @@ def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Re
     simulate(reference, scenario)
 
 
+@defence("an idle session is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing))
 def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
@@ -110,6 +119,11 @@ def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> 
     simulate(reference, scenario)
 
 
+async def evict_none(*_: object) -> None:
+    """Evict no session."""
+
+
+@defence("caches of idle sessions are evicted for steps", off=replacing(Host, "make_room", evict_none))
 def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
@@ -143,6 +157,10 @@ def test_caches_of_idle_sessions_are_evicted_for_a_further_sequence_of_a_session
     simulate(reference, scenario)
 
 
+@defence(
+    "a client holds at most a quarter of the caches",
+    off=replacing(HostLimits, "client_cache_bytes", lambda _, max_cache_bytes: max_cache_bytes),
+)
 def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
@@ -164,6 +182,12 @@ def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
+def end_no_session(patch: Patch) -> None:
+    """Let a session wait for its first step for ever."""
+    patch.setattr(HostedSession, "_first_step", HostedSession._failure)
+
+
+@defence("a session without a first step is ended", off=end_no_session)
 def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
@@ -210,6 +234,18 @@ def test_a_client_whose_session_was_evicted_continues_with_its_next_step(referen
     simulate(reference, scenario, limit_s=400)
 
 
+def open_again_at_once(patch: Patch) -> None:
+    class Restless:
+        def __get__(self, *_: object) -> bool:
+            return False
+
+        def __set__(self, *_: object) -> None:
+            pass
+
+    patch.setattr(ChainSupervisor, "_is_resting", Restless(), raising=False)
+
+
+@defence("a client without work does not reopen an evicted session", off=open_again_at_once)
 def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
@@ -221,6 +257,7 @@ def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
     simulate(reference, scenario, limit_s=1000)
 
 
+@defence("a pass without tensors is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing))
 def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=4, passes_per_client=2)))
@@ -254,6 +291,9 @@ def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
+@defence(
+    "a link without a session is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing)
+)
 def test_links_without_a_session_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         limits = HostLimits(pending_links=2, pending_links_per_client=2)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_client.chain import trace
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, Trace, trace_events
@@ -17,11 +18,14 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session import hop_times
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, nothing, replacing
 from tests.sim.test_client_defences import assert_liar_is_replaced
 from tests.support.memory_network import MemoryStream
 from tests.support.swarm_lab import Lab, Reference, peer, simulate
+from tests.support.switched_off import overlooking
 from tests.support.virtual_time import TimedExecutor
 
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
@@ -186,12 +190,20 @@ IMPOSSIBLE = {
 }
 
 
+@defence(
+    "times of a hop that cannot be are refused",
+    off=replacing(hop_times, "_check", nothing),
+    times=IMPOSSIBLE["not a number"],
+)
 @pytest.mark.parametrize("times", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_times_that_cannot_be_are_refused(times: tuple[float, ...]) -> None:
     with pytest.raises(ProtocolViolation):
         decode_times(encode_times(HopTimes(1, times)))
 
 
+@defence(
+    "a hop that says it had a step before that was sent is refused", off=replacing(trace, "SLACK_S", 1e9)
+)
 def test_a_hop_cannot_have_had_a_step_before_it_was_sent() -> None:
     trace = Trace(lambda: 100.0)
     trace.begin_chain(1)
@@ -205,6 +217,7 @@ def test_a_hop_cannot_have_had_a_step_before_it_was_sent() -> None:
     assert [stay.hop.peer for stay in trace.steps[0].stays.values()] == ["honest"]
 
 
+@defence("the steps of a trace are limited", off=replacing(trace, "MAX_STEPS", 1 << 40))
 def test_a_trace_has_a_limited_number_of_steps() -> None:
     trace = Trace()
     for seq in range(MAX_STEPS + 5):
@@ -212,6 +225,7 @@ def test_a_trace_has_a_limited_number_of_steps() -> None:
     assert len(trace.steps) == len(trace._by_seq) == MAX_STEPS
 
 
+@defence("a host that tells times unasked is replaced", off=overlooking(Chain, "_take_times"))
 def test_a_host_that_tells_times_unasked_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,8 @@ from swarmnet_protocols.training.rounds.messages import (
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
 from swarmnet_protocols.training.rounds.round_state import UNVOTED, RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms
+from swarmnet_protocols.training.rounds.votes import Votes
+from tests.defences import defence, no, replacing
 from tests.sim.test_averaging import averaged, simulate
 from tests.sim.test_verifiable_rounds import COUNT, ROBUST
 from tests.support.training_lab import TIMING, Outcomes, TrainingLab, Work, check_agreement
@@ -179,6 +181,9 @@ def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
         assert outcome.wait_s < TIMING.contribution_s
 
 
+@defence(
+    "a liar that lies to one member is excluded by all", off=replacing(Votes, "proves", no), aggregate="mean"
+)
 @pytest.mark.parametrize("aggregate", ["mean", "median"])
 def test_workers_exclude_one_that_decides_alone_and_keep_one_set_of_parameters(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

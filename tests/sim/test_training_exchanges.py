@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
+from tests.defences import defence, replacing
 from tests.support.memory_network import MemoryNetwork
 from tests.support.training_peers import Worker, simulate
 
@@ -13,6 +15,11 @@ FIRST = 3 * EXCHANGES_PER_ROUND
 """One below the first exchange number of round 3."""
 
 
+@defence(
+    "a follower does not use up exchange numbers",
+    off=replacing(matchmaking, "highest_exchange_number", lambda *_: 1 << 64),
+    last_exchange=9 * EXCHANGES_PER_ROUND,
+)
 @pytest.mark.parametrize(
     "last_exchange", [(1 << 64) - 1, 9 * EXCHANGES_PER_ROUND, FIRST + MAX_AHEAD_OF_LEADER]
 )

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.fetching import download
 from swarmnet_protocols.fetching.download import REPEAT_S
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -19,6 +20,7 @@ from swarmnet_protocols.training.state_transfer import (
     StateDownload,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
 from tests.support.training_peers import JOB, TIMING, Worker, simulate
 
@@ -91,6 +93,10 @@ def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
     simulate(3, scenario)
 
 
+@defence(
+    "chunks of a state that a source sends slowly are asked of another",
+    off=replacing(download, "REPEAT_S", 1e6),
+)
 def test_chunks_that_a_source_sends_slowly_come_from_another() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         for worker in workers[1:]:

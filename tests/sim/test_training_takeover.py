@@ -11,7 +11,10 @@ from swarmnet_node.training import worker
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_node.training.worker import NEW_S
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from swarmnet_protocols.training.jobs import open_job
+from tests.defences import Patch, defence
 from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
@@ -63,6 +66,21 @@ def attacked(
     return lab
 
 
+def believe_the_latest(patch: Patch) -> None:
+    def latest(_: WorkerPosition, votes: dict[PeerId, WorkerPosition], **__: bool) -> CatchUp:
+        position = max(votes.values(), key=lambda each: each.round)
+        return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
+
+    patch.setattr(worker, "catch_up", latest)
+
+
+@defence(
+    "a claim of a later round replaces no worker's weights",
+    off=believe_the_latest,
+    honest=3,
+    attackers=1,
+    new_s=0.0,
+)
 @pytest.mark.parametrize(
     ("honest", "attackers", "new_s"), [(3, 1, 0.0), (5, 3, NEW_S)], ids=["1 of 4", "3 of 8, all new"]
 )

@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training.checkpoint import CheckpointStore
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
+from swarmnet_node.training.known_workers import KnownWorkers
+from swarmnet_node.training.replica import Replica
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
 from swarmnet_protocols.training.jobs import open_job
+from swarmnet_protocols.training.rounds import reduction
 from swarmnet_protocols.training.rounds import terms as terms_module
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
 from swarmnet_protocols.training.rounds.averaging import AggregationRules
@@ -26,6 +29,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
+from tests.defences import Patch, defence, nothing, replacing, yes
 from tests.sim.test_averaging import simulate
 from tests.support.training_lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work
 from tests.support.training_workers import WorkerLab, train, write_job
@@ -111,6 +115,12 @@ def average_with(
     return work, simulate(lambda lab: lab.average(work), lab)
 
 
+@defence(
+    "a robust result needs contributions of a quorum",
+    off=replacing(reduction, "_has_quorum", yes),
+    lie=only_its_own,
+    count=4,
+)
 @pytest.mark.matrix
 @pytest.mark.parametrize("count", [4, 8])
 @pytest.mark.parametrize("lie", LIES)
@@ -165,6 +175,7 @@ def signed(terms: RoundTerms, member: int, values: torch.Tensor, *, index: int =
     return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
 
 
+@defence("a contribution counts only with its author's signature", off=replacing(reduction, "verify", yes))
 def test_a_contribution_to_another_round_slice_or_job_is_refused() -> None:
     members = TrainingLab(4).members()
     codec = get_codec("float32")
@@ -193,6 +204,12 @@ def test_a_worker_without_a_key_cannot_take_part() -> None:
         RoundTerms.of(JOB, 0, [member], 8, get_codec("float32"))
 
 
+@defence(
+    "a worker that sent a false result is excluded",
+    off=replacing(KnownWorkers, "exclude", nothing),
+    honest=3,
+    lying=1,
+)
 @pytest.mark.parametrize(("honest", "lying"), [(3, 1), (5, 3)], ids=["1 of 4", "3 of 8"])
 def test_workers_exclude_liars_and_train_on(
     honest: int, lying: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,6 +243,16 @@ def test_workers_exclude_liars_and_train_on(
         assert saved.parameters.abs().max() < 100
 
 
+def saving_no_exclusions(patch: Patch) -> None:
+    honest = Replica.checkpoint
+
+    def checkpoint(self: Replica, job_id: str, round: int, _: object = ()) -> WorkerCheckpoint:
+        return honest(self, job_id, round)
+
+    patch.setattr(Replica, "checkpoint", checkpoint)
+
+
+@defence("an exclusion outlasts a restart", off=saving_no_exclusions)
 def test_an_exclusion_outlasts_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exchange = 'min_workers = 2\naggregate = "centered-clip"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))

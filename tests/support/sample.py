@@ -15,7 +15,11 @@ class Sample:
         """Leave out the rest of every matrix, and what only thorough runs have."""
         matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
-            if isinstance(item, pytest.Function) and item.get_closest_marker("matrix"):
+            if (
+                isinstance(item, pytest.Function)
+                and item.get_closest_marker("matrix")
+                and not item.get_closest_marker("defence")
+            ):
                 matrices[item.nodeid.partition("[")[0]].append(item)
         left = {item for cells in matrices.values() for item in left_out(cells)}
         left |= {item for item in items if item.get_closest_marker("thorough")}

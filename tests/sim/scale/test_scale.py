@@ -2,15 +2,20 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from swarmnet_protocols.routing import chain_search, relocation
+from swarmnet_protocols.routing.outlook import Outlook
+from swarmnet_protocols.routing.throughput import Claim
+from tests.defences import Patch, defence, replacing
 from tests.sim.scale import __main__ as command
 from tests.sim.scale.population import HOUR, arrivals_per_s
 from tests.sim.scale.scenarios import SCENARIOS, Result, Setting, run
+from tests.unit.routing.test_claimed_speed import replace_both
 
 FEW_CLIENTS = 10
 FIELDS = {
@@ -56,6 +61,20 @@ def test_hosts_that_start_together_are_balanced_after_two_moves_each(seed: int) 
         assert result.notes["most_moves"] <= 2
 
 
+def fill_gaps_alone(patch: Patch) -> None:
+    """Each host fills gaps at once, without the plan of all and without regard to announced moves."""
+    look = Outlook.__init__
+
+    def at_present(outlook: Outlook, claims: Sequence[Claim], *, blocks: int) -> None:
+        look(outlook, [claim for claim in claims if claim.settled], blocks=blocks)
+
+    patch.setattr(Outlook, "__init__", at_present)
+    patch.setattr(Outlook, "repairs", {})
+    patch.setattr(relocation, "GAP_WAIT_S", 0.0)
+    patch.setattr(relocation, "GAP_PAUSE_S", 0.0)
+
+
+@defence("a gap is filled by few hosts", off=fill_gaps_alone, seed=2)
 def test_few_hosts_of_short_lifetimes_serve_nearly_always(seed: int) -> None:
     with simulated("half-hour-lifetimes", 16, seed) as result:
         assert result.coverage >= 0.95
@@ -94,6 +113,7 @@ def test_clients_that_ping_by_peer_id_use_few_hosts() -> None:
         assert result.notes["first_served"] > 0.3
 
 
+@defence("clients use hosts with time to spare", off=replacing(chain_search, "LEAST_SPARE", 1.0))
 def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
     """Without regard to spare time, the throughput is 0.61 of the optimum."""
     result = run("idle-clients", Setting("ours", 200, 0))
@@ -101,11 +121,16 @@ def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
     assert result.busiest_tenth <= 0.14
 
 
+@defence(
+    "a host that announces a hundred times its speed has hardly more work than others",
+    off=replacing(chain_search, "USUAL_EXCESS", 1e9),
+)
 def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_than_others() -> None:
     """Ten of 200 hosts lie. A liar has 1.85 times the work of an honest host if slow steps do not count as work."""
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 
 
+@defence("slander of a neighbour costs its sender, also where few hosts have its blocks", off=replace_both)
 def test_slanderers_change_the_work_of_an_honest_host_little() -> None:
     """Few others have the blocks of this host: it would lose a third of its work if clients
     replaced a reported host with the one that reports it.

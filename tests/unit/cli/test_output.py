@@ -7,12 +7,16 @@ import sys
 import pytest
 from rich.console import Console
 
+from swarmnet import logs
+from swarmnet.cli import output
 from swarmnet.cli.chat.generation import Screen
 from swarmnet.cli.failures import explain
 from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
+from swarmnet.cli.progress import displays
 from swarmnet.cli.progress.displays import Lines, Telling, bars
 from swarmnet.logs import configure
 from swarmnet_protocols.errors import SwarmnetError
+from tests.defences import Patch, defence
 
 
 def test_a_long_value_stays_on_one_line(
@@ -88,6 +92,12 @@ def print_everywhere(text: str) -> None:
     logging.getLogger("peer").warning("%s", text)
 
 
+def show_as_it_is(patch: Patch) -> None:
+    for module in (output, displays, logs):
+        patch.setattr(module, "shown", lambda text: text)
+
+
+@defence("text of peers does not control the terminal", off=show_as_it_is)
 def test_text_of_a_peer_does_not_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     print_everywhere(HOSTILE)
     out, err = capsys.readouterr()

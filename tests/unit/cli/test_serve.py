@@ -15,8 +15,10 @@ import typer
 from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
 from swarmnet.gateway.quotas import Quota
+from swarmnet.swarm_file import keys as key_files
 from swarmnet.web.middleware import AccessPolicy
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from tests.defences import defence, replacing
 
 
 @pytest.fixture
@@ -125,6 +127,7 @@ def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
         serve._keys(files)
 
 
+@defence("API key files are private", off=replacing(key_files, "_MOUNTED", Path("/")))
 def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("correct-horse\n")

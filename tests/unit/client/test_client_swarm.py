@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import sys
 from collections import Counter
 
 from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
@@ -17,6 +18,7 @@ from swarmnet_protocols.routing.chain_search import pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing
+from tests.defences import Patch, defence
 from tests.support.memory_network import LinkProfile, MemoryNetwork
 
 ONE, OTHER = PeerId("one"), PeerId("other")
@@ -115,6 +117,11 @@ def spread_hosts(count: int, blocks: int = 80, length: int = 10) -> list[HostInf
     ]
 
 
+def ping_by_id(patch: Patch) -> None:
+    patch.setattr(random.Random, "shuffle", lambda _, hosts: hosts.sort(key=lambda host: host.peer))
+
+
+@defence("no peer id attracts the pings of clients", off=ping_by_id)
 def test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others() -> None:
     """800 hosts, of which a client pings 32: each is pinged by 8 of 200 clients on average, by 20 with a chance of 1 in 10,000."""
     hosts, clients = spread_hosts(800), 200
@@ -125,6 +132,16 @@ def test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others() -> None:
     assert max(pings[host.peer] for host in hosts[:24]) < 20
 
 
+def ping_the_best(patch: Patch) -> None:
+    """Ping the hosts that are expected to be best, instead of the better host of random pairs."""
+    patch.setattr(
+        sys.modules[__name__],
+        "drawn",
+        lambda hosts, _pinged, _rng, expected_s: sorted(hosts, key=expected_s)[:32],
+    )
+
+
+@defence("announcements at most double the pings to a host", off=ping_the_best)
 def test_better_hosts_are_pinged_more_often_but_at_most_twice_as_often_as_others() -> None:
     """What a host announces decides which hosts count as better. Each is pinged by 8 of 200 clients on average, by 30 with a chance of 1 in 1,000."""
     hosts, clients = spread_hosts(800), 200

@@ -15,6 +15,8 @@ from swarmnet_protocols.directory.dht.contacts import (
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, replacing
+from tests.support.switched_off import skip_signatures
 
 SWARM = bytes(32)
 ALICE, BOB, MALLORY = (Identity.from_seed(name) for name in (b"alice", b"bob", b"mallory"))
@@ -65,6 +67,9 @@ def tampered(sealed: bytes) -> bytes:
     return sealed[:-1] + bytes([sealed[-1] ^ 1])
 
 
+@defence(
+    "the addresses of a peer are signed by it", off=replacing(dht_contacts, "open_valid", skip_signatures)
+)
 def test_a_peer_signs_its_own_addresses() -> None:
     world = World()
     bob = world.contacts(BOB)
@@ -74,6 +79,12 @@ def test_a_peer_signs_its_own_addresses() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
+def learn_any_contact(patch: pytest.MonkeyPatch) -> None:
+    learn = Contacts.learn
+    patch.setattr(Contacts, "learn", lambda self, contacts, **_: learn(self, contacts))
+
+
+@defence("a DHT caller announces only its own addresses", off=learn_any_contact)
 def test_a_caller_can_give_only_its_own_contact() -> None:
     world = World()
     bob = world.contacts(BOB)
@@ -90,6 +101,7 @@ def test_a_record_of_something_else_is_no_contact() -> None:
     assert bob.addresses_of(ALICE.peer_id) == ()
 
 
+@defence("contacts in a DHT answer are limited", off=replacing(dht_contacts, "MAX_CONTACTS", 1 << 30))
 def test_an_answer_teaches_a_limited_number_of_contacts_of_limited_size() -> None:
     world = World()
     bob = world.contacts(BOB)

@@ -10,6 +10,7 @@ import pytest
 from swarmnet_protocols.directory.records import Publisher, dht_keys
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net.identity import Identity
+from tests.defences import Patch, defence, nothing
 from tests.support.virtual_time import run
 
 SWARM = bytes(32)
@@ -220,6 +221,22 @@ def test_topics_of_long_ago_are_forgotten() -> None:
     with_peers(3, scenario)
 
 
+def count_all_as_stored(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht.replication import Replicator
+
+    call = Replicator._call
+
+    async def kept(self: Replicator, peer: object, keys: list[object], *rest: object) -> list[bool]:
+        await call(self, peer, keys, *rest)  # type: ignore[arg-type]
+        return [True] * len(keys)
+
+    patch.setattr(Replicator, "_call", kept)
+
+
+@defence("another peer stores what a full one refused", off=count_all_as_stored)
 def test_a_full_peer_is_replaced_by_the_next_nearest() -> None:
     async def scenario(keeping: Keeping) -> None:
         keeping.near.full = set(range(0, 30, 2)) - {keeping.near.peer_id}
@@ -245,6 +262,16 @@ def test_a_publisher_whose_records_are_not_stored_learns_the_reason(caplog: pyte
     with_peers(30, scenario)
 
 
+def count_no_refusals(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht.replication import Replicator
+
+    patch.setattr(Replicator, "_log_shortage", nothing)
+
+
+@defence("a peer learns that its records are refused", off=count_no_refusals)
 def test_a_publisher_whose_records_few_peers_store_counts_the_refusals_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -12,6 +12,7 @@ from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits import resources
 from swarmnet_protocols.net.limits.resources import (
     PEER_LIMITS,
     SYSTEM_LIMITS,
@@ -20,8 +21,11 @@ from swarmnet_protocols.net.limits.resources import (
     ResourceManager,
     Scope,
 )
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.refusal import Refusal
+from tests.defences import Patch, defence, nothing, replacing
+from tests.support.switched_off import count_only
 from tests.support.virtual_time import run
 
 CALLER = Identity.from_seed(b"caller").peer_id
@@ -111,6 +115,7 @@ def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable
     run(main())
 
 
+@defence("concurrent DHT calls of a peer are limited", off=count_only)
 def test_calls_that_wait_for_a_handshake_are_few() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         calls = [asyncio.ensure_future(call(b"")) for _ in range(PEER_LIMITS[Resource.CALLS] + 1)]
@@ -126,6 +131,10 @@ def test_calls_that_wait_for_a_handshake_are_few() -> None:
     with_guard(talk)
 
 
+@defence(
+    "strangers leave a share of the DHT calls to known peers",
+    off=replacing(resources, "KNOWN_PEER_SHARE", {}),
+)
 def test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         strangers = [
@@ -149,6 +158,14 @@ def test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_ma
     with_guard(talk)
 
 
+def allow_large_calls(patch: pytest.MonkeyPatch) -> None:
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import rpc as dht_rpc
+
+    patch.setitem(dht_rpc.MAX_REQUEST_BYTES, DHT_FIND.id, 1 << 30)
+
+
+@defence("DHT calls have a size limit", off=allow_large_calls)
 def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
     """hivemind would look up every key of it before any other call."""
 
@@ -163,6 +180,7 @@ def test_a_call_that_asks_for_too_much_is_not_parsed() -> None:
     with_guard(talk)
 
 
+@defence("a peer far over its rate makes no DHT calls", off=replacing(Scope, "check_rate", nothing))
 def test_endless_calls_are_delayed_before_they_are_parsed() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         handshakes.finished.set()
@@ -187,6 +205,16 @@ def test_messages_of_strangers_are_not_parsed() -> None:
     with_guard(talk)
 
 
+def check_nothing(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import rpc as dht_rpc
+
+    patch.setattr(dht_rpc, "_check_found", nothing)
+
+
+@defence("answers with too much to check are refused", off=check_nothing, results=[21])
 @pytest.mark.parametrize("results", [[0] * 17, [21]], ids=["keys", "peers"])
 def test_an_answer_that_would_keep_us_busy_is_refused(results: list[int]) -> None:
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind

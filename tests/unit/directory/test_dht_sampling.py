@@ -7,6 +7,7 @@ from typing import Any
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import Patch, defence
 from tests.support.virtual_time import run
 from tests.unit.directory.test_dht_replication import EPOCH, SWARM, Neighbourhood
 
@@ -60,6 +61,20 @@ def test_every_topic_is_read_once_and_few_peers_are_asked_in_a_small_swarm() -> 
     with_reader(5, scenario)
 
 
+def sample_all_keys(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import sampling as dht_sampling
+
+    patch.setattr(
+        dht_sampling.random.SystemRandom,
+        "sample",
+        lambda _, found, count: list(found)[:count],
+    )
+
+
+@defence("no peer hides a record from many reads: the key is drawn at random", off=sample_all_keys)
 def test_the_replica_and_the_key_are_drawn_at_random() -> None:
     """So that no peer hides a record from many reads."""
 
@@ -98,6 +113,20 @@ def test_the_replicas_of_a_topic_are_looked_up_once_a_minute() -> None:
     with_reader(30, scenario)
 
 
+def check_no_sample(patch: Patch) -> None:
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht import sampling as dht_sampling
+
+    patch.setattr(
+        dht_sampling,
+        "_checked",
+        lambda reply, *_: [record for sample in reply.samples for record in sample.records],
+    )
+
+
+@defence("a sample has no more records than were asked for", off=check_no_sample)
 def test_an_answer_with_more_than_was_asked_for_is_dropped() -> None:
     async def scenario(reading: Reading) -> None:
         reading.more = 2
@@ -144,9 +173,23 @@ def sampled(size_bytes: int) -> list[bytes]:
     return [record for sample in reply.samples for record in sample.records]
 
 
+def sample_without(limit: str) -> Callable[[Patch], None]:
+    def switch_off(patch: Patch) -> None:
+        from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+        prepare_hivemind()
+        from swarmnet_protocols.directory.dht import node as dht_node
+
+        patch.setattr(dht_node, limit, 1 << 30)
+
+    return switch_off
+
+
+@defence("a peer sends a bounded number of records", off=sample_without("MAX_SAMPLE"))
 def test_a_peer_sends_a_bounded_number_of_records() -> None:
     assert len(sampled(10)) == 256
 
 
+@defence("a peer sends records of a bounded size", off=sample_without("MAX_SAMPLE_BYTES"))
 def test_a_peer_sends_records_of_a_bounded_size() -> None:
     assert sum(map(len, sampled(4000))) <= 256 << 10

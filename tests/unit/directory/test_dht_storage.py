@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from swarmnet_protocols.directory.dht import storage as dht_storage
 from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from tests.defences import Patch, defence, replacing
+from tests.support.switched_off import count_only
 
 
 class Time:
@@ -63,6 +66,10 @@ def test_a_record_is_not_replaced_by_one_that_expires_earlier(clock: Time) -> No
     assert held(store, 1) == {b"a": b"newer"}
 
 
+@defence(
+    "a record stored while a clock was ahead is replaced",
+    off=replacing(dht_storage, "MAX_LIFETIME_S", float("inf")),
+)
 def test_a_record_that_was_kept_while_the_clock_was_ahead_does_not_keep_its_successor_out(
     clock: Time,
 ) -> None:
@@ -137,6 +144,7 @@ def test_a_reader_that_changes_its_answer_does_not_change_the_storage(clock: Tim
     ]
 
 
+@defence("records of one peer are bounded", off=count_only)
 def test_records_that_one_peer_stores_are_bounded_for_any_signer_until_they_expire(clock: Time) -> None:
     resources = ResourceManager()
     resources.limit(Resource.RECORDS, per_peer=3)
@@ -171,6 +179,13 @@ def by_origin(store: Any, key: int = 1) -> dict[str, int]:
     return Counter(signer.decode().partition(" ")[0] for signer in held(store, key))
 
 
+def one_origin(patch: Patch) -> None:
+    """Count all records as records of one subnet."""
+    stored_by = BoundedStorage.stored_by
+    patch.setattr(BoundedStorage, "stored_by", lambda self, scope, _: stored_by(self, scope, "everywhere"))
+
+
+@defence("one subnet does not fill a key", off=one_origin)
 def test_a_key_that_one_subnet_has_filled_has_room_for_others(clock: Time) -> None:
     store = storage(clock, key_bytes=1000)
     assert from_origin(store, "mallory", range(200), size=10, expires_at=9000.0) == 100
@@ -189,6 +204,7 @@ def test_a_record_is_replaced_also_where_its_key_is_full(clock: Time) -> None:
     assert from_origin(store, "mallory", range(10), size=10, expires_at=1011.0) == 10
 
 
+@defence("one subnet does not fill the storage of a node", off=one_origin)
 def test_records_that_live_long_do_not_drive_out_those_of_other_subnets(clock: Time) -> None:
     store = storage(clock, total_bytes=1000)
     assert from_origin(store, "alice", range(5), size=20, key=1) == 5
@@ -215,6 +231,12 @@ def test_replacing_records_does_not_grow_the_queues(clock: Time) -> None:
     assert len(store._expiries_of["alice"]) < 100
 
 
+def draw_alike(patch: Patch) -> None:
+    stored_by = BoundedStorage.stored_by
+    patch.setattr(BoundedStorage, "stored_by", lambda self, scope, _: stored_by(self, scope, "everywhere"))
+
+
+@defence("a subnet that stores many records does not keep those of others out of samples", off=draw_alike)
 def test_a_subnet_with_many_records_keeps_those_of_others_out_of_no_sample(clock: Time) -> None:
     store = storage(clock)
     resources = ResourceManager()

@@ -6,6 +6,7 @@ import pytest
 
 from swarmnet_protocols.directory.records import Publisher, open_record
 from swarmnet_protocols.net.identity import Identity
+from tests.defences import defence, replacing
 from tests.support import virtual_time
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import MemoryNetwork
@@ -101,6 +102,11 @@ def test_expiries_grow_as_holders_only_replace_what_expires_earlier() -> None:
     assert expiries == sorted(set(expiries))
 
 
+@defence(
+    "a publisher whose clock was ahead is heard again",
+    off=replacing(Publisher, "max_lifetime_s", float("inf")),
+    ahead_s=2 * 86400.0,
+)
 @pytest.mark.parametrize("ahead_s", [3600.0, 2 * 86400.0])
 def test_a_publisher_is_heard_again_after_its_clock_was_ahead(ahead_s: float) -> None:
     now = EPOCH

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import pytest
 
+from swarmnet_protocols.directory import duplicate_identity
 from swarmnet_protocols.directory.duplicate_identity import (
     REMEMBERED_S,
     SUSPECTED,
@@ -20,6 +21,7 @@ from swarmnet_protocols.net import Transport, TransportWrapper
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, nothing, replacing
 from tests.support import virtual_time
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import MemoryNetwork
@@ -161,6 +163,10 @@ def test_a_restarted_peer_is_no_duplicate() -> None:
     run(scenario)
 
 
+@defence(
+    "a duplicate identity proves that it has the key",
+    off=replacing(duplicate_identity, "peer_id_of", lambda _: ALICE.peer_id),
+)
 def test_a_peer_with_another_key_proves_no_duplicate() -> None:
     async def scenario(machines: Machines) -> None:
         mallory = MemoryDirectory(machines.board, MALLORY, SWARM)
@@ -175,6 +181,10 @@ def test_a_peer_with_another_key_proves_no_duplicate() -> None:
     run(scenario)
 
 
+@defence(
+    "a duplicate identity is detected only by proof that it is alive",
+    off=replacing(Duplicate, "look", nothing),
+)
 def test_one_announcement_of_a_process_that_may_have_ended_is_no_evidence() -> None:
     double = Duplicate(b"ours", TIMING.identity_announce_s, 0.0)
     for now in range(100):

@@ -28,6 +28,7 @@ from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, replacing
 
 COUNTS = dict.fromkeys(range(1, 8), 32)
 MANIFEST = bytes(range(32))
@@ -160,6 +161,14 @@ class Flooded:
         return [Record(bytes(32), experts_topic(MANIFEST), signer, 1, 2.0, body) for signer in signers]
 
 
+@defence(
+    "announcements of experts take as much memory as their bytes",
+    off=replacing(
+        expert_announcements,
+        "from_bits",
+        lambda bits: frozenset(from_bits(bits)),
+    ),
+)
 def test_an_announcement_takes_little_more_memory_than_its_bytes() -> None:
     directory: Any = Flooded()
     [record] = asyncio.run(directory.sample((), 1))
@@ -173,6 +182,10 @@ def test_an_announcement_takes_little_more_memory_than_its_bytes() -> None:
     assert peak < 8 * len(record.body)
 
 
+@defence(
+    "announcements of experts that are kept are bounded in number",
+    off=replacing(expert_announcements, "MAX_KNOWN", 1 << 30),
+)
 def test_a_flood_of_announcements_takes_bounded_memory() -> None:
     directory: Any = Flooded()
     sample = ExpertSample(directory, MANIFEST)

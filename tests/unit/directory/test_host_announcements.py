@@ -1,10 +1,12 @@
 """Announcements of hosts are read, not believed."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.host_announcements import (
     MAX_ADDRESSES,
     PROTOCOL,
@@ -18,6 +20,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import Patch, defence, replacing
 
 SWARM, MANIFEST = bytes(32), bytes(range(32))
 SIGNER = Identity.from_seed(b"host")
@@ -62,6 +65,23 @@ def test_an_invalid_announcement_is_left_out(body: bytes) -> None:
     assert read(body) is None
 
 
+class _Any(str):
+    __slots__ = ()
+
+    def __eq__(self, _: object) -> bool:
+        return True
+
+    __hash__ = str.__hash__
+
+
+ANY = _Any()
+
+
+def any_topic(patch: Patch) -> None:
+    patch.setattr(host_announcements, "hosts_topic", lambda *_: ANY)
+
+
+@defence("a host announces itself in one shard only", off=any_topic)
 def test_an_announcement_under_the_topic_of_another_shard_is_left_out() -> None:
     """A peer that announced itself in every shard would be read by all."""
     own = hosts_topic(MANIFEST, SIGNER.peer_id)
@@ -98,6 +118,12 @@ def test_an_announced_precision_that_is_no_name_is_ignored(announced: str, read_
     assert host.precision == read_as
 
 
+@defence(
+    "experts that a host names in a command of clients are numbers only",
+    off=replacing(host_announcements, "MISSING_EXPERTS", re.compile(".*")),
+    announced="0:1'; reboot",
+    read_as="",
+)
 @pytest.mark.parametrize(
     ("announced", "read_as"),
     [

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from itertools import count
 
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.host_announcements import (
     MAX_KNOWN,
     PROTOCOL,
@@ -19,6 +20,7 @@ from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, replacing
 
 MANIFEST, SWARM, EPOCH = bytes(range(32)), bytes(32), 1_800_000_000.0
 BLOCKS, LENGTH = 80, 10
@@ -99,6 +101,10 @@ def test_every_host_of_a_small_swarm_is_known() -> None:
         assert len(found) == number
 
 
+@defence(
+    "a refresh reads a bounded number of announcements",
+    off=replacing(host_announcements.HostSample.__init__, "__kwdefaults__", {"wanted": 1 << 20}),
+)
 def test_a_refresh_in_a_large_swarm_reads_few_topics_and_a_bounded_number_of_records() -> None:
     shelves = Shelves(hosts(3000))
     for seed in range(20):
@@ -149,6 +155,7 @@ def test_more_hosts_become_known_with_every_refresh() -> None:
     assert known[5] > 2 * known[0]
 
 
+@defence("a reader knows a bounded number of hosts", off=replacing(host_announcements, "MAX_KNOWN", 1 << 20))
 def test_a_bounded_number_of_hosts_is_known() -> None:
     sample = HostSample(Shelves(hosts(3000)), MANIFEST, random.Random(0), wanted=2000)
     assert len(refresh(sample)) <= MAX_KNOWN

@@ -20,6 +20,7 @@ from swarmnet_protocols.directory.relay_announcements import (
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import records_pb2
+from tests.defences import defence, replacing
 from tests.support import virtual_time
 
 
@@ -31,6 +32,10 @@ def announced(number: int, address: str = "/ip4/25.0.0.1/tcp/4001") -> Record:
     return Publisher(identity, bytes(32), lambda: 1.0).seal(TOPIC, body, lifetime_s=10)[0]
 
 
+@defence(
+    "relays of one subnet are counted, and drawn, as one",
+    off=replacing(relay_announcements, "subnet_of", str),
+)
 def test_relays_are_drawn_from_different_subnets() -> None:
     invented = [announced(number) for number in range(500)]
     real = [announced(1000 + number, f"/ip4/26.0.{number}.1/tcp/4001") for number in range(5)]
@@ -53,6 +58,13 @@ class Announcements:
         self.published += 1
 
 
+@defence(
+    "a relay is silent only where others answer",
+    off=replacing(relay_announcements, "CHECKED", 0),
+    subnets=ENOUGH,
+    answer=False,
+    announces=True,
+)
 @pytest.mark.parametrize(
     ("subnets", "answer", "announces"),
     [(1, True, True), (ENOUGH, False, True), (ENOUGH, True, False)],
@@ -85,6 +97,9 @@ def test_a_relay_is_silent_only_where_enough_others_answer(
     virtual_time.run(scenario())
 
 
+@defence(
+    "relays that have held a reservation come first", off=replacing(relay_announcements, "MAX_ANSWERED", 0)
+)
 def test_relays_that_have_held_a_reservation_come_before_announced_ones() -> None:
     async def scenario() -> None:
         directory = Announcements([announced(0)])

@@ -7,11 +7,13 @@ from typing import Any, cast
 import pytest
 import torch
 
+from swarmnet_node.engine import engine, scheduler
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import SHORT_TOKENS, ClientShares, Waiting, schedule
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net.limits.resources import ResourceManager
+from tests.defences import defence, nothing, replacing
 from tests.support.doubling import Doubling
 from tests.support.virtual_time import TimedExecutor, run
 
@@ -52,6 +54,11 @@ def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]
     run(main())
 
 
+@defence(
+    "forwards are short while several sessions have work",
+    off=replacing(engine, "shared_tokens", lambda _, max_tokens: max_tokens),
+    clients=1,
+)
 @pytest.mark.parametrize("clients", [1, 8])
 def test_a_short_request_among_long_prompts_waits_for_one_short_forward(clients: int) -> None:
     async def use(sessions: Sessions, stage: Doubling) -> None:
@@ -92,6 +99,10 @@ def requests_beside(others: int) -> tuple[int, int]:
     return computed["modest"], computed["other"]
 
 
+@defence(
+    "a client has its share of a host beside one that floods it",
+    off=replacing(ClientShares, "charge", nothing),
+)
 def test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal() -> None:
     beside_equal, equal = requests_beside(1)
     beside_flood, flood = requests_beside(10)
@@ -100,6 +111,10 @@ def test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal() -> No
     assert flood >= beside_flood, "what others leave is used"
 
 
+@defence(
+    "a client that is ahead makes the forwards of others hardly longer",
+    off=replacing(scheduler, "AHEAD_SHARE", 1),
+)
 def test_a_client_that_is_ahead_makes_the_forwards_of_others_hardly_longer() -> None:
     waiting = [*(Waiting(32, 0, "flooding") for _ in range(10)), Waiting(1, 0, "modest")]
     batch = dict(schedule(waiting, 32, {"flooding": 64, "modest": 0}))

@@ -25,6 +25,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net.limits.resources import ResourceManager
+from tests.defences import Patch, defence
 from tests.support.hub_families import FAMILIES
 
 CPU = torch.device("cpu")
@@ -220,6 +221,19 @@ def test_layers_that_ask_their_cache_for_something_else_are_refused(
         load(model)
 
 
+def without_positions_again(patch: Patch) -> None:
+    """Work counts its new positions only."""
+    work = engine_module._StepWork
+
+    def counting_new(*arguments: Any, **fields: Any) -> Any:
+        made = work(*arguments, **fields)
+        made.behind = 0
+        return made
+
+    patch.setattr(engine_module, "_StepWork", counting_new)
+
+
+@defence("positions that are computed again after a rewind count in the batches", off=without_positions_again)
 def test_positions_that_are_computed_again_share_forwards_with_others(stage: Stage) -> None:
     """A client that goes back must not make other clients wait until its layers with recurrent states have computed all positions again."""
     rows = inputs(300)

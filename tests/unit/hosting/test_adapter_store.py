@@ -1,8 +1,9 @@
 """The quotas of the adapter store, and which adapters are evicted for others."""
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
+from tests.defences import Patch, defence
 from tests.support.virtual_time import run
 
 ALICE, BOB, CAROL = PeerId("alice"), PeerId("bob"), PeerId("carol")
@@ -154,6 +156,20 @@ def test_uploads_in_progress_count_as_stored_bytes() -> None:
     with_store(talk)
 
 
+def reserve_announced_uploads(patch: Patch) -> None:
+    """Reserve memory for an upload before its bytes come."""
+    reserve = AdapterStore.reserve
+
+    @contextlib.contextmanager
+    def at_once(store: AdapterStore, scope: Scope, nbytes: int) -> Iterator[Callable[[int], None]]:
+        with reserve(store, scope, nbytes) as grow:
+            grow(nbytes)
+            yield grow
+
+    patch.setattr(AdapterStore, "reserve", at_once)
+
+
+@defence("an announced upload drops no adapter of others", off=reserve_announced_uploads)
 def test_an_announced_upload_drops_no_adapter_before_its_bytes_come() -> None:
     async def talk(store: BoundedStore) -> None:
         for number in range(4):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from swarmnet_node.experts import expert_choice
 from swarmnet_node.experts.expert_choice import (
     ARRANGER_S,
     PERIOD_S,
@@ -12,11 +13,20 @@ from swarmnet_node.experts.expert_choice import (
     follows,
 )
 from swarmnet_protocols.net import PeerId
+from tests.defences import defence, replacing
 
 A, B = PeerId("a"), PeerId("b")
 COUNTS = dict.fromkeys(range(8), 32)
 
 
+@defence(
+    "a peer moves experts for the host that sends most rows",
+    off=replacing(expert_choice, "ARRANGER_S", 0.0),
+    host=B,
+    after_s=PERIOD_S,
+    rows={},
+    expected=False,
+)
 @pytest.mark.parametrize(
     ("host", "after_s", "rows", "expected"),
     [

@@ -11,6 +11,8 @@ from swarmnet_node.experts.expert_link import Backoff
 from swarmnet_node.experts.expert_links import ExpertLinks, in_turn, only_holders
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.subnets import Place
+from tests.defences import defence, replacing
 
 PEERS = [PeerId(each) for each in "abcdef"]
 
@@ -46,15 +48,15 @@ def surplus(links: list[Any]) -> Any:
     return asyncio.run(find())
 
 
-def closes_one_of_the_largest_subnet() -> None:
+@defence(
+    "one subnet does not take all links to peers with experts",
+    off=replacing(expert_links, "Place", lambda _, peer, *rest: Place(peer, peer, *rest)),
+)
+def test_of_too_many_links_one_of_the_largest_subnet_is_closed() -> None:
     many = [link(f"many{number}", "10.0.0.0/24", {0, 1}) for number in range(expert_links.MAX_LINKS)]
     few = link("few", "10.0.1.0/24", {0, 1})
     assert surplus(many) is None
     assert surplus([few, *many]) in many
-
-
-def test_of_too_many_links_one_of_the_largest_subnet_is_closed() -> None:
-    closes_one_of_the_largest_subnet()
 
 
 def test_a_link_that_is_needed_is_not_closed() -> None:

@@ -6,12 +6,16 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 
+from swarmnet_node.experts import expert_planner
 from swarmnet_node.experts.expert_links import MAX_LINKS
 from swarmnet_node.experts.expert_planner import MAX_COPIES, ExpertPlanner
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import expert_placement
+from tests.defences import defence, replacing
 
 
 def test_rows_count_for_those_of_their_experts_that_the_trunk_lacks() -> None:
@@ -46,7 +50,13 @@ def boastful_link(name: str, blocks: int, experts: int) -> Any:
     return SimpleNamespace(host=host, experts=every, row_s=1e-4, is_open=True)
 
 
-def plan_for_many_copies(peers: int) -> None:
+@defence(
+    "the memory of a plan does not grow with the square of the copies that peers claim",
+    off=replacing(expert_placement, "MOST_COPIES", 1 << 30),
+    peers=12,
+)
+@pytest.mark.parametrize("peers", [12, MAX_LINKS])
+def test_a_plan_takes_bounded_memory_whatever_peers_say_that_they_have(peers: int) -> None:
     links = [boastful_link(f"p{number}", 1, 128) for number in range(peers)]
     planner = planner_of(links, 1, 128)
     tracemalloc.start()
@@ -58,10 +68,7 @@ def plan_for_many_copies(peers: int) -> None:
     assert peak < 64 << 20
 
 
-def test_a_plan_takes_bounded_memory_whatever_peers_say_that_they_have() -> None:
-    plan_for_many_copies(MAX_LINKS)
-
-
+@defence("a plan considers a bounded number of copies", off=replacing(expert_planner, "MAX_COPIES", 1 << 60))
 def test_a_plan_considers_bounded_copies_and_later_ones_take_the_other_blocks() -> None:
     experts, blocks = 256, 6
     links = [boastful_link(f"p{number}", blocks, experts) for number in range(MAX_LINKS)]

@@ -12,6 +12,7 @@ import pytest
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, Reporter
+from swarmnet_protocols.directory import node_reports
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
 from swarmnet_protocols.directory.expert_announcements import MAX_EXPERT_BLOCKS, MAX_EXPERTS
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER, clean
@@ -28,12 +29,14 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager
+from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager, Scope
 from swarmnet_protocols.net.protocol_ids import REPORT, REPORT_IDLE_S
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import records_pb2, report_pb2
+from tests.defences import defence, replacing
 from tests.support.memory_network import LinkProfile, MemoryNetwork
+from tests.support.switched_off import count_only
 from tests.support.virtual_time import run
 from tests.wire.examples import report_messages
 
@@ -103,6 +106,7 @@ def asked(describe: Callable[[], report_pb2.NodeReport], scenario: Callable[[Any
     run(world())
 
 
+@defence("reports are sent at a limited rate", off=replacing(Scope, "charge", lambda *_: 0.0))
 def test_frequent_requests_wait_and_share_one_report() -> None:
     made: list[float] = []
 
@@ -121,6 +125,7 @@ def test_frequent_requests_wait_and_share_one_report() -> None:
     asked(describe, scenario)
 
 
+@defence("report streams of a peer are limited", off=count_only)
 def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> None:
     async def scenario(connect: Any) -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
@@ -218,6 +223,11 @@ EXPERT_LIES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@defence(
+    "lists of experts in reports are bounded before they are read",
+    off=replacing(node_reports, "_experts_checked", lambda _: []),
+    lie="too many experts",
+)
 @pytest.mark.parametrize("lie", EXPERT_LIES)
 def test_impossible_experts_are_refused(lie: str) -> None:
     for report, experts in (

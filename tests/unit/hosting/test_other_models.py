@@ -1,6 +1,7 @@
 """The models to which a node may switch: those that the swarm file lists with their pieces, unless its owner forbids it, and within its limits."""
 
 import asyncio
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet_node import other_models as other_models_module
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.node import Hosting
 from swarmnet_node.other_models import ListedModels, ModelReader, listed, other_models
@@ -19,6 +21,7 @@ from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, nothing, replacing
 from tests.support.tiny_models import write_gguf
 from tests.support.weight_swarm import WeightSwarm, weight_swarm
 
@@ -124,6 +127,10 @@ def test_the_limits_of_the_owner_hold_for_another_model(group: Group) -> None:
         group.switched(group.models(max_disk_bytes=1 << 10), 1 << 30).load(0, 6)
 
 
+@defence(
+    "only models that the swarm file lists with their pieces are switched to",
+    off=replacing(other_models_module, "listed", lambda rules: dict(rules.names)),
+)
 def test_only_models_that_the_swarm_file_lists_with_their_pieces_are_taken(group: Group) -> None:
     alpha, beta = group.alpha.manifest.hash, group.beta.manifest.hash
     names = {"alpha.gguf": alpha, "beta.gguf": beta}
@@ -135,6 +142,10 @@ def test_only_models_that_the_swarm_file_lists_with_their_pieces_are_taken(group
     assert other_models(config, reader, lambda _: None, loaded) is None
 
 
+@defence(
+    "other files under the name of a listed model are not switched to",
+    off=replacing(other_models_module, "_check", nothing),
+)
 def test_another_model_under_a_listed_name_is_not_taken(group: Group) -> None:
     group.outline(group.alpha, name="beta.gguf")
     models = group.models()
@@ -144,6 +155,13 @@ def test_another_model_under_a_listed_name_is_not_taken(group: Group) -> None:
         group.switched(models, 1 << 30)
 
 
+@defence(
+    "a load out of range counts as none",
+    off=replacing(__name__, "load_of", lambda record: record.load),
+    load=1.01,
+    sessions=20,
+    counts=0.0,
+)
 @pytest.mark.parametrize(
     ("load", "sessions", "counts"),
     [(0.9, 20, 0.9), (1.0, 1, 0.5), (1.0, 0, 0.0), (1.01, 20, 0.0), (-1.0, 20, 0.0), (float("nan"), 20, 0.0)],
@@ -154,6 +172,15 @@ def test_a_load_out_of_range_or_of_one_client_counts_for_less(
     assert load_of(pb.HostRecord(load=load, sessions=sessions)) == pytest.approx(counts)
 
 
+@defence(
+    "a node whose owner forbids it does not switch",
+    off=replacing(
+        sys.modules[__name__],
+        "other_models",
+        lambda config, reader, notice, loaded: ListedModels(config, reader, notice, loaded.model),
+    ),
+    option={"keep_model": True},
+)
 @pytest.mark.parametrize("option", [{"keep_model": True}, {"stay": True}, {"blocks": (0, 3)}])
 def test_a_node_whose_owner_forbids_it_has_no_other_models(group: Group, option: dict[str, Any]) -> None:
     config, peers = group.config(**option), group.swarm.peers({})

@@ -1,12 +1,16 @@
 """The choice of the slot to evict when all slots of a host are taken."""
 
 import asyncio
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_node.hosting import slots as slots_module
 from swarmnet_node.hosting.slots import IDLE_S, NEW_S, SLOW_BYTES_PER_S, Slot, slot_to_evict
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits import subnets
+from tests.defences import Patch, defence, replacing, yes
 from tests.support.virtual_time import run
 
 NOW = 1000.0
@@ -63,6 +67,14 @@ def test_the_longest_idle_slot_is_evicted_first() -> None:
     assert leaving(late, early) is early
 
 
+def count_subnets_only(patch: Patch) -> None:
+    """Rank a peer with one slot in a subnet like a peer with many there."""
+    patch.setattr(
+        slots_module, "Place", lambda origin, _peer, *others: subnets.Place(origin, origin, *others)
+    )
+
+
+@defence("a peer with many slots loses one before a peer with one", off=count_subnets_only)
 def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet() -> None:
     honest = slot("honest", "n", NOW - 50)
     others = [slot("greedy", "n", NOW - number) for number in range(4, 8)]
@@ -70,6 +82,7 @@ def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet() ->
     assert found is others[-1]
 
 
+@defence("a slot with work is not evicted", off=replacing(Slot, "is_idle", yes))
 def test_a_slot_that_is_new_or_in_use_or_waits_for_the_host_is_not_evicted() -> None:
     assert leaving(slot(since=NOW - NEW_S / 2)) is None
     assert leaving(slot(since=NOW - IDLE_S / 2, has_worked=True)) is None
@@ -81,6 +94,7 @@ def test_a_slot_without_the_needed_resource_is_not_evicted() -> None:
     assert slot_to_evict([empty, full], NOW, {empty: 0, full: 9}.__getitem__) is full
 
 
+@defence("a slot with a few bytes a second is idle", off=replacing(slots_module, "SLOW_BYTES_PER_S", 1.0))
 def test_a_slot_whose_bytes_arrive_too_slowly_is_idle() -> None:
     async def scenario() -> None:
         await asyncio.sleep(100.0)
@@ -93,6 +107,16 @@ def test_a_slot_whose_bytes_arrive_too_slowly_is_idle() -> None:
     run(scenario())
 
 
+def count_standbys_as_used(patch: Patch) -> None:
+    is_idle = Slot.is_idle
+
+    def unless_worked(self: Slot, now: float) -> bool:
+        return is_idle(replace(self, stands_by=False), now)
+
+    patch.setattr(Slot, "is_idle", unless_worked)
+
+
+@defence("a standby holds no slot that another client needs", off=count_standbys_as_used)
 def test_a_standby_may_be_evicted_at_any_time() -> None:
     standby = slot(since=NOW, has_worked=True, stands_by=True)
     assert leaving(slot("a", since=NOW, has_worked=True), standby) is standby

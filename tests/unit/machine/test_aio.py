@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.machine.aio import cancel, persist, until
+from tests.defences import defence, replacing
 from tests.support.virtual_time import VirtualLoop, run
 
 
@@ -42,13 +43,17 @@ def test_missing_messages_are_not_waited_for() -> None:
     assert run(main()) == 5.0
 
 
+@defence(
+    "a loop that a process lives on survives an error",
+    off=replacing(__name__, "persist", lambda _, loop: loop()),
+)
 def test_a_loop_that_fails_begins_again_ever_later() -> None:
     began: list[float] = []
 
     async def loop() -> str:
         began.append(asyncio.get_running_loop().time())
         if len(began) < 9:
-            raise ValueError("²")
+            raise TimeoutError("²")
         return "done"
 
     async def main() -> str:

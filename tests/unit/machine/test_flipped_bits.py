@@ -17,16 +17,23 @@ from safetensors.torch import save_file
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.entry import store_file, swarm_dir
 from swarmnet.swarm_file.writer import NewSwarm
+from swarmnet_client.tuning import adapter_dir
+from swarmnet_client.tuning import checkpoint as tune_checkpoint
 from swarmnet_client.tuning.adapter_dir import check_adapter, hashes_of
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
+from swarmnet_node.training import checkpoint as training_checkpoint
+from swarmnet_node.training import data
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.job_store import load_stored_job, store_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.membership import Membership
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import resolve, resolver
+from swarmnet_protocols.models.local_model import LocalModel
+from swarmnet_protocols.training import jobs
 from swarmnet_protocols.training.jobs import DataSection, open_job, seal_job
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import defence, nothing, replacing, yes
 from tests.support.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
 from tests.support.tiny_job import for_others, tiny_job
 from tests.support.tiny_models import save_tiny, write_gguf
@@ -170,6 +177,37 @@ MAY_MEAN_THE_SAME = {"a swarm file", "the swarm file of a data directory"}
 """Files in which a flipped bit may leave the meaning unchanged: they have comments and white space."""
 
 
+@defence(
+    "a model's files are hashed before they are read",
+    off=replacing(LocalModel, "_check", nothing),
+    name="the weights of a model",
+)
+@defence(
+    "a gguf file is hashed before it is read",
+    off=replacing(LocalModel, "_check", nothing),
+    name="a gguf file",
+)
+@defence(
+    "the progress of a checkpoint is hashed",
+    off=replacing(training_checkpoint, "_hash_of", lambda _: "0"),
+    name="the progress of a training checkpoint",
+)
+@defence(
+    "every other file of a checkpoint is hashed",
+    off=replacing(training_checkpoint, "sha256_of", lambda *_: bytes(32)),
+    name="the optimizer of a training checkpoint",
+)
+@defence(
+    "the checkpoint of tune is hashed",
+    off=replacing(tune_checkpoint, "_hash_of", lambda *_: "0"),
+    name="the checkpoint of tune",
+)
+@defence(
+    "adapters of tune are hashed",
+    off=replacing(adapter_dir, "_check_hashes", nothing),
+    name="the weights of an adapter",
+)
+@defence("jobs are signed", off=replacing(jobs, "verify", yes), name="a job")
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_with_a_flipped_bit_is_refused(name: str, tmp_path: Path) -> None:
     kept = REFUSED[name](tmp_path)
@@ -220,6 +258,8 @@ MADE_ANEW = {
 }
 
 
+@defence("cached tokens are hashed", off=replacing(data, "_digest", lambda _: "0"), name="tokens")
+@defence("cached manifests are hashed", off=replacing(resolver, "_digest", lambda *_: "0"), name="a manifest")
 @pytest.mark.parametrize("name", MADE_ANEW)
 def test_derived_files_are_made_again(name: str, tmp_path: Path) -> None:
     kept = MADE_ANEW[name](tmp_path)

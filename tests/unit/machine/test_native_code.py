@@ -10,6 +10,7 @@ from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.products import HEADERS
+from tests.defences import defence, replacing
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -49,6 +50,10 @@ def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     )
 
 
+@defence(
+    "C code has no array on the stack whose size is chosen at run time",
+    off=replacing(native_code, "COMPILE", tuple(flag for flag in native_code.COMPILE if "vla" not in flag)),
+)
 def test_code_has_no_array_on_the_stack_whose_size_is_chosen_at_run_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

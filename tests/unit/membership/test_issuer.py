@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.membership import certificates, invites
 from swarmnet_protocols.membership.certificates import Admittance, Certificate, issue, open_certificate
 from swarmnet_protocols.membership.invites import (
     MAX_BOOTSTRAPS,
@@ -27,6 +28,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import Patch, defence, nothing, replacing, yes
 
 NOW = 1_800_000_000.0
 HOUR_S = 3600
@@ -87,6 +89,7 @@ def test_an_invite_that_lost_or_changed_a_character_is_damaged() -> None:
                     read_invite(damaged, now=NOW)
 
 
+@defence("an invite ends", off=replacing(invites, "_check_expiry", nothing))
 def test_an_invite_that_ended_names_the_clock() -> None:
     text = make_invite(TERMS, swarm=SWARM, key=AUTHORITY, bootstrap=[])
     with pytest.raises(NotAuthorised, match="ended") as caught:
@@ -109,6 +112,12 @@ def test_a_newcomer_gets_the_roles_and_lifetime_of_its_invite(issuer: Issuer) ->
     assert certificate.not_after == NOW + 24 * HOUR_S
 
 
+def never_count(patch: Patch) -> None:
+    record = IssuedCertificates.record
+    patch.setattr(IssuedCertificates, "record", lambda self, issued, **_: record(self, issued, uses=None))
+
+
+@defence("uses of an invite are counted", off=never_count)
 def test_an_invite_admits_its_number_of_peers_and_each_of_them_again_at_any_time(issuer: Issuer) -> None:
     shown = invite()
     for peer in (ALICE, BOB, ALICE, BOB, ALICE):
@@ -147,6 +156,7 @@ def test_a_certificate_is_answered_after_it_is_on_disk(tmp_path: Path, issuer: I
     other.close()
 
 
+@defence("only the holder of an invite redeems it", off=replacing(invites, "verify", yes))
 def test_a_replayed_redemption_costs_no_use_and_admits_no_other_peer(issuer: Issuer) -> None:
     shown = invite()
     heard = redemption(shown, ALICE)
@@ -165,6 +175,7 @@ def test_an_invite_for_one_peer_admits_no_other(issuer: Issuer) -> None:
     assert admitted(issuer, shown, ALICE)
 
 
+@defence("only the authority and issuers invite", off=replacing(Rules, "trusts", yes))
 def test_an_invite_of_another_key_or_swarm_or_after_its_end_is_refused(issuer: Issuer) -> None:
     with pytest.raises(NotAuthorised, match="key that the swarm does not trust"):
         admitted(issuer, invite(key=Identity.from_seed(b"stranger")), ALICE)
@@ -190,6 +201,7 @@ def revoked(named: RevokedIds) -> Revocations:
     )
 
 
+@defence("a revoked peer gets no certificate", off=replacing(Revocations, "find_revocation", nothing))
 def test_revoked_peers_get_no_certificate(issuer: Issuer) -> None:
     shown = invite()
     sealed = issuer.redeem(redemption(shown, ALICE), ALICE, NO_REVOCATIONS, NOW)
@@ -248,6 +260,12 @@ def renewed_by(key: Identity, sealed: bytes, folder: Path, *, rules: Rules = BOT
         return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NO_REVOCATIONS, now)
 
 
+def forget_who_admitted(patch: Patch) -> None:
+    read = certificates._open
+    patch.setattr(certificates, "_open", lambda data: replace(read(data), admitted_by=()))
+
+
+@defence("a membership made with a stolen key ends with the key", off=forget_who_admitted)
 def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal(tmp_path: Path) -> None:
     renewed = certificate_by(STOLEN)
     for week in range(5):
@@ -260,6 +278,7 @@ def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal
         renewed_by(HONEST, renewed, tmp_path, rules=without, now=NOW + 5 * HOUR_S)
 
 
+@defence("a membership by an invite of a stolen key ends with the key", off=forget_who_admitted)
 def test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key(tmp_path: Path) -> None:
     with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(HONEST, BOTH, ledger, now=NOW)

@@ -30,6 +30,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from tests.defences import defence, replacing
 
 NOW = 1_800_000_000.0
 DAY_S = 24 * 3600.0
@@ -273,6 +274,10 @@ def test_old_revocations_leave_the_list_and_may_be_repeated() -> None:
     assert (again.in_order(), again.since[ALICE]) == ((ALICE,), later)
 
 
+@defence(
+    "a certificate pardons no peer that was revoked after it",
+    off=replacing(Revocations, "pardoning", lambda *_: Revocations()),
+)
 def test_a_revocation_before_the_certificate_pardons_this_peer_alone() -> None:
     dated = RevokedIds(frozenset({ALICE, BOB}), since={ALICE: int(NOW), BOB: int(NOW)})
     lists = learned(revoke(dated))

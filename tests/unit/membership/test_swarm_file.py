@@ -16,6 +16,7 @@ from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.reader import MAX_BOOTSTRAPS, MAX_FILE_BYTES
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from tests.defences import defence, replacing, yes
 
 NOW = 1_800_000_000.0
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
@@ -113,6 +114,9 @@ CHANGES: dict[str, Callable[[str], str]] = {
 }
 
 
+@defence(
+    "a swarm file is signed", off=replacing(SwarmFile, "is_signed_by_authority", yes), change="bootstrap"
+)
 @pytest.mark.parametrize("change", ["name", "serial", "created", "bootstrap", "more bootstraps", "not_after"])
 def test_a_changed_private_file_is_refused(tmp_path: Path, change: str) -> None:
     _create(tmp_path)
@@ -137,6 +141,9 @@ def test_only_the_bootstrap_list_of_an_open_file_may_change(tmp_path: Path, chan
         swarm_file.load(path)
 
 
+@defence(
+    "a swarm file is signed by its own authority", off=replacing(SwarmFile, "is_signed_by_authority", yes)
+)
 def test_another_key_cannot_sign_for_the_swarm(tmp_path: Path) -> None:
     file = _create(tmp_path)
     path = tmp_path / "swarm.toml"

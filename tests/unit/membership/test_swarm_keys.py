@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet import swarm_file
+from swarmnet.swarm_file import entry
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.content import Authority, SwarmFile
 from swarmnet.swarm_file.entry import find_swarm, store_file, swarm_dir
 from swarmnet.swarm_file.keys import create_key, load_key
 from swarmnet.swarm_file.reader import Reader
@@ -18,6 +19,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import defence, nothing, replacing, yes
 
 NOW = 1_800_000_000.0
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
@@ -160,6 +162,10 @@ def test_a_changed_rotation_is_refused(tmp_path: Path) -> None:
         swarm_file.load(tmp_path)
 
 
+@defence(
+    "new keys of a swarm file are signed by its old ones",
+    off=replacing(Authority, "has_signed_rotations", yes),
+)
 def test_a_rotation_that_no_earlier_key_signed_is_refused(tmp_path: Path) -> None:
     create(tmp_path)
     thief = Identity.from_seed(b"thief")
@@ -197,6 +203,7 @@ def test_members_are_added_to_and_removed_from_an_allow_list(tmp_path: Path) -> 
     assert set(swarm_writer.disallow(tmp_path, ALICE, now=NOW).allow) == set()
 
 
+@defence("a swarm file older than a known one is refused", off=replacing(entry, "check_update", nothing))
 def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> None:
     create(tmp_path / "lab")
     old = swarm_file.read(tmp_path / "lab")
@@ -216,6 +223,7 @@ def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> N
     assert store_file(tmp_path / "another", old).serial == 1
 
 
+@defence("another swarm file of the same serial is refused", off=replacing(entry, "check_update", nothing))
 def test_another_file_with_the_same_serial_is_refused(tmp_path: Path) -> None:
     """Neither of two files that were signed independently is known to be newer."""
     create(tmp_path / "lab")
@@ -243,6 +251,7 @@ def test_a_damaged_file_hides_no_other_swarm(tmp_path: Path) -> None:
         find_swarm(data_dir, "b")
 
 
+@defence("a swarm file continues the known keys", off=replacing(Authority, "continues", yes))
 def test_keys_that_do_not_follow_from_the_known_ones_are_refused(tmp_path: Path) -> None:
     """A thief of the first key cannot undo a rotation for peers that know of it, with any serial."""
     create(tmp_path / "lab")

@@ -9,6 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from swarmnet_protocols.models import chat_template
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
+from tests.defences import defence, nothing, replacing
 
 SAID = [{"role": "user", "content": "w5 \N{GRINNING FACE} \ud800"}, {"role": "assistant", "content": '"w6"'}]
 TEMPLATES = [
@@ -49,6 +50,16 @@ def test_the_error_of_a_template_is_reported(template: str, why: str) -> None:
         render_chat(of(template), SAID, add_generation_prompt=True)
 
 
+def rendering_in_process(patch: pytest.MonkeyPatch) -> None:
+    def ask(_: object, request: bytes, _max_bytes: int) -> dict[str, str]:
+        fields = chat_template.json.loads(request)
+        (text,), _ = render_jinja_template([fields["messages"]], chat_template=fields["template"])
+        return {"text": text}
+
+    patch.setattr(chat_template._Renderer, "request", ask)
+
+
+@defence("a chat template has a memory limit", off=rendering_in_process)
 def test_a_template_is_stopped_at_its_memory_limit() -> None:
     with pytest.raises(TemplateFailed, match="memory"):
         render_chat(of("{% set x = 'a' * 200000000 %}{{ x | length }}"), SAID, add_generation_prompt=True)
@@ -86,6 +97,7 @@ def test_a_template_that_leaves_out_what_the_user_wrote_is_refused(template: str
         render_chat(of(template), said, add_generation_prompt=True)
 
 
+@defence("a chat template has an output limit", off=rendering_in_process)
 def test_a_template_is_stopped_at_its_output_limit() -> None:
     with pytest.raises(TemplateFailed, match="1000 characters"):
         render_chat(of("{{ 'a' * 1001 }}"), SAID, add_generation_prompt=True, max_chars=1000)
@@ -95,6 +107,7 @@ def loops(count: int) -> str:
     return f"{{% for a in range({count}) %}}{{% for b in range({count}) %}}{{% endfor %}}{{% endfor %}}"
 
 
+@defence("a chat template has a time limit", off=rendering_in_process, limit="RENDER_S")
 @pytest.mark.parametrize(
     ("limit", "value", "template"), [("CPU_S", 0, loops(90_000)), ("RENDER_S", 0.1, loops(3000))]
 )
@@ -121,6 +134,11 @@ WASTEFUL = {
 }
 
 
+@defence(
+    "a chat template is limited where the kernel limits nothing",
+    off=replacing(chat_template, "_kill_beyond", nothing),
+    resource="memory",
+)
 @pytest.mark.parametrize("resource", WASTEFUL)
 def test_a_template_is_stopped_without_limits_of_the_kernel(
     resource: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,6 +159,15 @@ def test_a_template_is_stopped_without_limits_of_the_kernel(
         renderer.stop()
 
 
+def with_full_environment(patch: pytest.MonkeyPatch) -> None:
+    def popen(*arguments: Any, **options: Any) -> Any:
+        return started(*arguments, **options | {"env": None})
+
+    started = chat_template.subprocess.Popen
+    patch.setattr(chat_template.subprocess, "Popen", popen)
+
+
+@defence("chat templates have no secrets", off=with_full_environment)
 def test_the_environment_is_hidden_from_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWARMNET_API_KEY", "correct-horse")
     renderer = chat_template._Renderer()

@@ -19,7 +19,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     Unreachable,
 )
-from swarmnet_protocols.fetching import hub_ranges
+from swarmnet_protocols.fetching import hub_ranges, peers, piece_file, server
 from swarmnet_protocols.fetching.download import PieceSource, download
 from swarmnet_protocols.fetching.peers import SwarmPeers, fetch_document
 from swarmnet_protocols.fetching.piece_file import PieceFile
@@ -39,6 +39,7 @@ from swarmnet_protocols.fetching.pieces import (
 from swarmnet_protocols.fetching.server import WeightServer
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import weights_pb2 as pb
+from tests.defences import defence, nothing, replacing, yes
 from tests.support.virtual_time import run
 
 DATA = random.Random(0).randbytes(5 * PIECE_BYTES + 1234)
@@ -125,6 +126,7 @@ def test_the_hub_waits_for_peers_and_brings_what_they_lack(tmp_path: Path) -> No
     assert fetch(new_file(tmp_path / "slow"), Memory("peer", delay_s=10.0), hub)["hub"] > 0
 
 
+@defence("a piece is hashed before it is kept", off=replacing(PieceFile, "_matches", yes))
 def test_wrong_bytes_are_not_kept_and_their_source_is_named(tmp_path: Path) -> None:
     file, liar, honest = new_file(tmp_path), Memory("liar", flipped()), Memory("honest", delay_s=0.05)
     taken = fetch(file, liar, honest)
@@ -160,6 +162,7 @@ def test_a_full_disk_ends_a_download(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert new_file(tmp_path).present_bytes() == 0
 
 
+@defence("a partial file is marked when it has reached the disk", off=replacing(piece_file, "SYNC_BYTES", 0))
 def test_only_pieces_that_reached_the_disk_are_marked(tmp_path: Path) -> None:
     file = new_file(tmp_path)
     file.write(0, DATA[:5000])
@@ -168,6 +171,11 @@ def test_only_pieces_that_reached_the_disk_are_marked(tmp_path: Path) -> None:
     assert new_file(tmp_path).present_bytes() == 5000
 
 
+@defence(
+    "a table of pieces fits its file",
+    off=replacing(PieceTable, "decode", classmethod(lambda cls, data, size: cls(1, data[8:]))),
+    encoded=b"",
+)
 @pytest.mark.parametrize(
     "encoded",
     [
@@ -229,6 +237,14 @@ def test_processes_note_hashes_in_one_file(tmp_path: Path) -> None:
     assert [noted.hash_of(piece) for piece in (1, 2)] == [table().hash_of(piece) for piece in (1, 2)]
 
 
+_use = PieceFile.use
+
+
+def always_noting(self: PieceFile, table: PieceTable, edges: Any, **_: Any) -> None:
+    _use(self, table, edges, notes=True)
+
+
+@defence("hashes are noted only where no table tells them", off=replacing(PieceFile, "use", always_noting))
 def test_zeros_in_a_table_of_others_are_the_hash_of_no_piece(tmp_path: Path) -> None:
     file = PieceFile(tmp_path / "file", KEY)
     file.create()
@@ -241,6 +257,11 @@ def answer(status: int, content_range: str, **headers: str) -> Any:
     return SimpleNamespace(status_code=status, headers={"content-range": content_range, **headers})
 
 
+@defence(
+    "the hub sends the range that was asked for",
+    off=replacing(hub_ranges, "_check_range", nothing),
+    sent=answer(206, "bytes 10-19/5"),
+)
 @pytest.mark.parametrize(
     "sent",
     [
@@ -260,6 +281,7 @@ def test_an_answer_with_another_range_is_refused(sent: Any) -> None:
         hub_ranges._check_range(sent, KEY, 10, 20)
 
 
+@defence("a redirect away from TLS is refused", off=replacing(hub_ranges, "_check_secure", nothing))
 def test_a_redirect_to_an_address_without_tls_is_refused() -> None:
     def sent(*addresses: str) -> Any:
         *history, last = [SimpleNamespace(url=address) for address in addresses]
@@ -287,6 +309,11 @@ class Replies:
         return pb.WeightsReply(total_bytes=total), payload
 
 
+@defence(
+    "a document of a peer is bounded",
+    off=replacing(peers, "_check_size", nothing),
+    replies=[(1 << 40, bytes(10))],
+)
 @pytest.mark.parametrize(
     "replies",
     [
@@ -316,6 +343,11 @@ class Documents:
         return None
 
 
+@defence(
+    "a request for weights is bounded",
+    off=replacing(server, "PIECE_BYTES", 1 << 40),
+    request_=pb.WeightsRequest(manifest=bytes(32), what=pb.WHAT_TABLE, length=PIECE_BYTES + 1),
+)
 @pytest.mark.parametrize(
     "request_",
     [
@@ -333,6 +365,10 @@ def test_a_request_for_too_much_is_refused(request_: pb.WeightsRequest) -> None:
         run(server._answer(request_))
 
 
+@defence(
+    "a listing counts only with the pieces hash of the swarm file",
+    off=replacing(peers, "listing_hash", lambda _: bytes(32)),
+)
 def test_a_listing_counts_only_if_the_swarm_file_has_its_hash(tmp_path: Path) -> None:
     model, tables = bytes(32), Tables(tmp_path)
     listing = listing_of({KEY.sha256: table().hash(KEY)})

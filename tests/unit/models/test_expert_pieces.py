@@ -13,6 +13,7 @@ from swarmnet_protocols.fetching import download, hub_ranges, pieces
 from swarmnet_protocols.fetching.pieces import Layout, cut, slices_of
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.packed_experts import compute_expert
+from tests.defences import defence, nothing, replacing
 from tests.support import big_model
 from tests.support.big_model import FLOAT32
 from tests.support.killed_download import kill_while
@@ -161,6 +162,7 @@ def test_tensors_of_many_small_parts_are_not_cut() -> None:
     )
 
 
+@defence("a file has a bounded number of pieces", off=replacing(pieces, "_check_count", nothing))
 def test_a_file_of_too_many_pieces_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "MAX_PIECES", 100)
     cut(100 * pieces.PIECE_BYTES, ())

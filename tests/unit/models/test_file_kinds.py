@@ -10,7 +10,9 @@ import pytest
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
 from swarmnet_protocols.models.checkpoints.safetensors_file import read_header
+from tests.defences import defence, nothing, replacing
 from tests.support.gguf_writing import add_key
 from tests.support.tiny_models import save_tiny, write_gguf
 
@@ -76,6 +78,11 @@ ONE = {"token_embd.weight": (64, 64)}
 LORA = {"blk.0.attn_q.weight.lora_a": (8, 64), "blk.0.attn_q.weight.lora_b": (64, 8)}
 
 
+@defence(
+    "a file that is no model for text is refused by what it is",
+    off=replacing(gguf_file, "check_kind", nothing),
+    what="embedding model",
+)
 @pytest.mark.parametrize(("architecture", "tensors", "fields", "what"), [
     ("llama", {}, {}, "vocabulary and no weights"),
     ("llama", LORA, {"general__type": "adapter"}, "LoRA adapter"),

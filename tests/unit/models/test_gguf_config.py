@@ -11,7 +11,9 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
+from tests.defences import defence, nothing, replacing
 from tests.support.gguf_writing import add_key
 from tests.support.tiny_models import write_gguf
 
@@ -144,6 +146,11 @@ def test_a_window_is_that_of_the_file_not_of_the_class(tmp_path: Path) -> None:
         config_of(tmp_path / "gemma", "gemma3")
 
 
+@defence(
+    "a key of a gguf file that is not known is refused",
+    off=replacing(gguf_file, "check_keys", nothing),
+    key="logit_scale",
+)
 @pytest.mark.parametrize("key", [
     "attention.of_next_year", "rope.scale_linear", "logit_scale", "attention.scale", "tokenizer.ggml.suppress_tokens",
     "adapter.type", "nextn_predict_layers", "attention.temperature_length",
@@ -174,6 +181,7 @@ def test_no_key_can_change_without_the_config_or_a_refusal(key: str, tmp_path: P
     assert after.to_dict() != before.to_dict()
 
 
+@defence("every tensor of a gguf file is used", off=replacing(GgufCheckpoint, "check_complete", nothing))
 def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", "llama", extra={"blk.1.attn_sinks.weight": (4,)})
     with pytest.raises(ConfigError, match=r"blk\.1\.attn_sinks\.weight"):

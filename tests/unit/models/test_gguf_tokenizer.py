@@ -12,9 +12,11 @@ from transformers.tokenization_utils_base import generate_merges
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf.words import SPLITTINGS
+from tests.defences import defence, nothing, replacing
 from tests.support.gguf_writing import add_key
 from tests.support.tiny import save_tiny_llama
 from tests.support.tiny_models import write_gguf
@@ -279,6 +281,10 @@ def test_texts_with_spaces_and_chats_have_the_ids_of_llama_cpp(variant: str, tmp
         assert tokenizer.decode(ids) == text or "<|" in text
 
 
+@defence(
+    "the tokenizer of a gguf file has no id beyond its vocabulary",
+    off=replacing(gguf_tokenizer, "_check_ids", nothing),
+)
 def test_an_id_beyond_the_vocabulary_does_not_leave_a_tokenizer(tmp_path: Path) -> None:
     """The vocabulary of Gemma spells tokens of spaces in another way: as BOS, one would be new."""
     spaces = 3 + 256

@@ -7,11 +7,13 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError, OutOfResources
+from swarmnet_protocols.fetching import disk
 from swarmnet_protocols.fetching.disk import make_room, stored_files
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.inventory import remove_model, stored_models
+from tests.defences import defence, nothing, replacing
 from tests.support.big_model import FLOAT32, load, make_tables, save_big
 from tests.support.model_hub import NAME, ModelHub, model_hub
 
@@ -34,6 +36,9 @@ def names(parts: Path) -> list[str]:
     return [each.folder.name for each in stored_files(parts)]
 
 
+@defence(
+    "weights on disk have a limit", off=replacing(disk.PieceFile, "remove_folder", staticmethod(nothing))
+)
 def test_the_least_recently_used_file_makes_way(parts: Path) -> None:
     assert names(parts) == ["0", "1", "2"]
     make_room(parts, 65536, 3 * 65536)

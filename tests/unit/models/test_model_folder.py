@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models import LocalModel, local_model, partial_model, resolve
+from swarmnet_protocols.models.checkpoints import model_folder, safetensors_file
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
 from swarmnet_protocols.models.checkpoints.safetensors_file import INDEX_NAME, METADATA_PATTERNS, read_header
 from swarmnet_protocols.models.public_names import name_for_peers
+from tests.defences import defence, nothing, replacing, yes
 from tests.support.tiny import save_tiny_llama
 
 SECRET = "-----BEGIN OPENSSH PRIVATE KEY-----"
@@ -36,6 +39,9 @@ def opened(path: Path) -> LocalModel:
     return resolve(str(path), cache_dir=path.parent / "cache")
 
 
+@defence(
+    "a model's files are in its folder", off=replacing(model_folder, "is_part_of", yes), name="merges.txt"
+)
 @pytest.mark.parametrize("name", [*METADATA_PATTERNS, INDEX_NAME, "model.safetensors"])
 def test_a_link_to_a_file_outside_the_folder_is_refused(name: str, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
@@ -52,6 +58,10 @@ def test_a_link_that_leaves_the_folder_on_its_way_is_refused(model: Path, tmp_pa
         opened(model)
 
 
+@defence(
+    "a model's files without weights have one name on the disk",
+    off=replacing(model_folder, "_check_metadata", nothing),
+)
 def test_a_file_with_another_name_on_the_disk_is_refused(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
     os.link(secret_of(tmp_path), tmp_path / "model" / "chat_template.jinja")
@@ -82,6 +92,9 @@ def test_a_device_is_not_read(target: str, model: Path) -> None:
         opened(model)
 
 
+@defence(
+    "a model's files without weights are bounded", off=replacing(model_folder, "MAX_METADATA_BYTES", 1 << 40)
+)
 def test_a_file_without_weights_has_a_bounded_size(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
     with (tmp_path / "model" / "merges.txt").open("wb") as file:
@@ -127,6 +140,10 @@ def test_blobs_that_are_a_link_are_no_part_of_a_snapshot(tmp_path: Path) -> None
         file_of(snapshot, "merges.txt")
 
 
+@defence(
+    "a file that was replaced is not served",
+    off=replacing(local_model, "_stamp", lambda _: dict.fromkeys(("modified_ns", "changed_ns"), 0)),
+)
 def test_a_file_that_was_replaced_after_it_was_verified_is_not_served(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
     local = opened(tmp_path / "model")
@@ -140,6 +157,12 @@ def test_a_file_that_was_replaced_after_it_was_verified_is_not_served(tmp_path: 
     assert shared.place(weights.sha256, 0, 8) is None
 
 
+@defence(
+    "every tensor of a safetensors file is used",
+    off=replacing(partial_model, "UNUSED", re.compile("")),
+    name="model.layers.0.self_attn.q_proj.bias",
+    is_refused=True,
+)
 @pytest.mark.parametrize(("name", "is_refused"), [
     ("model.layers.0.self_attn.q_norm.weight", True),
     ("model.layers.0.self_attn.q_proj.bias", True),
@@ -164,6 +187,7 @@ def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
         load()
 
 
+@defence("a dimension of a tensor is bounded", off=replacing(safetensors_file, "MAX_SIZE", 1 << 48))
 def test_a_dimension_of_a_tensor_is_bounded(tmp_path: Path) -> None:
     for size, is_refused in ((MAX_SIZE, False), (MAX_SIZE + 1, True)):
         entry = {"dtype": "F32", "shape": [0, size], "data_offsets": [0, 0]}

@@ -15,6 +15,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
 from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.checkpoints.gguf.header import read_header
+from tests.defences import defence, nothing, replacing
 from tests.support.tiny_models import write_gguf
 
 CPU = torch.device("cpu")
@@ -147,6 +148,12 @@ def write_raw(path: Path, tensors: Sequence[bytes], fields: bytes = b"", count: 
     return path
 
 
+@defence(
+    "tensors of a gguf file do not overlap",
+    off=replacing(gguf_header, "_check_overlap", nothing),
+    second=16,
+    is_good=False,
+)
 @pytest.mark.parametrize(("second", "is_good"), [(32, True), (64, True), (16, False), (0, False)])
 def test_tensors_of_a_gguf_file_do_not_overlap(second: int, is_good: bool, tmp_path: Path) -> None:
     path = write_raw(tmp_path / "model.gguf", [entry(b"a", 0, 8), entry(b"b", second, 8)])
@@ -157,6 +164,12 @@ def test_tensors_of_a_gguf_file_do_not_overlap(second: int, is_good: bool, tmp_p
             read_header(path)
 
 
+@defence(
+    "tensors of a gguf file are within it",
+    off=replacing(gguf_header, "_check_within", nothing),
+    offset=0,
+    shape=(25,),
+)
 @pytest.mark.parametrize(
     ("offset", "shape"),
     [
@@ -173,6 +186,9 @@ def test_tensors_of_a_gguf_file_are_within_it(offset: int, shape: tuple[int, ...
         read_header(write_raw(tmp_path / "model.gguf", [entry(b"a", offset, *shape)]))
 
 
+@defence(
+    "the header of a gguf file has an end", off=replacing(gguf_header, "_longest_header", lambda size: size)
+)
 def test_a_header_does_not_go_on_in_the_holes_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -10,9 +11,12 @@ import pytest
 from swarmnet_protocols.errors import IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.fetching import download, hub_files, hub_ranges, piece_file
 from swarmnet_protocols.fetching.peers import SwarmPeers
+from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable
 from swarmnet_protocols.models import LocalModel, parts, resolve
+from swarmnet_protocols.models.parts import Files, Parts
 from swarmnet_protocols.timing import Timing
+from tests.defences import defence, nothing, replacing
 from tests.support import big_model
 from tests.support.big_model import BLOCKS, FLOAT32, WIDE, make_tables, same_span, save_big, sent
 from tests.support.killed_download import kill_while
@@ -134,6 +138,10 @@ def test_most_of_a_file_without_a_table_is_fetched_whole(
     assert not list((tmp_path / "cache" / "parts").iterdir())
 
 
+@defence(
+    "the hub alone does not vouch for a model that the swarm file names",
+    off=replacing(SwarmPeers, "lists", lambda *_: False),
+)
 def test_a_model_that_the_swarm_file_names_is_fetched_whole_without_a_table(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
@@ -146,6 +154,15 @@ def test_a_model_that_the_swarm_file_names_is_fetched_whole_without_a_table(
     assert model.pieces_hash is not None
 
 
+_complete = Parts._complete
+
+
+def giving_all(self: Parts, files: Files, *rest: Any, **options: Any) -> None:
+    _complete(self, files, *rest, **options)
+    self.in_use |= {partial.file.sha256: partial for partial, _ in files}
+
+
+@defence("peers get no noted pieces", off=replacing(Parts, "_complete", giving_all))
 @pytest.mark.usefixtures("lone")
 def test_pieces_that_only_the_hub_has_confirmed_are_not_given_to_peers(tmp_path: Path) -> None:
     model = load(tmp_path, None, LONE)
@@ -165,6 +182,7 @@ def flip(path: Path, at: int) -> None:
         changed.write(bytes([byte ^ 1]))
 
 
+@defence("a piece has the hash that was noted of it", off=replacing(PieceFile, "_note", nothing))
 def test_a_noted_piece_that_changed_on_disk_is_fetched_again(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
@@ -235,6 +253,9 @@ def test_answers_of_another_length_are_cut_off_or_continued(
     assert same_span(load(tmp_path, None, LONE), whole, 30, 31)
 
 
+@defence(
+    "a header arrives in a bounded number of answers", off=replacing(hub_files, "MAX_HEAD_READS", 1 << 20)
+)
 def test_a_header_in_answers_of_a_few_bytes_is_given_up(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
@@ -255,6 +276,7 @@ def test_an_answer_drop_by_drop_is_ended(
         model.load_span(30, 31, **FLOAT32)
 
 
+@defence("a header has a bounded size", off=replacing(hub_files, "_check_head_size", nothing))
 def test_a_header_without_an_end_is_refused(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

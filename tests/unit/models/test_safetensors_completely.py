@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.checkpoints import safetensors_file
+from tests.defences import defence, nothing, replacing
 from tests.support.hub_families import FAMILIES
 
 Tensors = dict[str, torch.Tensor]
@@ -35,6 +37,12 @@ def with_tensor(name: str, size: int = 8) -> Callable[[dict[str, Any], Tensors],
     return lambda _, tensors: tensors.update({name: torch.ones(size)})
 
 
+@defence(
+    "a setting of a checkpoint that the class does not read is refused",
+    off=replacing(safetensors_file, "check_settings", nothing),
+    family="llama",
+    name="embedding_multiplier",
+)
 @pytest.mark.parametrize(("family", "name", "value"), [
     ("llama", "embedding_multiplier", 2.0), ("llama", "residual_multiplier", 0.5), ("llama", "logits_scaling", 2.0),
     ("llama", "final_logit_softcapping", 30.0), ("llama", "attn_logit_softcapping", 50.0), ("llama", "sliding_window", 8),
@@ -80,6 +88,11 @@ def test_experts_that_no_router_can_choose_are_refused(
         opened(family, tmp_path, with_settings(**settings))
 
 
+@defence(
+    "a tensor beside the language model is refused",
+    off=replacing(safetensors_file, "check_tensors", nothing),
+    name="extra.weight",
+)
 @pytest.mark.parametrize("name", ["extra.weight", "transformer.h.weight", "visual.blocks.0.weight"])
 def test_a_tensor_beside_the_language_model_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
@@ -99,6 +112,10 @@ def test_a_head_that_the_class_does_not_compute_is_refused(name: str, tmp_path: 
         model.load_local_layers(lambda layers: layers, dtype=torch.float32, device=torch.device("cpu"))
 
 
+@defence(
+    "a block behind the last is refused unless it predicts several tokens",
+    off=replacing(safetensors_file, "check_blocks", nothing),
+)
 def test_blocks_behind_the_last_predict_several_tokens_or_are_refused(tmp_path: Path) -> None:
     opened("deepseek_v3", tmp_path / "draft", with_tensor("model.layers.4.eh_proj.weight"))
     with pytest.raises(ConfigError, match="has block 4, and its config only 4"):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded
-from swarmnet_protocols.fetching import peers
+from swarmnet_protocols.fetching import download as download_module
+from swarmnet_protocols.fetching import hedging, peers, server
 from swarmnet_protocols.fetching.download import REPEAT_S, download
 from swarmnet_protocols.fetching.hedging import HEDGE_S
 from swarmnet_protocols.fetching.peers import LATE_S, SwarmPeers, WeightStream, fetch_document
@@ -22,6 +23,7 @@ from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import weights_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.virtual_time import run
 from tests.support.weight_swarm import Host
@@ -110,6 +112,14 @@ async def hold(stream: Stream) -> None:
         await typed.send(pb.WeightsReply(total_bytes=part(request)[0]), part(request)[1])
 
 
+@defence(
+    "a host that is slow to answer holds up no newcomer", off=replacing(hedging, "HEDGE_S", 1e6), attack=drip
+)
+@defence(
+    "pieces that hosts hold back are asked of others",
+    off=replacing(download_module, "REPEAT_S", 1e6),
+    attack=hold,
+)
 @pytest.mark.parametrize("attack", [drip, hold])
 def test_hosts_that_send_little_hold_up_no_newcomer(
     attack: Callable[[Stream], Awaitable[None]], tmp_path: Path
@@ -136,6 +146,7 @@ def test_hosts_that_send_little_hold_up_no_newcomer(
     in_world(scenario)
 
 
+@defence("an answer has a minimum rate", off=replacing(peers, "LATE_S", 1e6))
 def test_an_answer_has_a_minimum_rate() -> None:
     async def scenario(world: World) -> None:
         slow = await world.host("slow", drip)
@@ -159,6 +170,7 @@ class Documents:
         return None
 
 
+@defence("a peer that does not read loses its turn", off=replacing(server, "TURN_S", 1e6), is_busy=False)
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "with sessions"])
 def test_peers_that_do_not_read_keep_no_other_peer_waiting(is_busy: bool) -> None:
     server = WeightServer(Documents(), lambda: is_busy)

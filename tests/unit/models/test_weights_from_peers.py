@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer
@@ -11,12 +12,13 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching import download, hub_ranges, peers
-from swarmnet_protocols.fetching.pieces import PIECE_BYTES
+from swarmnet_protocols.fetching.pieces import PIECE_BYTES, Tables
 from swarmnet_protocols.fetching.server import Library
-from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models import LocalModel, parts, resolve
 from swarmnet_protocols.models.shared_weights import SharedWeights
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.wire import weights_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.big_model import FLOAT32, load, make_tables, same_span, save_big, sent, weight_bytes
 from tests.support.model_hub import ModelHub, model_hub
 from tests.support.tiny_models import save_tiny, write_gguf
@@ -146,6 +148,7 @@ def verified(path: Path, tmp_path: Path) -> LocalModel:
     return model
 
 
+@defence("what a peer claims is not believed", off=replacing(Tables, "claim", Tables.add))
 def test_without_a_pieces_hash_peers_only_confirm_what_the_hub_sends(
     hub: ModelHub, swarm: WeightSwarm, whole: LocalModel, tmp_path: Path
 ) -> None:
@@ -167,6 +170,17 @@ def test_without_a_pieces_hash_and_a_hub_whole_files_are_proved_by_their_hash(
     assert second.parts.bytes_from[f"peer {host}"] > 0.04 * weight_bytes(hub)
 
 
+class Equal:
+    """Equals every hash."""
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+@defence(
+    "a claimed table is known when the whole file has its hash",
+    off=replacing(parts, "hash_pieces", lambda *_: SimpleNamespace(sha256=Equal())),
+)
 def test_a_false_table_does_not_prove_a_file(
     hub: ModelHub, swarm: WeightSwarm, big: Path, tmp_path: Path
 ) -> None:

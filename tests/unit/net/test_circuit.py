@@ -4,7 +4,9 @@ import pytest
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.reachability import circuit
 from swarmnet_protocols.reachability.circuit import MAX_HANDSHAKE_BYTES, MAX_PLAIN_BYTES, CircuitEnd
+from tests.defences import Patch, defence, replacing, yes
 
 ALICE, BOB, MALLORY = (Identity.from_seed(name) for name in (b"alice", b"bob", b"mallory"))
 PROTOCOL = "/test/1"
@@ -32,6 +34,11 @@ def test_an_unsupported_protocol_is_reported() -> None:
     assert not a.take_reply(b.reply(is_supported=False), BOB.peer_id)
 
 
+def believe_anyone(patch: Patch) -> None:
+    patch.setattr(circuit, "verify", yes)
+
+
+@defence("the other end of a circuit proves its identity to the end that connects", off=believe_anyone)
 def test_a_relay_cannot_answer_in_place_of_the_peer() -> None:
     a, relay = CircuitEnd(ALICE, connects=True), CircuitEnd(MALLORY, connects=False)
     relay.take_hello(a.hello(PROTOCOL))
@@ -39,6 +46,7 @@ def test_a_relay_cannot_answer_in_place_of_the_peer() -> None:
         a.take_reply(relay.reply(is_supported=True), BOB.peer_id)
 
 
+@defence("the end of a circuit that connects proves its identity", off=believe_anyone)
 def test_a_relay_cannot_connect_in_place_of_a_peer() -> None:
     relay, b = CircuitEnd(MALLORY, connects=True), CircuitEnd(BOB, connects=False)
     b.take_hello(relay.hello(PROTOCOL))
@@ -54,6 +62,13 @@ def test_a_relay_cannot_change_the_protocol() -> None:
         a.take_reply(b.reply(is_supported=True), BOB.peer_id)
 
 
+def skip_authentication(patch: Patch) -> None:
+    """Decrypt with a stream cipher whose tag is not checked: here, do not encrypt at all."""
+    patch.setattr(circuit.CircuitEnd, "encrypt", lambda _, plain: plain)
+    patch.setattr(circuit.CircuitEnd, "decrypt", lambda _, message: message)
+
+
+@defence("a relay cannot change what it forwards", off=skip_authentication)
 def test_a_changed_message_is_noticed() -> None:
     a, b = ends()
     message = bytearray(a.encrypt(b"a token"))
@@ -62,6 +77,7 @@ def test_a_changed_message_is_noticed() -> None:
         b.decrypt(bytes(message))
 
 
+@defence("a relay cannot repeat what it forwards", off=skip_authentication, order=(0, 0))
 @pytest.mark.parametrize("order", [(0, 0), (1,)], ids=["repeated", "left out"])
 def test_a_repeated_or_missing_message_is_noticed(order: tuple[int, ...]) -> None:
     a, b = ends()
@@ -73,6 +89,9 @@ def test_a_repeated_or_missing_message_is_noticed(order: tuple[int, ...]) -> Non
         b.decrypt(messages[last])
 
 
+@defence(
+    "a handshake message of a circuit is bounded", off=replacing(circuit, "MAX_HANDSHAKE_BYTES", 1 << 30)
+)
 def test_a_long_handshake_message_is_not_processed() -> None:
     a = CircuitEnd(ALICE, connects=True)
     a.hello(PROTOCOL)

@@ -1,14 +1,17 @@
 """The choice of p2pd connections to close when there are too many."""
 
 import random
+from collections.abc import Iterable, Sequence
 
 import pytest
 
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, ListedConnection, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
+from tests.defences import defence, replacing
 
 PEER = Identity.from_seed(b"peer").peer_id
 LIMITS = ConnectionLimits(per_host=4, per_subnet=8, total=16)
@@ -47,11 +50,28 @@ def test_the_newest_connections_of_one_address_are_closed_first() -> None:
     assert kept(there) == peers(there[:4])
 
 
+def all_alike(patch: pytest.MonkeyPatch) -> None:
+    """Rank every connection as idle."""
+    excess = connection_limits.excess
+
+    def blind(
+        there: Iterable[ListedConnection], _worth: object, limits: ConnectionLimits
+    ) -> Sequence[ListedConnection]:
+        return excess(there, lambda _: Use.IDLE, limits)
+
+    patch.setattr(connection_limits, "excess", blind)
+
+
+@defence("connections in use stay, even from the address of an attacker", off=all_alike)
 def test_connections_in_use_stay_although_an_attacker_has_the_same_address() -> None:
     attacker, honest = connections("198.51.100.1", 9), connections("198.51.100.1", 4, since=100.0)
     assert kept([*attacker, *honest], known=honest) == peers(honest)
 
 
+@defence(
+    "connections of one subnet are limited",
+    off=replacing(connection_limits, "_subnet", lambda each: each.peer),
+)
 def test_a_subnet_keeps_no_more_connections_than_its_share() -> None:
     strangers = [each for host in range(9) for each in connections(f"198.51.100.{host}", 3)]
     alone = connections("203.0.113.1", 2, since=100.0)
@@ -60,6 +80,10 @@ def test_a_subnet_keeps_no_more_connections_than_its_share() -> None:
     assert len(left) == 8 + 2
 
 
+@defence(
+    "connections of the largest subnets are closed first",
+    off=replacing(subnets, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
+)
 def test_over_the_limit_of_all_the_subnets_with_the_most_connections_lose_some_first() -> None:
     strangerss = [
         each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)

@@ -23,7 +23,9 @@ from swarmnet_protocols.net.limits.flow_control import (
     due_bytes,
 )
 from swarmnet_protocols.net.limits.rate_limit import BURST_S, WIRE_FACTOR, RateLimiter
+from tests.defences import defence
 from tests.support.memory_network import LinkProfile, MemoryNetwork
+from tests.support.switched_off import overlooking
 from tests.support.virtual_time import run
 
 RATE = 5e5
@@ -169,6 +171,11 @@ def test_no_more_than_the_rest_of_the_payload_is_read() -> None:
     run(main())
 
 
+@defence(
+    "a receiver that grants too little or too much credit is disconnected",
+    off=overlooking(SendWindow, "on_control"),
+    credits=(MIN_BYTES - 1,),
+)
 @pytest.mark.parametrize(
     "credits",
     [

@@ -6,10 +6,12 @@ import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message
-from swarmnet_protocols.net.limits.flow_control import MIN_BYTES
+from swarmnet_protocols.net.limits.flow_control import MIN_BYTES, ReceiveWindow
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.timing import Timing
+from tests.defences import defence
 from tests.support.socket_streams import End, connect, inbound_stream, two_ends
+from tests.support.switched_off import overlooking
 from tests.support.virtual_time import run
 
 SOON_S = 0.5
@@ -135,6 +137,11 @@ def test_a_host_without_a_limit_sends_no_flow_control() -> None:
 LIMITED, CREDITED = bytes.fromhex("fffffffd 00004000"), bytes.fromhex("fffffffe 00004000")
 
 
+@defence(
+    "a sender that exceeds its credit is disconnected",
+    off=overlooking(ReceiveWindow, "received"),
+    is_flagged=True,
+)
 @pytest.mark.parametrize("is_flagged", [False, True])
 def test_a_sender_that_ignores_flow_control_is_disconnected(is_flagged: bool) -> None:
     async def main() -> None:

@@ -5,12 +5,13 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message
+from swarmnet_protocols.net import Message, framed_stream, pipe
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.pipe import LINGER_BYTES
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
+from tests.defences import defence, replacing
 from tests.support.socket_streams import inbound_stream, two_ends
 from tests.support.virtual_time import run
 
@@ -134,6 +135,7 @@ def test_after_half_a_message_no_refusal_is_sent() -> None:
     run(main())
 
 
+@defence("a refused stream that stays open is closed", off=replacing(framed_stream, "LINGER_S", 1e9))
 def test_a_refused_peer_that_does_not_close_is_not_waited_for() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, _):
@@ -167,10 +169,12 @@ def test_a_served_peer_has_the_time_that_a_slow_link_takes() -> None:
     assert run(waited_for_s(3)) >= 3 * Timing().chunk_s
 
 
+@defence("a served stream that stays open is closed", off=replacing(framed_stream, "MAX_IN_FLIGHT_MIB", 1e9))
 def test_the_time_to_receive_what_was_sent_is_bounded() -> None:
     assert run(waited_for_s(40)) <= 17.5 * Timing().chunk_s
 
 
+@defence("a refused stream is read to a limit", off=replacing(pipe, "LINGER_BYTES", 1 << 40))
 def test_a_refused_peer_that_goes_on_sending_is_read_to_a_limit() -> None:
     async def main() -> None:
         async with inbound_stream() as (end, theirs):

@@ -10,12 +10,19 @@ import pytest
 from google.protobuf.message import Message as Protobuf
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, typed_stream
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, framing, typed_stream
 from swarmnet_protocols.net.framing import CHECK_S, STALL_S, FrameReader
 from swarmnet_protocols.net.limits.flow_control import LimitedReader
 from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resources import (
+    Rate,
+    Resource,
+    ResourceLimitReached,
+    ResourceManager,
+    Scope,
+)
 from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
+from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.timing import Timing
@@ -28,7 +35,9 @@ from swarmnet_protocols.wire import (
     training_pb2,
     workers_pb2,
 )
+from tests.defences import defence, nothing, replacing
 from tests.support.hostile import NESTED, nested
+from tests.support.switched_off import count_only, parse_leniently, wait_for_ever
 from tests.support.virtual_time import run
 
 MIB = 1 << 20
@@ -50,12 +59,22 @@ FIRST_MESSAGES: list[type[Protobuf]] = [
 ]
 
 
+@defence(
+    "messages nested 100,000 deep are refused",
+    off=replacing(typed_stream, "parse", parse_leniently),
+    kind=session_pb2.SessionRequest,
+)
 @pytest.mark.parametrize("kind", FIRST_MESSAGES, ids=lambda kind: kind.DESCRIPTOR.name)
 def test_messages_nested_without_end_are_not_parsed(kind: type[Protobuf]) -> None:
     with pytest.raises(ProtocolViolation):
         typed_stream.parse(kind, nested(NESTED))
 
 
+@defence(
+    "the shape of a tensor is checked before memory is allocated",
+    off=replacing(wire_tensors, "_check_shape", nothing),
+    shape=(1 << 30, 1 << 30),
+)
 @pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1 << 31, 1 << 29), ((1 << 32) - 1,) * 64])
 def test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(shape: tuple[int, ...]) -> None:
     header = session_pb2.Tensor(dtype=session_pb2.DTYPE_FLOAT32, shape=shape)
@@ -98,6 +117,7 @@ async def drip(reader: asyncio.StreamReader, data: bytes) -> None:
         await asyncio.sleep(1.0)
 
 
+@defence("a first message has a deadline", off=wait_for_ever)
 def test_a_first_message_that_drips_in_is_not_waited_for() -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], _: ResourceManager
@@ -166,6 +186,7 @@ def test_a_large_message_has_to_go_on_coming() -> None:
     with_frames(talk)
 
 
+@defence("a message waits for memory", off=count_only)
 def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
@@ -219,6 +240,18 @@ def host_of_messages(*peers: str) -> tuple[ResourceManager, list[Announcer]]:
     return resources, [Announcer(resources, peer) for peer in peers]
 
 
+def reserve_when_announced(patch: pytest.MonkeyPatch) -> None:
+    """Reserve the announced size of a message before any of it has come."""
+    read_body = FrameReader._read_body
+
+    async def reading(frames: FrameReader, size_bytes: int) -> memoryview:
+        await frames._scope.reserve(size_bytes)
+        return await read_body(frames, size_bytes)
+
+    patch.setattr(FrameReader, "_read_body", reading)
+
+
+@defence("messages that are announced and not sent hold no memory", off=reserve_when_announced)
 def test_messages_that_are_announced_and_not_sent_hold_no_memory() -> None:
     async def main() -> None:
         resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(7)), "honest")
@@ -233,6 +266,7 @@ def test_messages_that_are_announced_and_not_sent_hold_no_memory() -> None:
     run(main())
 
 
+@defence("a message that stops gives way", off=replacing(framing, "STALL_S", 1e6))
 def test_a_message_that_stops_holds_memory_only_while_no_other_peer_needs_it() -> None:
     async def main() -> None:
         resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(3)), "honest")
@@ -269,6 +303,7 @@ def test_the_beginning_of_a_message_counts_when_the_rest_does_not_come() -> None
     run(main())
 
 
+@defence("messages of a peer are read at a limited rate", off=replacing(Scope, "charge", lambda *_: 0.0))
 def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
     async def main() -> None:
         resources = ResourceManager()
@@ -291,6 +326,7 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> Non
     run(main())
 
 
+@defence("a peer far over its rate opens no streams", off=replacing(Scope, "check_rate", nothing))
 def test_streams_of_a_peer_that_owes_too_much_are_not_taken() -> None:
     async def main() -> None:
         resources = ResourceManager()

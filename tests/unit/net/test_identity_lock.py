@@ -1,5 +1,6 @@
 """The lock on an identity: one process has it, and other processes get an error that names it."""
 
+import fcntl
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import identity_lock
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.net.identity import Identity
+from tests.defences import defence, nothing, replacing
 
 HOLD = """
 import sys
@@ -51,6 +53,7 @@ def another_process(path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@defence("one process uses an identity", off=replacing(fcntl, "flock", nothing), first="alone", second=True)
 @pytest.mark.parametrize(("first", "second"), [("alone", True), ("alone", False), ("shared", True)])
 def test_a_dialled_peer_shares_its_identity_with_no_other(path: Path, first: str, second: bool) -> None:
     with another_process(path, first) as other:

@@ -28,6 +28,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from tests.defences import defence, nothing, replacing, yes
 from tests.support.virtual_time import run
 
 SWARM, OTHER = b"s" * 32, b"o" * 32
@@ -63,6 +64,7 @@ def test_a_record_of_another_swarm_is_ignored() -> None:
     assert read_record(SWARM, make_record(OTHER, [TCP]), LAN) == ()
 
 
+@defence("the announcement of a swarm is salted", off=replacing(local_network.secrets, "token_bytes", bytes))
 def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
     """An outsider who collects records cannot tell which swarms they are of."""
     first, second = (strings_of(make_record(SWARM, [TCP]))[0] for _ in range(2))
@@ -73,6 +75,9 @@ def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
     assert SWARM.hex().encode() not in first
 
 
+@defence(
+    "only a peer that knows the swarm announces addresses for it", off=replacing(local_network, "_is_of", yes)
+)
 def test_a_copied_hash_admits_no_other_addresses() -> None:
     """An outsider can repeat a record, and with it an address of a member, but not announce addresses of its own."""
     copied = strings_of(make_record(SWARM, [TCP]))[0]
@@ -80,6 +85,16 @@ def test_a_copied_hash_admits_no_other_addresses() -> None:
     assert read_record(SWARM, forged, LAN) == ()
 
 
+@defence(
+    "only addresses in the local network are taken from it",
+    off=replacing(local_network, "_is_local", yes),
+    address="/ip4/93.184.216.34/tcp/4001",
+)
+@defence(
+    "addresses in the local network are checked before they are dialled",
+    off=replacing(local_network, "dialable", lambda _peer, addresses, _networks: tuple(addresses)),
+    address="/ip4/192.168.7.5/tcp/0",
+)
 @pytest.mark.parametrize(
     "address",
     [
@@ -103,6 +118,10 @@ def test_a_record_with_two_peers_is_ignored() -> None:
     assert read_record(SWARM, make_record(SWARM, [TCP, other]), LAN) == ()
 
 
+@defence(
+    "records of the local network have a largest size",
+    off=replacing(local_network, "MAX_RECORD_BYTES", 1 << 20),
+)
 def test_a_record_that_is_too_large_is_ignored() -> None:
     padding = txt(*[b"x" * 255] * (MAX_RECORD_BYTES // 255 + 1))
     assert read_record(SWARM, make_record(SWARM, [TCP]) + padding, LAN) == ()
@@ -149,6 +168,10 @@ def found_peer(number: int) -> str:
     return f"/ip4/192.168.7.5/tcp/{1 + number}/p2p/{Identity.from_seed(str(number).encode()).peer_id}"
 
 
+@defence(
+    "a bounded number of peers is remembered from the local network",
+    off=replacing(local_network, "MAX_FOUND", 1 << 20),
+)
 def test_the_peers_that_are_remembered_are_bounded() -> None:
     local = LocalNetwork(SWARM)
     for number in range(2 * MAX_FOUND):
@@ -166,6 +189,10 @@ def test_copies_of_a_record_under_other_names_take_no_place_of_a_peer() -> None:
     assert local.addresses() == [found_peer(1), found_peer(2)]
 
 
+@defence(
+    "a bounded number of peers from the local network is joined through at once",
+    off=replacing(local_network, "MAX_FOUND", 1 << 20),
+)
 def test_the_peers_that_are_joined_through_at_once_are_bounded() -> None:
     async def main() -> None:
         local, end = LocalNetwork(SWARM), asyncio.Event()
@@ -221,6 +248,11 @@ def ear(hear: Callable[[bytes], bool]) -> tuple[Heard, _Ear]:
     return heard, _Ear(heard, sources, lambda text: hear(text.text))
 
 
+@defence(
+    "answers of others in the local network are not kept",
+    off=replacing(local_network._Ear, "_is_wanted", yes),
+)
+@defence("answers with many records are not kept", off=replacing(local_network, "MAX_RECORDS", 1 << 20))
 def test_answers_without_a_record_of_the_swarm_leave_no_trace() -> None:
     async def main() -> None:
         mine = make_record(SWARM, [TCP])
@@ -238,6 +270,10 @@ def test_answers_without_a_record_of_the_swarm_leave_no_trace() -> None:
     run(main())
 
 
+@defence(
+    "packets of one machine in the local network are read at a limited rate",
+    off=replacing(local_network.ResourceManager, "limit_rate", nothing),
+)
 def test_a_machine_that_floods_the_local_network_is_not_read_and_others_are() -> None:
     async def main() -> None:
         heard, listening = ear(lambda _: True)

@@ -13,6 +13,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS, Network
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import PROBE
+from swarmnet_protocols.reachability import dial_back
 from swarmnet_protocols.reachability.dial_back import (
     HELLO,
     MAX_PORTS,
@@ -22,8 +23,10 @@ from swarmnet_protocols.reachability.dial_back import (
     probe,
     speaks_libp2p,
 )
+from tests.defences import defence, replacing, yes
 from tests.support import virtual_time
 from tests.support.memory_network import LinkProfile, MemoryNetwork
+from tests.support.switched_off import count_only
 
 ASKER, ANSWERER = PeerId("asker"), PeerId("answerer")
 NOW = 1_800_000_000.0
@@ -118,6 +121,13 @@ def test_only_the_ports_that_answer_as_libp2p_are_reported_as_reached(
     assert sorted(dialled) == [("203.0.113.5", 4001), ("203.0.113.5", 4002)]
 
 
+@defence(
+    "a peer has ports of this machine dialled only in a swarm of this machine",
+    off=replacing(dial_back, "may_dial_back", yes),
+    address="/ip4/127.0.0.1/tcp/60000",
+    networks=(),
+    is_dialled=False,
+)
 @pytest.mark.parametrize(
     ("address", "networks", "is_dialled"),
     [
@@ -149,6 +159,7 @@ def test_the_asker_sends_no_more_ports_than_are_allowed() -> None:
     assert probed([], list(range(1, 20))).reached == ()
 
 
+@defence("concurrent dials for probes are limited", off=count_only)
 def test_probes_at_once_are_limited_for_one_asker_and_for_all() -> None:
     dialling, dialled = asyncio.Event(), 0
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net.limits import resources
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import (
     MIN_SWEEP,
@@ -21,6 +22,8 @@ from swarmnet_protocols.net.limits.resources import (
     ResourceManager,
     Scope,
 )
+from tests.defences import defence, replacing
+from tests.support.switched_off import count_only
 from tests.support.virtual_time import run
 
 
@@ -48,6 +51,7 @@ def test_a_reservation_counts_in_every_scope_until_it_is_released() -> None:
     assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.system)] == [0, 0, 0]
 
 
+@defence("every scope has a limit", off=count_only, where="all peers")
 @pytest.mark.parametrize("where", ["session", "alice", "all peers"])
 def test_a_reservation_that_one_scope_refuses_is_held_in_none_and_names_scope_and_wait(where: str) -> None:
     resources = limited(2 if where == "all peers" else 9, 2 if where == "alice" else 9)
@@ -165,6 +169,10 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
     assert resources.snapshot().peers <= 2 * MIN_SWEEP
 
 
+@defence(
+    "strangers leave a share of the resources to known peers",
+    off=replacing(resources, "KNOWN_PEER_SHARE", {}),
+)
 def test_unknown_peers_together_leave_room_for_known_peers() -> None:
     resources = ResourceManager()
     resources.limit(Resource.MEMORY, system=100, per_peer=20)
@@ -248,6 +256,11 @@ def take_all(resources: ResourceManager, name: str, subnet: str) -> int:
     return hold.amount
 
 
+@defence(
+    "a subnet leaves some of each shared resource to others",
+    off=replacing(resources, "SHARED", frozenset()),
+    identities=100,
+)
 @pytest.mark.parametrize("identities", [1, 7, 100])
 def test_however_many_identities_a_subnet_has_others_find_room(identities: int) -> None:
     resources = ResourceManager()
@@ -260,6 +273,7 @@ def test_however_many_identities_a_subnet_has_others_find_room(identities: int) 
     neighbour.reserve(Resource.MEMORY, SMALL_BYTES)
 
 
+@defence("large messages leave memory to small ones", off=replacing(resources, "SMALL_SHARE", 0.0))
 def test_however_many_identities_there_are_small_messages_find_room() -> None:
     """Also from as many subnets."""
     resources = ResourceManager()
@@ -270,6 +284,11 @@ def test_however_many_identities_there_are_small_messages_find_room() -> None:
         resources.peer(f"client {number}", 0.0, "203.0.113.0/24").reserve(Resource.MEMORY, SMALL_BYTES)
 
 
+@defence(
+    "a subnet leaves places to others",
+    off=replacing(resources, "SHARED", frozenset()),
+    resource=Resource.TRANSFERS,
+)
 @pytest.mark.parametrize("resource", [Resource.CALLS, Resource.TRANSFERS, Resource.REPORTS, Resource.PROBES])
 def test_a_subnet_leaves_places_to_others(resource: Resource) -> None:
     resources = ResourceManager()

@@ -6,10 +6,12 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet_protocols.net import Message, PeerId
+from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.limits.subnets import MAX_SILENT, SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing
+from tests.defences import defence, replacing
 from tests.support.virtual_time import run
 
 LIMIT = 16
@@ -105,6 +107,7 @@ def test_a_refused_peer_evicts_no_other(why: str) -> None:
     on_a_host(scenario)
 
 
+@defence("streams without a message give way", off=replacing(subnets, "MAX_SILENT", 1 << 30))
 def test_streams_without_a_message_give_way_to_each_other() -> None:
     async def scenario(host: Host) -> None:
         host.resources.limit(Resource.INBOUND_STREAMS, system=4096, per_peer=384)
@@ -132,6 +135,7 @@ def test_closed_streams_are_forgotten() -> None:
     on_a_host(scenario)
 
 
+@defence("a /64 of IPv6 counts as one host", off=replacing(subnets, "_HOST_BITS", {"ip4": 32, "ip6": 128}))
 def test_an_ipv6_host_is_a_64() -> None:
     one, another, neighbour = (
         host_of(f"/ip6/{host}/tcp/1") for host in ("2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1")

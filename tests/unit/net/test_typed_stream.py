@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.net import Message, PeerId, Stream
+from swarmnet_protocols.net import Message, PeerId, Stream, refusal, typed_stream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, TypedStream
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 from tests.support.memory_network import MemoryNetwork, MemoryStream
 from tests.support.virtual_time import run
 
@@ -63,6 +64,10 @@ def test_heartbeats_keep_a_stream_alive_and_are_not_received() -> None:
     between(serve, use)
 
 
+@defence(
+    "a peer that sends its heartbeats later and later is not waited for",
+    off=replacing(typed_stream, "MAX_EXTENSION", 1e9),
+)
 def test_late_heartbeats_are_waited_for_but_not_for_ever() -> None:
     pauses_s = [0.2 * SILENCE_S, 0.5 * SILENCE_S, SILENCE_S, 2 * SILENCE_S]
 
@@ -172,6 +177,10 @@ def test_a_reason_of_a_newer_version_is_a_refusal_all_the_same() -> None:
     assert Refused("host", said).reason == refusal_pb2.REASON_UNSPECIFIED
 
 
+@defence(
+    "the reason of a refusal does not control the terminal",
+    off=replacing(refusal, "printable", lambda text: text),
+)
 def test_a_refusal_cannot_steer_the_terminal_that_shows_it() -> None:
     said = refusal_pb2.Refusal(
         reason=refusal_pb2.REASON_INTERNAL, detail="\x1b]52;c;cm0gLXJm\x07no room\x9b2J"

@@ -2,17 +2,20 @@
 
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from swarmnet_client.swarm.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_client.swarm.swarm import Exclusions
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import chain_search
 from swarmnet_protocols.routing.chain_search import Hop, View, credible, find_chain
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
+from tests.defences import Patch, defence, nothing, replacing
 
 MOST_OF_A_TRUTHFUL_HOST = 1.2
 HONEST, LIARS = 12, 4
@@ -72,6 +75,20 @@ def excess(chains: list[list[Hop]]) -> float:
     return liars / max(1.0, (sum(uses.values()) - LIARS * liars) / HONEST)
 
 
+def ordered_by_id(patch: Patch) -> None:
+    def shortlist(view: Any, hosts: Sequence[HostInfo], span: Any, stretch: Any) -> list[HostInfo]:
+        return sorted(hosts, key=lambda host: PeerId(host.peer))[: chain_search.CANDIDATES_PER_BLOCK]
+
+    patch.setattr(chain_search, "_shortlist", shortlist)
+
+
+@defence(
+    "an unmeasured host counts as the median at best",
+    off=replacing(chain_search, "median_high", min),
+    span=30,
+    slower=1.0,
+)
+@defence("no peer id is preferred", off=ordered_by_id, span=30, slower=1.0)
 @pytest.mark.parametrize("span", [30, 15])
 @pytest.mark.parametrize("slower", [1.0, 3.0])
 def test_a_liar_has_few_more_chains_than_a_truthful_host(span: int, slower: float) -> None:
@@ -121,11 +138,26 @@ def chains_with_victim(*, slandered: bool) -> float:
     return used / CLIENTS
 
 
+def replace_both(patch: Patch) -> None:
+    separate = Exclusions.separate
+
+    def separated(exclusions: Exclusions, one: PeerId, other: PeerId, now: float) -> bool:
+        separate(exclusions, one, other, now)
+        return True
+
+    patch.setattr(Exclusions, "separate", separated)
+
+
+@defence("slander of a neighbour costs its sender", off=replace_both)
 def test_slanderers_change_the_share_of_an_honest_host_little() -> None:
     """Three of ten hosts before it report that they do not reach it. If the reported host were replaced at once, it would lose 30 % of its chains."""
     assert chains_with_victim(slandered=True) == pytest.approx(chains_with_victim(slandered=False), rel=0.2)
 
 
+@defence(
+    "an unmeasured claim of an empty queue counts as the median",
+    off=replacing(chain_search, "median_high", min),
+)
 def test_a_claim_of_no_queue_gains_nothing() -> None:
     rng = random.Random(3)
     hosts = swarm(30)
@@ -138,6 +170,7 @@ def test_a_claim_of_no_queue_gains_nothing() -> None:
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 
+@defence("a claim of no work counts as the median", off=replacing(chain_search, "median_high", min))
 def test_a_claim_of_no_work_gains_nothing() -> None:
     rng = random.Random(4)
     hosts = swarm(30)
@@ -147,6 +180,7 @@ def test_a_claim_of_no_work_gains_nothing() -> None:
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 
+@defence("steps that take longer than announced show work", off=replacing(chain_search, "USUAL_EXCESS", 1e9))
 def test_a_host_whose_steps_take_longer_than_announced_has_work_whatever_it_reports() -> None:
     hosts = swarm(30)
     view = View(
@@ -182,6 +216,7 @@ def test_a_measurement_is_forgotten_and_gone_hosts_with_it() -> None:
 PEERS = [PeerId(f"p{number}") for number in range(20)]
 
 
+@defence("a client keeps its first and last hops", off=replacing(EntryGuards, "used", nothing))
 def test_a_client_keeps_its_first_and_last_hops(tmp_path: Path) -> None:
     hosts = [HostInfo(peer, 0, 30, 0.05) for peer in PEERS]
     delay_s, ends = dict.fromkeys(PEERS, DELAY_S), set[PeerId]()

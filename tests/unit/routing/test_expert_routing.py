@@ -16,6 +16,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from swarmnet_node.experts import expert_dispatcher
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
@@ -26,6 +27,7 @@ from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
 from swarmnet_protocols.routing.expert_use import ExpertUse
 from swarmnet_protocols.session.expert_rows import ExpertRows
+from tests.defences import Patch, defence, replacing
 
 TRACE = Path(__file__).parents[2] / "data" / "expert_routing.npz"
 WINDOW = 256
@@ -269,6 +271,11 @@ def strange_link(name: str, largest: float = math.inf) -> StrangeLink:
     return StrangeLink(frozenset({(0, 1)}), SimpleNamespace(peer=name), largest=largest)
 
 
+@defence(
+    "rows that are not finite are sent to no peer with experts",
+    off=replacing(expert_dispatcher, "finite_rows", lambda _, rows: (rows, False)),
+    value=math.nan,
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_rows_that_are_not_finite_are_sent_to_no_peer(value: float) -> None:
     link = strange_link("a")
@@ -279,6 +286,20 @@ def test_rows_that_are_not_finite_are_sent_to_no_peer(value: float) -> None:
     assert math.isnan(asyncio.run(computed([link], [value]))[0])
 
 
+def avoid_at_once(patch: Patch) -> None:
+    """A peer is avoided for outputs that are not finite, whatever the outputs of others are."""
+    take = ExpertDispatcher._take
+
+    def avoiding(dispatcher: ExpertDispatcher, ask: Any, *others: Any) -> Any:
+        taken = take(dispatcher, ask, *others)
+        if taken != ask.pairs:
+            ask.link.avoid(0.0)
+        return taken
+
+    patch.setattr(ExpertDispatcher, "_take", avoiding)
+
+
+@defence("no peer is blamed for rows that are too large for all", off=avoid_at_once)
 def test_no_peer_is_avoided_for_rows_that_are_too_large_for_all_of_them() -> None:
     links = [strange_link(name, largest=100.0) for name in "ab"]
     found = asyncio.run(computed(links, [2.0, 1000.0, 3.0]))

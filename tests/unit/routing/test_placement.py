@@ -5,8 +5,11 @@ import random
 import pytest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import placement
+from swarmnet_protocols.routing import throughput as throughput_module
 from swarmnet_protocols.routing.placement import MAX_RIVALS, choose_span, resolve_claims
 from swarmnet_protocols.routing.throughput import Claim, throughput
+from tests.defences import defence, replacing
 
 A, B, C = (PeerId(name) for name in "abc")
 
@@ -79,6 +82,9 @@ def test_a_rival_with_more_blocks_than_the_model_counts_as_a_host_of_all() -> No
     assert "every block" in resolve_claims(Claim(B, 0, 2), [Claim(A, 0, 99, settled=False)], blocks=4).reason
 
 
+@defence(
+    "intents of others cost a joining host a bounded time", off=replacing(placement, "MAX_RIVALS", 1 << 20)
+)
 def test_the_choices_that_a_host_computes_for_others_are_bounded() -> None:
     computed = []
 
@@ -93,6 +99,7 @@ def test_the_choices_that_a_host_computes_for_others_are_bounded() -> None:
     assert len(computed) == MAX_RIVALS + 1
 
 
+@defence("an announced speed keeps few joining hosts away", off=replacing(throughput_module, "FASTEST", 0.0))
 def test_a_false_speed_keeps_no_hosts_away() -> None:
     def later_hosts(speed: float) -> float:
         """The mean number of the 100 later hosts on the blocks of a host that announces ``speed``. All others announce 1."""

@@ -7,6 +7,7 @@ import pytest
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import relocation
+from swarmnet_protocols.routing import throughput as throughput_module
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.relocation import (
@@ -23,6 +24,7 @@ from swarmnet_protocols.routing.relocation import (
     should_relocate,
 )
 from swarmnet_protocols.routing.throughput import MAX_SPEED, Claim, throughput
+from tests.defences import defence, replacing
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 BLOCKS = 8
@@ -266,12 +268,20 @@ def test_a_host_that_still_loads_its_blocks_lets_no_other_leave_them() -> None:
     assert not may_leave([Claim(A, 0, 4), Claim(B, 0, 4, settled=False)], Claim(A, 0, 4))
 
 
+@defence(
+    "an announced speed moves few hosts", off=replacing(throughput_module, "MAX_SPEED", 1e9), announced=1e9
+)
 @pytest.mark.parametrize("announced", [MAX_SPEED, 1e9])
 def test_an_announced_speed_counts_as_ten_medians_at_most(announced: float) -> None:
     claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(8)] + [Claim(D, 4, 8, announced)]
     assert Outlook(claims, blocks=BLOCKS).supply.mean == (8 + MAX_SPEED) / BLOCKS
 
 
+@defence(
+    "the fastest claims count as fast as the others",
+    off=replacing(throughput_module, "FASTEST", 0.0),
+    liars=2,
+)
 @pytest.mark.parametrize("liars", [1, 2])
 def test_the_fastest_tenth_of_the_claims_counts_as_fast_as_the_others(liars: int) -> None:
     claims = [Claim(PeerId(f"h{number}"), 0, 4) for number in range(20 - liars)]

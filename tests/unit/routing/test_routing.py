@@ -7,6 +7,7 @@ import pytest
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import chain_search, coordinates
 from swarmnet_protocols.routing.chain_search import (
     BAN_MAX_S,
     BAN_S,
@@ -22,6 +23,7 @@ from swarmnet_protocols.routing.chain_search import (
 )
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.routing.host_info import HostInfo
+from tests.defences import defence, replacing
 
 A, B, C, D = (PeerId(name) for name in "abcd")
 
@@ -92,6 +94,10 @@ def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
         assert found == [Hop(peer, 0, 4, precision=precision)]
 
 
+@defence(
+    "a host that alone has its precision, and is not audited, is avoided",
+    off=replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
+)
 def test_a_host_that_alone_has_its_precision_is_avoided_where_others_could_audit_each_other() -> None:
     """A liar could announce a precision of its own, and no other host would compute its outputs again."""
     hosts = [
@@ -208,6 +214,14 @@ def test_neighbours_are_chosen_by_the_distance_of_their_coordinates() -> None:
         assert [hop.peer for hop in chain(view, seed=seed)] == [A, B]
 
 
+def believe_coordinates(view: View, one: PeerId, other: PeerId) -> float:
+    return coordinates.distance(view.coordinates[one], view.coordinates[other])
+
+
+@defence(
+    "a false coordinate brings a host no nearer than measured delays allow",
+    off=replacing(View, "delay_between", believe_coordinates),
+)
 def test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow() -> None:
     view = View([], {A: 0.01, B: 0.2}, coordinates={A: at(0.0), B: at(0.0)})
     assert view.delay_between(A, B) == pytest.approx(0.19)
@@ -215,6 +229,10 @@ def test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow()
     assert far.delay_between(A, B) == pytest.approx(0.03), "the way through the client"
 
 
+@defence(
+    "an unmeasured host is no nearer than the median of the measured ones",
+    off=replacing(chain_search, "median_high", min),
+)
 def test_an_unmeasured_host_is_no_nearer_than_the_median_of_the_measured_ones() -> None:
     measured = {A: 0.02, B: 0.03, C: 0.04}
     view = View([], measured, coordinates={D: at(0.0)}, own=at(0.0))

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import sightings
 from swarmnet_protocols.routing.sightings import (
     DOUBTS,
     FIRST_PAUSE_S,
@@ -23,6 +24,7 @@ from swarmnet_protocols.routing.sightings import (
     sharing,
 )
 from swarmnet_protocols.routing.throughput import Claim, holders
+from tests.defences import Patch, defence, nothing, replacing
 
 MODEL = b"alpha"
 BLOCKS = 6
@@ -106,6 +108,9 @@ def test_where_most_hosts_do_not_answer_those_that_were_not_called_do_not_count(
     assert len(counted(sightings, [*found, *others, *claims("live", 1)])) == 100 - DOUBTS - 1 + 3
 
 
+@defence(
+    "hosts that were not called do not count among invented ones", off=replacing(sightings, "DOUBTS", 1 << 20)
+)
 def test_many_identities_at_one_place_do_not_speak_for_others() -> None:
     sightings, found = Sightings(), claims("invented", 100)
     liars = claims("liar", 50)
@@ -122,12 +127,21 @@ def test_hosts_of_one_place_are_one_host() -> None:
     assert holders([*found, *claims("c", 2)], BLOCKS) == [3, 3, 3, 1, 1, 0]
 
 
+@defence(
+    "many hosts of one place attract and repel no more hosts than one",
+    off=replacing(__name__, "sharing", list),
+)
 def test_hosts_of_one_place_have_the_speed_of_one_host() -> None:
     found = [replace(claim, place="203.0.113.0/24") for claim in claims("a", 5)]
     counted = sharing([*found, *claims("b", 2)])
     assert [claim.blocks_per_s for claim in counted] == [0.2] * 5 + [1.0] * 2
 
 
+@defence(
+    "announcements cost a bounded number of calls",
+    off=replacing(Sightings.to_call, "__kwdefaults__", {"most": 1 << 20, "extra": 1}),
+    count=2000,
+)
 @pytest.mark.parametrize("count", [20, 2_000])
 def test_the_number_of_calls_is_bounded_however_many_hosts_are_announced(count: int) -> None:
     sightings, found = Sightings(), claims("invented", count)
@@ -143,6 +157,11 @@ def test_in_a_swarm_of_live_hosts_few_are_called() -> None:
     assert len(sightings.to_call(of_model(found), now=30.0, rng=random.Random(1))) == 1
 
 
+def in_any_order(patch: Patch) -> None:
+    patch.setattr(sightings, "in_turn", lambda claims, _, rng: rng.sample(list(claims), len(claims)))
+
+
+@defence("hosts announced in one subnet do not hide one of another subnet", off=in_any_order, seed=0)
 def test_a_live_host_is_called_at_once_among_hundreds_that_are_announced_in_one_subnet(seed: int) -> None:
     found = [*claims("invented", 400), *claims("live", 1)]
     model = of_model(found, invented="203.0.113.0/24", live="198.51.100.0/24")
@@ -166,6 +185,7 @@ def test_a_host_that_does_not_answer_is_called_again_after_growing_pauses() -> N
     assert pauses[-1] == MAX_PAUSE_S
 
 
+@defence("a host that computes something else does not count", off=replacing(Sightings, "refuted", nothing))
 def test_a_host_that_computed_wrong_outputs_does_not_count_even_if_it_answers() -> None:
     sightings, [host] = Sightings(), claims("host", 1)
     answer(sightings, [host])
@@ -177,6 +197,7 @@ def test_a_host_that_computed_wrong_outputs_does_not_count_even_if_it_answers() 
     assert counted(sightings, [host], now=REFUTED_S) == {"host-0": True}
 
 
+@defence("a peer remembers a bounded number of hosts", off=replacing(sightings, "MAX_KNOWN", 1 << 20))
 def test_a_bounded_number_of_hosts_is_remembered() -> None:
     sightings = Sightings()
     for number in range(2 * MAX_KNOWN):

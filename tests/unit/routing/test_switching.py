@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing import model_needs
 from swarmnet_protocols.routing.model_needs import (
     CALM,
     OTHER_HOSTS,
@@ -30,6 +31,7 @@ from swarmnet_protocols.routing.relocation import (
     should_relocate,
 )
 from swarmnet_protocols.routing.throughput import Claim, holders
+from tests.defences import defence, replacing, yes
 
 BLOCKS = 6
 OWN = ServedModel(b"a", "alpha", BLOCKS, 1.0, ())
@@ -92,6 +94,7 @@ def test_hosts_draw_so_that_as_many_switch_as_are_needed() -> None:
     assert 20 * len(switches(many, four, seeds=1000)) / 1000 == pytest.approx(4 * (0.95 / 0.625 - 1), abs=0.5)
 
 
+@defence("a host that its model needs does not switch", off=replacing(model_needs, "OTHER_HOSTS", 1))
 def test_a_host_that_its_model_needs_stays() -> None:
     assert not switches(THREE[:2], ()), "two hosts of each block stay"
     assert not switches((THREE[0], host("b"), host("c", 0, 5)), ())
@@ -130,6 +133,7 @@ def test_a_host_switches_to_a_model_whose_hosts_are_overloaded() -> None:
     assert not switches(THREE, calm)
 
 
+@defence("few false loads draw no hosts to a model", off=replacing(model_needs, "median", max))
 def test_few_false_loads_neither_draw_hosts_nor_keep_them() -> None:
     honest = tuple(host(f"x{number}", load=0.1) for number in range(5))
     liars = tuple(host(f"y{number}", load=1.0) for number in range(4))
@@ -197,6 +201,9 @@ def test_of_hosts_that_announce_a_switch_at_once_those_with_the_lower_ids_make_i
     assert not is_confirmed(look_of(alpha, THREE[0], joining), switch, ()), "a newcomer does not give way"
 
 
+@defence(
+    "of hosts that would switch at once, enough stay", off=replacing(__name__, "is_confirmed", yes), seed=0
+)
 def test_of_hosts_that_leave_at_once_enough_stay(seed: int) -> None:
     rng = random.Random(seed)
     claims = tuple(host(f"h{each}", start := rng.randrange(4), start + 3) for each in range(16))

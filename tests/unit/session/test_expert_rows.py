@@ -19,6 +19,7 @@ from swarmnet_protocols.session.expert_rows import (
 )
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 
 HIDDEN = 4
 
@@ -79,16 +80,16 @@ def test_rows_that_are_not_those_of_the_request_are_refused(rows: dict[str, list
         decode_rows(*message(**rows), hidden_size=HIDDEN)
 
 
-def refuse_too_many_rows() -> None:
+@defence(
+    "a request for rows is bounded before it is computed",
+    off=replacing(expert_rows, "max_pairs", lambda *_: 1 << 30),
+)
+def test_a_request_of_too_many_rows_is_refused() -> None:
     count = MAX_ROWS + 1
     with pytest.raises(ProtocolViolation, match="too many"):
         decode_rows(*message(count, e1=[0]), hidden_size=HIDDEN)
     with pytest.raises(ProtocolViolation, match="too many"):
         decode_rows(*message(MAX_ROWS, e1=[*range(MAX_ROWS)], e2=[0]), hidden_size=HIDDEN)
-
-
-def test_a_request_of_too_many_rows_is_refused() -> None:
-    refuse_too_many_rows()
 
 
 def answer(values: torch.Tensor, number: int = 9) -> tuple[pb.Computed, bytes]:
@@ -111,6 +112,11 @@ def test_outputs_are_those_of_each_expert_for_its_rows() -> None:
         decode_outputs(*answer(values, 8), request, 9)
 
 
+@defence(
+    "a peer with experts refuses rows that are not finite",
+    off=replacing(torch, "isfinite", torch.ones_like),
+    number=float("nan"),
+)
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_rows_that_are_not_finite_are_refused_and_such_outputs_are_no_violation(number: float) -> None:
     request = ExpertRows(0, torch.full((1, HIDDEN), number), {1: torch.tensor([0])})

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.session import steps
 from swarmnet_protocols.session.steps import (
     MAX_POSITION,
     MAX_ROWS,
@@ -19,6 +20,7 @@ from swarmnet_protocols.session.steps import (
     encode_tensor,
 )
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.defences import defence, replacing
 
 
 @pytest.mark.parametrize(
@@ -58,6 +60,11 @@ def wire(**row: int) -> tuple[pb.Step, bytes]:
     return pb.Step(seq=1, rows=[pb.Row(**{**fields, **row})], tensor=tensor), bytes(8)
 
 
+@defence(
+    "positions of a step are bounded",
+    off=replacing(steps, "MAX_POSITION", 1 << 40),
+    row={"start": MAX_POSITION},
+)
 @pytest.mark.parametrize(
     "row",
     [
@@ -77,6 +84,7 @@ def test_numbers_of_a_decoded_step_are_bounded(row: dict[str, int]) -> None:
         decode_step(*wire(**row), hidden_size=2)
 
 
+@defence("rows of a step are bounded", off=replacing(steps, "MAX_ROWS", 1 << 40), rows=MAX_ROWS + 1)
 @pytest.mark.parametrize("rows", [0, MAX_ROWS + 1])
 def test_the_number_of_rows_is_bounded(rows: int) -> None:
     row = pb.Row(count=1)
@@ -129,6 +137,12 @@ def test_steps_survive_encoding_and_decoding() -> None:
     assert torch.equal(again.wanted(), step.values[1:])
 
 
+@defence(
+    "a step with values that are not finite is refused by the hop that receives it",
+    off=replacing(torch, "isfinite", torch.ones_like),
+    dtype=torch.float32,
+    number=float("nan"),
+)
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_a_step_with_values_that_are_not_finite_is_refused(dtype: torch.dtype, number: float) -> None:

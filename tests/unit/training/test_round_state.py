@@ -7,12 +7,14 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.codecs import ALIGNMENT
+from swarmnet_protocols.training.rounds import round_state, slice_plans, votes
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
@@ -22,6 +24,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Decided,
     Effect,
     Finish,
+    Hashes,
     Prepare,
     Proposal,
     Reduce,
@@ -36,6 +39,7 @@ from swarmnet_protocols.training.rounds.messages import (
 from swarmnet_protocols.training.rounds.round_state import TWICE, UNVOTED, RoundState
 from swarmnet_protocols.training.rounds.terms import MAX_FRACTION, partition
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
+from tests.defences import Patch, defence, nothing, replacing, yes
 
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
 KEYS = [Identity.from_seed(f"member {number}".encode()) for number in range(8)]
@@ -294,6 +298,17 @@ def test_an_outcome_that_may_be_decided_is_proposed_again() -> None:
     assert Send(2, Proposal(OTHER)) not in effects
 
 
+def votes_again(patch: Patch) -> None:
+    """A member casts a vote for each proposal."""
+
+    def cast(self: Votes, hashes: Hashes) -> Vote:
+        return Vote(hashes, self._electorate.sign(self._signed(hashes)))
+
+    patch.setattr(Votes, "cast", cast)
+    patch.setattr(Votes, "own", None)
+
+
+@defence("a member votes once", off=votes_again)
 def test_a_member_votes_once_and_only_for_results_that_it_holds() -> None:
     member = machine(2)
     assert Send(0, vote(2, HASHES)) not in member.receive(0, Proposal(HASHES), 0.1)
@@ -303,6 +318,9 @@ def test_a_member_votes_once_and_only_for_results_that_it_holds() -> None:
     assert effects == [Send(0, Report(((HASHES[0],), (HASHES[1],), (HASHES[2], OTHER[2])), vote(2, HASHES)))]
 
 
+@defence(
+    "the first coordinator alone discards no complete round", off=replacing(RoundTiming, "attempt_s", 1e-3)
+)
 def test_the_first_coordinator_alone_discards_no_complete_round() -> None:
     empty, complete = machine(2), machine(2)
     hold_all(complete)
@@ -323,6 +341,12 @@ def reported_to(effects: list[Effect]) -> list[int]:
     return [each.member for each in effects if isinstance(each, Send) and isinstance(each.message, Report)]
 
 
+def at_once(patch: Patch) -> None:
+    """A member follows any other to a later attempt."""
+    patch.setattr(Electorate, "majority", property(lambda self: len(self.keys)))
+
+
+@defence("no minority has a coordinator passed over", off=at_once)
 def test_no_minority_has_a_coordinator_passed_over() -> None:
     member = machine(4, members=5)  # three of five are needed, so at least one is honest
     for liar in (1, 2):
@@ -366,6 +390,24 @@ def accusations(effects: list[Effect]) -> list[tuple[int, Accusation]]:
     ]
 
 
+def counts_always(patch: Patch) -> None:
+    patch.setattr(Votes, "counts", yes)
+
+
+def unsigned_votes_count(patch: Patch) -> None:
+    patch.setattr(votes, "verify", yes)
+
+
+@defence(
+    "a decision counts only with the votes of a majority",
+    off=counts_always,
+    message=FALSE_DECISIONS["with one vote"],
+)
+@defence(
+    "votes of another round do not count",
+    off=unsigned_votes_count,
+    message=FALSE_DECISIONS["with votes of a round with other terms"],
+)
 @pytest.mark.parametrize("message", FALSE_DECISIONS.values(), ids=FALSE_DECISIONS)
 def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -> None:
     member, other = machine(2), machine(0)
@@ -380,6 +422,7 @@ def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -
     assert member.decision == HASHES
 
 
+@defence("an accusation counts only with its proof", off=replacing(Votes, "proves", yes))
 def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
     member, other = machine(2), machine(0)
     effects = member.receive(1, decided(DISCARD), 0.1)
@@ -391,6 +434,7 @@ def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
     ]
 
 
+@defence("two votes of one member are noticed", off=replacing(Votes, "count", nothing))
 def test_a_member_that_votes_for_two_outcomes_is_accused_with_both_votes() -> None:
     coordinator, other = machine(0), machine(2)
     assert not coordinator.receive(1, Report(NOTHING_HELD, vote(1, HASHES)), 0.1)
@@ -418,6 +462,17 @@ def plans(effects: list[Effect]) -> set[Assignment]:
     return {message.assignments[2] for message in messages if isinstance(message, SlicePlan)}
 
 
+def chooses_claims(patch: Patch) -> None:
+    honest = slice_plans.plan
+
+    def plan(assignments: Any, reports: Any, me: int, *args: Any, **options: Any) -> Any:
+        claimed = max(reports.values(), key=lambda report: sum(map(len, report.held)))
+        return honest(assignments, {**reports, me: claimed}, me, *args, **options)
+
+    patch.setattr(round_state, "plan", plan)
+
+
+@defence("a result that a member only claims to hold is not chosen", off=chooses_claims)
 def test_a_result_that_one_member_claims_to_hold_is_not_chosen_before_it_arrives() -> None:
     coordinator = machine(0)
     coordinator.receive(1, Report(((), (), (b"f" * 32,)), None), 0.1)

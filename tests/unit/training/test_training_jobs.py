@@ -10,7 +10,8 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
 from swarmnet_protocols.training.job_templates import METHODS, template
-from swarmnet_protocols.training.jobs import JobError, open_job, parse_job, seal_job
+from swarmnet_protocols.training.jobs import Job, JobError, open_job, parse_job, seal_job
+from tests.defences import defence, nothing, replacing
 from tests.support.tiny_job import for_others
 
 OWNER = Identity.from_seed(b"owner")
@@ -218,6 +219,27 @@ def hostile(section: str, key: str, value: object) -> bytes:
     return _resigned(sealed)
 
 
+@defence(
+    "a job of another peer has no digest None",
+    off=replacing(Job, "check_published", nothing),
+    section="data",
+    key="digest",
+    value=None,
+)
+@defence(
+    "a job of another peer has no checkpoint /models/mine",
+    off=replacing(Job, "check_published", nothing),
+    section="model",
+    key="checkpoint",
+    value="/models/mine",
+)
+@defence(
+    "a job of another peer has no tokenizer ~/model",
+    off=replacing(Job, "check_published", nothing),
+    section="data",
+    key="tokenizer",
+    value="~/model",
+)
 @pytest.mark.parametrize(("section", "key", "value"), HOSTILE, ids=lambda each: str(each)[:24])
 def test_a_job_of_another_peer_names_no_file_of_this_machine(section: str, key: str, value: object) -> None:
     with pytest.raises(JobError, match=key):

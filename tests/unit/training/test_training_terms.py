@@ -5,6 +5,7 @@ from dataclasses import replace
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
+from tests.defences import defence, replacing
 
 COUNT = 100_000
 NAMES = {Identity.from_seed(name.encode()).peer_id: name for name in ("anna", "boris", "clara")}
@@ -29,6 +30,10 @@ def test_without_contributors_all_members_reduce() -> None:
     assert terms(anna=0.0, boris=0.0, clara=0.0).reducers == (0, 1, 2)
 
 
+@defence(
+    "members with different states do not average together",
+    off=replacing(__name__, "replace", lambda terms, **_: terms),
+)
 def test_members_that_differ_on_who_is_new_or_on_the_state_do_not_average_together() -> None:
     ours = terms(anna=5.0, boris=0.0)
     assert ours.agreement() != terms(anna=5.0, boris=1.0).agreement()

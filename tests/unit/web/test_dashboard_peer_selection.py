@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from swarmnet.dashboard import peer_selection
 from swarmnet.dashboard.peer_selection import UNKNOWN_SHARE, PollCandidate, select_peers, subnets_of
 from swarmnet_protocols.net import PeerId
+from tests.defences import defence, replacing
 
 SALT = b"a secret salt"
 SLOTS = 80
@@ -52,6 +54,13 @@ FLOODS = {
 }
 
 
+@defence(
+    "a subnet has a share of a dashboard's slots",
+    off=replacing(
+        peer_selection, "_subnet_ranks", lambda candidates, _: {each.peer: 0 for each in candidates}
+    ),
+    kind="answering, from one subnet",
+)
 @pytest.mark.parametrize("kind", FLOODS)
 def test_a_flood_displaces_no_host_that_answers(kind: str) -> None:
     selected = select_peers([*FLOODS[kind], *honest()], SLOTS, SALT)

@@ -1,5 +1,6 @@
 """Parsing request bodies: hostile ones cost little, long honest ones are accepted."""
 
+import copy
 import json
 import tracemalloc
 from collections.abc import Callable
@@ -7,10 +8,12 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from pydantic_core import SchemaValidator
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.parsing import MAX_TOKENS, BodyParser
 from swarmnet.gateway.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, StrictModel
+from tests.defences import defence, nothing, replacing
 
 LARGE = BodyParser(MAX_TOKENS)
 SMALL = BodyParser(8192)
@@ -74,6 +77,32 @@ def refusal(parser: BodyParser, body: bytes, schema: type[StrictModel]) -> tuple
 SIZES = {"some": (SMALL, 30_000), "most": (LARGE, LARGE.max_bytes)}
 
 
+def validating_all_items(patch: pytest.MonkeyPatch) -> None:
+    """Validate every item of a list, past the first invalid one."""
+    schema = copy.deepcopy(CompletionRequest.__pydantic_core_schema__)
+    left: list[Any] = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            part.pop("fail_fast", None)
+            left.extend(part.values())
+        elif isinstance(part, list | tuple):
+            left.extend(part)
+    patch.setattr(CompletionRequest, "__pydantic_validator__", SchemaValidator(schema, _use_prebuilt=False))
+
+
+@defence(
+    "values of a body are counted before it is parsed",
+    off=replacing(BodyParser, "_check_size", nothing),
+    name="objects",
+    size="most",
+)
+@defence(
+    "a list is validated up to its first invalid item",
+    off=validating_all_items,
+    name="wrong tokens",
+    size="some",
+)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_hostile_body_costs_little_and_names_one_error(name: str, size: str) -> None:

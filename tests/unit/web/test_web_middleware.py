@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -15,6 +15,7 @@ from starlette.routing import Route
 from swarmnet.web import middleware
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, key_name, protect
 from swarmnet_protocols.errors import ConfigError
+from tests.defences import defence, replacing, yes
 from tests.support.virtual_time import run
 
 SECRET = "correct-horse"
@@ -52,6 +53,18 @@ def test_known_host_names_and_ip_addresses_are_accepted(host: str) -> None:
     )
 
 
+def letting_through(guard: type) -> Callable[[pytest.MonkeyPatch], None]:
+    async def call(self: Any, scope: Any, receive: Any, send: Any) -> None:
+        await self._app(scope, receive, send)
+
+    return replacing(guard, "__call__", call)
+
+
+@defence(
+    "unknown host names are refused (DNS rebinding)",
+    off=letting_through(middleware.HostCheck),
+    host="evil.example",
+)
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "", "[", "a@b"]
 )
@@ -59,6 +72,7 @@ def test_an_unknown_host_name_is_refused(host: str) -> None:
     assert code(ask(protect(bare(), AccessPolicy()), headers={"host": host})) == (421, "wrong_host")
 
 
+@defence("pages of other origins are refused", off=letting_through(middleware.OriginCheck))
 def test_pages_of_other_origins_are_refused() -> None:
     app = protect(bare(), AccessPolicy())
     for origin in ("https://evil.example", "null", "http://127.0.0.1:9000"):
@@ -76,6 +90,14 @@ def test_an_allowed_origin_is_accepted() -> None:
     assert answer.text == "hello a"
 
 
+async def unauthenticated(*_: object) -> None:
+    """Accept a request without a key."""
+
+
+@defence(
+    "requests without a key are refused",
+    off=replacing(middleware.ApiKeyBackend, "authenticate", unauthenticated),
+)
 def test_requests_without_a_valid_key_are_refused() -> None:
     app = protect(
         bare(), AccessPolicy(keys=ApiKeys({"a": SECRET, "b": "another-one"}), public_paths=["/health"])
@@ -104,6 +126,7 @@ def test_an_invalid_key_is_a_config_error(secret: str) -> None:
         ApiKeys({"main": secret})
 
 
+@defence("bodies have a size limit", off=letting_through(middleware.BodyLimit))
 def test_a_body_that_is_too_long_is_refused() -> None:
     async def pieces() -> AsyncIterator[bytes]:
         for _ in range(3):
@@ -143,6 +166,10 @@ def test_all_bodies_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asyncio.run(main()) == [200, 503, 200]
 
 
+@defence(
+    "unfinished bodies of one caller leave room for others",
+    off=replacing(middleware.BodyLimit, "_caller", lambda limit, _: limit._resources.system),
+)
 def test_unfinished_bodies_of_one_caller_leave_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one key from many addresses, and, without keys, of many addresses in one subnet."""
 
@@ -184,6 +211,10 @@ def test_unfinished_bodies_of_one_caller_leave_room_for_others(monkeypatch: pyte
     run(main(AccessPolicy(), "", "", "198.51.100.1"))
 
 
+@defence(
+    "a body has a minimum rate",
+    off=replacing(middleware, "_body_within_s", lambda _: middleware.BODY_TIMEOUT_S),
+)
 def test_a_body_that_stops_is_refused_long_before_the_last_moment() -> None:
     async def drip() -> AsyncIterator[bytes]:
         while True:
@@ -209,6 +240,7 @@ def test_a_slow_body_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ask(protect(bare(), AccessPolicy()), method="POST", content=slow()).status_code == 408
 
 
+@defence("responses have security headers", off=letting_through(middleware.SecurityHeaders))
 def test_every_response_has_security_headers() -> None:
     for headers in ({}, {"host": "evil.example"}):
         answer = ask(protect(bare(), AccessPolicy(), csp="default-src 'self'"), headers=headers)
@@ -222,6 +254,7 @@ def test_loopback_needs_no_key(host: str) -> None:
     check_exposed(host, ApiKeys({}))
 
 
+@defence("exposed endpoints need a key", off=replacing(middleware, "is_loopback", yes), host="0.0.0.0")
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.7", "no-such-name.invalid"])
 def test_other_addresses_need_a_key(host: str) -> None:
     with pytest.raises(ConfigError, match="without a key") as caught:

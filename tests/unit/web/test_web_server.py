@@ -2,15 +2,19 @@
 
 import asyncio
 import socket
+import sys
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from typing import Any
 
 import httpx
 import pytest
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarmnet.web import server as module
 from swarmnet.web.server import listen, local_url, serve_http
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from tests.defences import defence, nothing, replacing
 
 TIMEOUT_S = 50.0
 """Seconds until a test gives up on an event that comes at once."""
@@ -71,6 +75,20 @@ def test_a_server_that_fails_is_reported_and_logged(
     assert "not a page left" in caplog.text
 
 
+def with_short_timeout(where: object, name: str, value: object) -> Callable[[pytest.MonkeyPatch], None]:
+    """Replace an attribute as ``replacing`` does; the test gives up after 2 s."""
+
+    def switch_off(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(where, name, value)
+        patch.setattr(sys.modules[__name__], "TIMEOUT_S", 2.0)
+
+    return switch_off
+
+
+@defence(
+    "open streams do not block a shutdown",
+    off=with_short_timeout(module._Server, "abort_connections", nothing),
+)
 def test_an_open_stream_is_aborted_at_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "HARD_STOP_S", 1000)
 
@@ -102,6 +120,11 @@ def test_an_unknown_host_is_a_config_error() -> None:
         listen("no-such-name.invalid", 0)
 
 
+@defence(
+    "idle connections are closed",
+    off=with_short_timeout(module._TimedConnection, "_start_request_timer", nothing),
+    sent=b"",
+)
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: loc"])
 def test_a_connection_without_a_request_is_closed(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_TIMEOUT_S", 0.05)
@@ -135,6 +158,10 @@ def test_the_request_timeout_does_not_end_a_slow_response(monkeypatch: pytest.Mo
     asyncio.run(main())
 
 
+@defence(
+    "connections have a limit",
+    off=with_short_timeout(module._TimedConnection, "connection_made", H11Protocol.connection_made),
+)
 def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 2)
 
@@ -150,6 +177,14 @@ def test_connections_beyond_the_limit_are_closed(monkeypatch: pytest.MonkeyPatch
     asyncio.run(main())
 
 
+def too_many_in_all(connection: Any) -> bool:
+    return len(connection.connections) > module.MAX_CONNECTIONS
+
+
+@defence(
+    "one address leaves connections to others",
+    off=replacing(module._TimedConnection, "_is_one_too_many", too_many_in_all),
+)
 def test_one_address_leaves_connections_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linux connects from any address of 127.0.0.0/8."""
     monkeypatch.setattr(module, "MAX_CONNECTIONS", 8)

@@ -2,11 +2,13 @@
 
 import random
 
+from swarmnet_node.training import known_workers
 from swarmnet_node.training.known_workers import MAX_EXCLUDED, KnownWorkers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.job_records import WorkerInfo, worker_announcement
 from swarmnet_protocols.training.rosters import Candidate
+from tests.defences import defence, nothing, replacing
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import MemoryNetwork
 from tests.support.virtual_time import run
@@ -29,6 +31,7 @@ def names(members: list[Candidate]) -> set[str]:
     return {member.peer for member in members}
 
 
+@defence("an excluded worker has no vote in catching up", off=replacing(KnownWorkers, "exclude", nothing))
 def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
     async def scenario() -> None:
         workers, board = new_workers()
@@ -56,6 +59,7 @@ def test_excluded_workers_do_not_make_a_roster_of_newcomers_continue_the_last_on
     run(scenario())
 
 
+@defence("the list of excluded workers is bounded", off=replacing(known_workers, "MAX_EXCLUDED", 1 << 30))
 def test_the_list_of_excluded_workers_is_bounded() -> None:
     async def scenario() -> None:
         workers, _ = new_workers()

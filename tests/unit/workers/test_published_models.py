@@ -11,8 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnet_node.training.model import model_config
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import partial_model, resolve
+from swarmnet_protocols.models.checkpoints import safetensors_file
 from swarmnet_protocols.training.jobs import JobError, ModelSection
+from tests.defences import defence, nothing, replacing, yes
 from tests.support.tiny_job import CONFIG
 from tests.support.tiny_models import save_tiny
 from tests.unit.workers.test_training_start import hear_of_files
@@ -42,6 +44,21 @@ NAMING: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
+@defence(
+    "a published tokenizer opens no file by a vocabulary",
+    off=replacing(safetensors_file, "_is_no_path", yes),
+    case="a vocabulary",
+)
+@defence(
+    "a published tokenizer opens no file by arguments in order",
+    off=replacing(safetensors_file, "_is_no_path", yes),
+    case="arguments in order",
+)
+@defence(
+    "a published tokenizer opens no file by special tokens",
+    off=replacing(safetensors_file, "_is_no_path", yes),
+    case="special tokens",
+)
 @pytest.mark.parametrize("case", NAMING)
 def test_a_tokenizer_names_no_file_of_this_machine(case: str, tmp_path: Path) -> None:
     secret = tmp_path / "secret.txt"
@@ -87,6 +104,12 @@ FOREIGN = [
 ]
 
 
+@defence(
+    "a job does not choose which code computes its model",
+    off=replacing(partial_model, "_check_implementations", nothing),
+    key="attn_implementation",
+    code="org/kernel",
+)
 @pytest.mark.parametrize(("key", "code"), FOREIGN, ids=str)
 def test_neither_a_job_nor_a_checkpoint_chooses_code(key: str, code: object, tmp_path: Path) -> None:
     with pytest.raises(JobError, match=key):

@@ -1,10 +1,13 @@
 """Votes that move a worker to another round."""
 
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued, join
+from tests.defences import Patch, defence, replacing, yes
 
 MINE = WorkerPosition(5, b"mine")
 LATER = WorkerPosition(9, b"later")
@@ -39,6 +42,15 @@ def test_a_worker_that_has_not_trained_follows_the_majority_of_those_that_have()
     assert isinstance(join(start, 0, votes(start, start)), Stay)
 
 
+def join_the_latest(patch: Patch) -> None:
+    def latest(_: WorkerPosition, __: int, others: dict[PeerId, WorkerPosition]) -> CatchUp:
+        position = max(others.values(), key=lambda each: each.round)
+        return CatchUp(position, tuple(peer for peer, each in others.items() if each == position))
+
+    patch.setattr(sys.modules[__name__], "join", latest)
+
+
+@defence("no minority moves a new worker that has trained", off=join_the_latest)
 def test_a_new_worker_moves_to_a_larger_group_and_no_minority_moves_it() -> None:
     here, there = WorkerPosition(2, b"here"), WorkerPosition(1, b"there")
     liars = WorkerPosition(300, b"forged")
@@ -87,6 +99,7 @@ def test_fewer_than_half_of_the_voters_do_not_move_a_worker(
     assert isinstance(verdict, Stay) or verdict.position.round == MINE.round
 
 
+@defence("a roster of newcomers does not continue an earlier one", off=replacing(__name__, "continued", yes))
 def test_rosters_of_newcomers_or_of_a_minority_do_not_continue_the_last_one() -> None:
     before = [PeerId(name) for name in "abcd"]
     assert continued([], {PeerId("x"): 0})

@@ -22,6 +22,7 @@ from swarmnet_node.training import documents
 from swarmnet_node.training.data import BatchSampler, ByteTokenizer, open_corpus, permute
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.training.jobs import DataSection, JobError
+from tests.defences import defence, replacing
 
 
 def _section(path: Path | str, **more: object) -> DataSection:
@@ -140,6 +141,10 @@ def test_the_cache_is_used_again_until_the_content_changes(
     assert isinstance(first.train.tokens, np.memmap)
 
 
+@defence(
+    "data beyond the size in the job is not read",
+    off=replacing(data_module, "_with_progress", lambda source, *_: source),
+)
 def test_data_beyond_the_jobs_size_is_not_read(tmp_path: Path) -> None:
     size = sum(map(len, _write_texts(tmp_path / "texts")))
     assert open_corpus(_section(tmp_path / "texts", size_bytes=size), tmp_path / "cache").size_bytes == size
@@ -292,6 +297,9 @@ NO_TEXT = {
 }
 
 
+@defence(
+    "a compressed file is not trained on", off=replacing(documents, "_KINDS", {}), what="in UTF-16 or UTF-32"
+)
 @pytest.mark.parametrize(("content", "what"), NO_TEXT.values(), ids=NO_TEXT)
 def test_a_file_that_is_no_text_in_utf8_is_refused_with_the_place(
     tmp_path: Path, content: bytes, what: str

@@ -42,6 +42,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import _job_topic, job_announcement
 from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.wire import workers_pb2
+from tests.defences import defence, nothing, replacing
 from tests.support.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 from tests.support.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
@@ -231,6 +232,7 @@ def test_a_job_from_the_swarm_is_stored(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@defence("no path of a job is opened", off=replacing(Job, "check_published", nothing))
 def test_no_file_named_by_another_peers_job_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
