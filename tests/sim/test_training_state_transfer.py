@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
-from swarmnet_protocols.fetching import download
+from swarmnet_protocols.fetching import download as download_module
 from swarmnet_protocols.fetching.download import REPEAT_S
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import STATE
@@ -95,7 +95,7 @@ def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
 
 @defence(
     "chunks of a state that a source sends slowly are asked of another",
-    off=replacing(download, "REPEAT_S", 1e6),
+    off=replacing(download_module, "REPEAT_S", 1e6),
 )
 def test_chunks_that_a_source_sends_slowly_come_from_another() -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
