@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.failures import WaitBudget
+from swarmnet_client.chain.failures import RetryPolicy
 from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
 from swarmnet_client.swarm import swarm
 from swarmnet_client.swarm.swarm import Swarm
@@ -181,7 +181,7 @@ def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_
 
 @defence(
     "hosts that always say that they are busy do not prolong the wait of a client",
-    off=replacing(WaitBudget, "may_wait", yes),
+    off=replacing(RetryPolicy, "may_wait", yes),
 )
 def test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait(reference: Reference) -> None:
     wait_s = 4.5

@@ -6,6 +6,7 @@ use its outputs. So the client is blamed if independent hosts refuse for the sam
 """
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import (
@@ -32,6 +33,12 @@ CLIENT_FAULTS = {
 """Reasons for which every honest host refuses a client at fault, each with advice to the user."""
 PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
+QUICK_ATTEMPTS = 3
+"""Attempts to fill a chain without a pause. With fewer, a lost packet costs a pause; with more, a
+host that refuses at once is asked too often."""
+DIRECTORY_S = 0.3
+"""Longest wait for the directory before a host that failed is tried again. Most answers take a round
+trip, but a replica that is gone too takes seconds: it may have failed with the host."""
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
 FULL_ATTEMPTS = 4
@@ -109,28 +116,8 @@ class Blame:
         ) from error
 
 
-class WaitBudget:
-    """How long a chain waits for busy hosts, from their first refusal until the chain answers. Pure.
-
-    What hosts say does not prolong it: they may lie.
-    """
-
-    def __init__(self) -> None:
-        self._since: float | None = None
-
-    def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
-        """Whether ``wait_s`` from now is within ``most_s`` of the first refusal."""
-        if self._since is None:
-            self._since = now
-        return now + wait_s <= self._since + most_s
-
-    def answered(self) -> None:
-        """The chain has answered a step."""
-        self._since = None
-
-
 class RetryPolicy:
-    """Counts the repairs of a chain since it last answered."""
+    """Counts what a chain has gone through since it last answered: its repairs, and the time it waited for busy hosts. Pure."""
 
     def __init__(self, recover_s: float) -> None:
         """``recover_s``: a chain is tried for this long at least."""
@@ -138,6 +125,7 @@ class RetryPolicy:
         self._attempts = 0
         self._since = 0.0
         self._repaired_at = 0.0
+        self._busy_since: float | None = None
 
     def pause_s(self, error: SwarmnetError | None) -> float:
         """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name
@@ -165,13 +153,43 @@ class RetryPolicy:
             return True
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
+    def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
+        """Whether a wait of ``wait_s`` for busy hosts ends within ``most_s`` of their first refusal.
+
+        What hosts say does not prolong the wait: they may lie.
+        """
+        if self._busy_since is None:
+            self._busy_since = now
+        return now + wait_s <= self._busy_since + most_s
+
     def repaired(self, now: float) -> None:
         """The chain was repaired at ``now``."""
         self._repaired_at = now
 
     def answered(self) -> None:
         """The chain has answered a step."""
-        self._attempts = 0
+        self._attempts, self._busy_since = 0, None
+
+
+class Unfilled(Enum):
+    """Why an attempt to fill the gaps of a chain has failed."""
+
+    NO_ROUTE = auto()
+    """No hosts are known that have the blocks, or they have no room."""
+    DOUBTFUL = auto()
+    """A host of the only route has failed before. The directory may know another."""
+    NOT_OPENED = auto()
+    """A host did not open its session, or a hop ended meanwhile."""
+
+
+def before_attempt(failures: Sequence[Unfilled]) -> tuple[float, float | None]:
+    """What comes before the next attempt to fill a chain, after ``failures``.
+
+    Returns seconds to pause, and the longest wait in seconds for the directory, or None: without a
+    route, only the directory can help.
+    """
+    pause_s = PAUSE_S if len(failures) >= QUICK_ATTEMPTS else 0.0
+    return pause_s, None if set(failures) == {Unfilled.NO_ROUTE} else DIRECTORY_S
 
 
 def is_full(error: SwarmnetError | None) -> bool:

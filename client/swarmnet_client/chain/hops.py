@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Literal
 
 import torch
 
@@ -176,6 +177,23 @@ class LiveHop:
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
+    @property
+    def peer(self) -> PeerId:
+        return self.hop.peer
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether the hop does not know yet that it is to send to ``next``."""
+        return self.stands_by or self.is_switching
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        return self.target(self.epoch).log_fields
+
+    def linked_to(self, successor: "LiveHop | None", epoch: int) -> None:
+        """Note where the hop is about to be told to send its outputs."""
+        self.next, self.epoch, self.stands_by, self.is_switching = successor, epoch, False, False
+
     def end(self, error: SwarmnetError) -> None:
         """The hop is no part of the chain any more. ``show`` raises ``error``."""
         self.alive = False
@@ -237,10 +255,27 @@ class LiveHop:
 
 @dataclass(eq=False)
 class ClientLink:
-    """The client's own link, to the first hop."""
+    """The client as a sender: its own link to the first hop. It outlives all hops."""
 
     next: LiveHop | None = None
+    epoch: int = 0
     sending: asyncio.Task[None] | None = None
+    peer: None = None
+    alive: Literal[True] = True
+    leaving: Literal[False] = False
+
+    @property
+    def needs_link(self) -> bool:
+        """Whether the link was not made yet, or is lost."""
+        return self.sending is None or self.sending.done()
+
+    def linked_to(self, successor: LiveHop | None, epoch: int) -> None:
+        """Note where the client is about to send its steps."""
+        self.next, self.epoch = successor, epoch
+
+
+Sender = LiveHop | ClientLink
+"""Whoever sends steps to a hop: the hop before it, or the client."""
 
 
 def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:

@@ -32,31 +32,25 @@ class HopSessions:
     receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
     heartbeat: Callable[[LiveHop, pb.SessionReply], None]
     ended: Callable[[LiveHop, SwarmnetError], None]
-    _epoch: int = 0
     _receiving: dict[asyncio.Task[None], None] = field(default_factory=dict)
-
-    def next_epoch(self) -> int:
-        """The epoch of the next change of the chain."""
-        self._epoch += 1
-        return self._epoch
 
     async def open(
         self,
         route: Sequence[Hop],
         after: LiveHop | None,
+        epoch: int,
         failed: Callable[[Hop, SwarmnetError], None],
         *,
         role: SessionRole = SessionRole.HOP,
         begun: Callable[[NextHop], Awaitable[None]] | None = None,
     ) -> list[LiveHop]:
-        """Open sessions on the hosts of ``route`` at once, linked one to the next and the last to ``after``; returns those that opened.
+        """Open sessions on the hosts of ``route`` at once and return those that opened.
 
-        ``begun`` is told of the first one as it is being opened: links that arrive there wait for
-        the session.
-        ``failed`` is told of the others. ``role`` is that of the last session, or of all if they are successors. Raises ``ConfigError`` if no host would
-        take the chain's adapter.
+        In ``epoch`` they link one to the next, and the last one to ``after``. ``begun`` is told of the
+        first session while it is being opened: links that arrive there wait for it. ``failed`` is told
+        of the sessions that did not open. ``role`` is the role of the last session, or of all if they
+        are successors. Raises ``ConfigError`` if no host would take the chain's adapter.
         """
-        epoch = self.next_epoch()
         planned = [(hop, self.swarm.new_session()) for hop in route]
         following: list[NextHop | None] = [
             NextHop(hop.peer, hop.addresses, session, epoch) for hop, session in planned[1:]
@@ -85,6 +79,7 @@ class HopSessions:
                 return None
             live.announced = self.swarm.span_of(hop.peer)
             answered.append(live)
+            _log.debug("a session is open", extra=live.target(epoch).log_fields | {"role": role.name})
             task = asyncio.create_task(self._attend(live))
             self._receiving[task] = None
             task.add_done_callback(self._receiving.pop)
@@ -135,11 +130,11 @@ class HopSessions:
                 return False
             live.stream = await resume(self.swarm, live)
         except SwarmnetError as error:
-            _log.info("the session on %s stays on its path: %s", live.hop.peer, error)
+            _log.info("the session on %s stays on its path: %s", live.peer, error)
             return False
         finally:
             await cancel(improved)
-        _log.info("the session on %s moved to a better path", live.hop.peer)
+        _log.info("the session on %s moved to a better path", live.peer)
         return True
 
     async def _attend_stream(self, live: LiveHop) -> bool:

@@ -17,10 +17,12 @@ host, which has no other work and may end it for other work.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, SessionRole
+from swarmnet_client.chain.hops import ChainSpec, LiveHop, Sender, SessionRole
+from swarmnet_client.chain.links import ChainLinks
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
@@ -29,6 +31,8 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.wire import refusal_pb2
+
+_log = logging.getLogger(__name__)
 
 LATE_STEPS = 2
 """Steps that a standby may lack when it takes over from a hop that leaves: its account of them is as old as a heartbeat."""
@@ -43,7 +47,7 @@ class Standby:
     """The sessions that are to take the place of ``replaced``, in order, and the second link of ``sender`` that feeds them."""
 
     replaced: LiveHop
-    sender: LiveHop | ClientLink
+    sender: Sender
     hops: list[LiveHop]
     epoch: int
     """Epoch of the link that feeds it."""
@@ -60,7 +64,7 @@ class Standby:
     def repeats(self, after: LiveHop | None) -> bool:
         """Whether its last hop is on the host of the hop ``after`` it, to which it could not
         link."""
-        return after is not None and after.hop.peer == self.hops[-1].hop.peer
+        return after is not None and after.peer == self.hops[-1].peer
 
     def is_ready(self, acked: int) -> bool:
         """Whether it has nearly all steps that the client has the outputs of, which are those up to ``acked``."""
@@ -72,7 +76,7 @@ class _Place:
     """A hop that needs a standby. ``is_spare``: only on a host without other work."""
 
     live: LiveHop
-    sender: LiveHop | ClientLink
+    sender: Sender
     after: LiveHop | None
     """The hop behind; None if the hop is the last one."""
     is_spare: bool = False
@@ -93,12 +97,12 @@ class _Place:
 
 @dataclass(eq=False)
 class Standbys:
-    """The standbys of one chain. ``link_client`` opens the client's link to a standby's first hop; ``changed`` is set when one is opened or ends."""
+    """The standbys of one chain. ``changed`` is set when one is opened or ends."""
 
     swarm: Swarm
     spec: ChainSpec
     sessions: HopSessions
-    link_client: Callable[[LiveHop, int], asyncio.Task[None]]
+    links: ChainLinks
     changed: asyncio.Event
     _places: dict[LiveHop, _Place] = field(default_factory=dict)
     _positions: int = 0
@@ -107,6 +111,11 @@ class Standbys:
         """The standby of a hop, once it is fed."""
         place = self._places.get(live)
         return place.standby if place else None
+
+    @property
+    def hops(self) -> list[LiveHop]:
+        """The sessions of all standbys."""
+        return [live for each in self._standbys() for live in each.hops]
 
     def with_hop(self, live: LiveHop) -> Standby | None:
         """The standby that a session belongs to."""
@@ -123,15 +132,13 @@ class Standbys:
         place = self._places.get(live)
         return place is not None and place.failures >= ATTEMPTS
 
-    def keep(
-        self, hops: Sequence[LiveHop], client: ClientLink, precision: str | None, positions: int
-    ) -> None:
+    def keep(self, hops: Sequence[LiveHop], precision: str | None, positions: int) -> None:
         """Have a standby prepared for each hop of a whole chain that needs one. End those of hops that are gone, or that no sender feeds.
 
         ``positions``: those that a replay of the session would send.
         """
         self._positions = positions
-        senders: list[LiveHop | ClientLink] = [client, *hops[:-1]]
+        senders: list[Sender] = [self.links.client, *hops[:-1]]
         followers: list[LiveHop | None] = [*hops[1:], None]
         for place in list(self._places.values()):
             if place.live not in hops or senders[hops.index(place.live)] is not place.sender:
@@ -147,7 +154,7 @@ class Standbys:
         for live, sender, after in zip(hops, senders, followers, strict=True):
             must_have_one = live.leaving or bool(self.spec.standby)
             is_worth_one = self.spec.standby is None and positions >= SPARE_POSITIONS
-            waits = live.leaving and isinstance(sender, LiveHop) and sender.leaving and sender in self._places
+            waits = live.leaving and sender.leaving and sender in self._places
             if (must_have_one or is_worth_one) and not waits:
                 place = self._places.setdefault(live, _Place(live, sender, after, is_spare=not must_have_one))
                 if must_have_one and place.is_spare:
@@ -165,9 +172,7 @@ class Standbys:
         self._end(place)
         if standby is None:
             return None
-        is_fed = standby.sender.next is live and (
-            isinstance(standby.sender, ClientLink) or standby.sender.alive
-        )
+        is_fed = standby.sender.next is live and standby.sender.alive
         if is_fed and all(each.alive for each in standby.hops):
             return standby
         self._close(standby)
@@ -178,6 +183,7 @@ class Standbys:
         place = self._places.get(standby.replaced)
         if place is None or place.standby is not standby:
             return
+        _log.debug("a standby is given up", extra=standby.hops[0].log_fields | {"replaces": place.live.peer})
         place.standby = None
         place.failures += 1
         self._close(standby)
@@ -243,14 +249,14 @@ class Standbys:
             self.changed.set()
 
     def _route(self, place: _Place, precision: str | None) -> list[Hop]:
-        hop, announced = place.live.hop, self.swarm.span_of(place.live.hop.peer)
+        hop, announced = place.live.hop, self.swarm.span_of(place.live.peer)
         # A host that has moved may have some of the blocks still, for new sessions.
         has_moved = place.live.leaving and announced not in (None, place.live.announced)
         return self.swarm.route(
             (hop.start, hop.end),
             ends=(
-                place.sender.hop.peer if isinstance(place.sender, LiveHop) else None,
-                place.after.hop.peer if place.after else None,
+                place.sender.peer,
+                place.after.peer if place.after else None,
             ),
             precision=precision,
             avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set()))
@@ -262,19 +268,17 @@ class Standbys:
         try:
             with contextlib.suppress(ConfigError):  # the chain's own hops meet it too
                 role = SessionRole.SPARE if place.is_spare else SessionRole.STANDBY
-                opened = await self.sessions.open(route, None, self._failed, role=role)
+                opened = await self.sessions.open(
+                    route, None, self.links.next_epoch(), self._failed, role=role
+                )
             if len(opened) < len(route):
                 place.failures += 1
                 if place.is_spare:
                     place.refusing.add(route[0].peer)
                 return
-            epoch = self.sessions.next_epoch()
+            epoch = self.links.next_epoch()
             place.standby = standby = Standby(place.live, place.sender, opened, epoch)
-            if isinstance(place.sender, LiveHop):
-                record = self.swarm.record_of(opened[0].hop.peer)
-                await place.sender.tee(opened[0].target(epoch), record)
-            else:
-                standby.feeding = self.link_client(opened[0], epoch)
+            standby.feeding = await self.links.feed(place.sender, opened[0], epoch)
         finally:
             if place.standby is None:
                 for live in opened:

@@ -6,6 +6,7 @@ it is added.
 """
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -36,6 +37,16 @@ class NextHop:
     addresses: tuple[str, ...]
     session: bytes
     epoch: int
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """Fields that join the logs of the client and of both ends of the link."""
+        return {"peer": self.peer, "session": log_id(self.session), "epoch": self.epoch}
+
+
+def log_id(session: bytes) -> str:
+    """Eight digits that stand for a session in the logs of all its peers. The session id itself is a secret."""
+    return hashlib.blake2s(session, digest_size=4).hexdigest()
 
 
 async def ignore_link() -> None:

@@ -4,11 +4,14 @@ import pytest
 
 from swarmnet_client.chain.failures import (
     ATTEMPTS,
+    DIRECTORY_S,
     FULL_ATTEMPTS,
     PAUSE_S,
+    QUICK_ATTEMPTS,
     RetryPolicy,
     Suspects,
-    WaitBudget,
+    Unfilled,
+    before_attempt,
     explain,
 )
 from swarmnet_protocols.errors import IncompatibleVersion, NotAuthorised
@@ -69,8 +72,8 @@ def test_a_full_host_is_asked_again_after_the_time_it_named_then_after_twice_tha
     assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
 
 
-def test_wait_budget_counts_from_the_first_refusal_until_an_answer() -> None:
-    budget = WaitBudget()
+def test_waits_for_busy_hosts_count_from_the_first_refusal_until_an_answer() -> None:
+    budget = RetryPolicy(recover_s=12.0)
     assert budget.may_wait(6.0, 10.0, 100.0)
     assert not budget.may_wait(6.0, 10.0, 106.0)
     assert budget.may_wait(4.0, 10.0, 106.0)
@@ -116,3 +119,11 @@ def test_two_hosts_with_different_reasons_clear_no_host() -> None:
     suspects = Suspects()
     suspects.narrow(refusal_pb2.REASON_PROTOCOL, hosts(ONE))
     assert suspects.narrow(refusal_pb2.REASON_TOO_LONG, hosts(TWO)) == (hosts(TWO), NO_HOSTS)
+
+
+def test_what_comes_before_an_attempt_follows_from_what_failed() -> None:
+    no_route, not_opened = Unfilled.NO_ROUTE, Unfilled.NOT_OPENED
+    assert before_attempt([Unfilled.DOUBTFUL]) == (0.0, DIRECTORY_S)
+    assert before_attempt([no_route, no_route]) == (0.0, None), "only the directory can help"
+    assert before_attempt([no_route, not_opened]) == (0.0, DIRECTORY_S), "a route is known to exist"
+    assert before_attempt([not_opened] * QUICK_ATTEMPTS) == (PAUSE_S, DIRECTORY_S)

@@ -1,0 +1,105 @@
+"""Makes the links of a chain: the client sends to the first hop, and each hop to the next one.
+
+The client sends over a stream of its own. A hop is told where to send, by the requests ``relink`` and
+``tee``. Outside of this module both are a ``Sender``.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, Sender
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.link import LinkSender, NextHop
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class ChainLinks:
+    """Who sends to whom in one chain.
+
+    ``steps`` sends from the client's log. ``lost`` is told of a link of the client that cannot be made or
+    kept.
+    """
+
+    swarm: Swarm
+    spec: ChainSpec
+    steps: LinkSender
+    lost: Callable[[NextHop, SwarmnetError], Awaitable[None]]
+    client: ClientLink = field(default_factory=ClientLink)
+    _epoch: int = 0
+
+    def next_epoch(self) -> int:
+        """The epoch of the next change of the chain."""
+        self._epoch += 1
+        return self._epoch
+
+    async def make(self, hops: Sequence[LiveHop]) -> None:
+        """Have each sender of a whole chain send to the hop behind it, and the last hop answer the client."""
+        senders: list[Sender] = [self.client, *hops]
+        for sender, successor in zip(senders, [*hops, None], strict=True):
+            if sender.next is not successor or sender.needs_link:
+                await self.link(sender, successor)
+
+    async def link(self, sender: Sender, successor: LiveHop | None) -> None:
+        """Have a sender send to ``successor``; None: have a hop answer the client."""
+        # A hop goes on with the link that fed the standby it switches to, so that link keeps its epoch.
+        is_fed = isinstance(sender, LiveHop) and sender.is_switching and sender.next is successor
+        epoch = sender.epoch if is_fed else self.next_epoch()
+        if successor is not None:
+            await self.send(sender, successor.hop, successor.target(epoch), successor)
+        elif isinstance(sender, LiveHop):
+            sender.linked_to(None, epoch)
+            _log.debug("a hop answers the client", extra=sender.log_fields)
+            await sender.relink(epoch, None, b"", self.steps.outbox.log.lengths)
+
+    async def send(self, sender: Sender, hop: Hop, target: NextHop, opened: LiveHop | None) -> None:
+        """Have a sender send to ``target``, a session on ``hop``. ``opened``: None while that session is being opened."""
+        sender.linked_to(opened, target.epoch)
+        _log.debug("a hop is linked", extra=target.log_fields | {"sender": sender.peer})
+        if isinstance(sender, LiveHop):
+            record = self.swarm.record_of(target.peer)
+            await sender.relink(target.epoch, target, record, self.steps.outbox.log.lengths)
+        else:
+            replaced = sender.sending
+            sender.sending = asyncio.create_task(self._send_steps(hop, target, is_standby=False))
+            await cancel(replaced)
+
+    async def feed(self, sender: Sender, standby: LiveHop, epoch: int) -> asyncio.Task[None] | None:
+        """Have a sender send to a standby of its next hop too. Returns the task of a link of the client."""
+        target = standby.target(epoch)
+        _log.debug("a standby is fed", extra=target.log_fields | {"sender": sender.peer})
+        if not isinstance(sender, LiveHop):
+            return asyncio.create_task(self._send_steps(standby.hop, target, is_standby=True))
+        await sender.tee(target, self.swarm.record_of(target.peer))
+        return None
+
+    def switch(
+        self, sender: Sender, standby: LiveHop, epoch: int, feeding: asyncio.Task[None] | None
+    ) -> None:
+        """Make the link that feeds a standby the sender's only one. A hop is told by ``make``."""
+        _log.debug("a standby takes over", extra=standby.target(epoch).log_fields | {"sender": sender.peer})
+        sender.next, sender.epoch = standby, epoch
+        if isinstance(sender, LiveHop):
+            sender.is_switching = True
+        else:
+            replaced, sender.sending = sender.sending, feeding
+            if replaced is not None:
+                replaced.cancel()
+
+    async def close(self) -> None:
+        """End the client's link."""
+        await cancel(self.client.sending)
+
+    async def _send_steps(self, hop: Hop, target: NextHop, *, is_standby: bool) -> None:
+        """Send the client's steps. A link that is lost before its session is open is made again after that."""
+        sender = replace(self.steps, wire=self.spec.wire_of(hop.precision))
+        try:
+            await sender.run(target, is_standby=is_standby)
+        except SwarmnetError as error:
+            await self.lost(target, error)

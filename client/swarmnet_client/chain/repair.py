@@ -1,0 +1,273 @@
+"""Repairs a chain: fills its gaps with hosts, and links its hops.
+
+1. A standby takes the place of a hop that ended, where there is one.
+2. Blocks that no live hop covers are a gap. Sessions are opened on the hosts of a route over all
+   blocks, most of which are open already. While that fails, the directory is read and another
+   route chosen.
+3. Each hop is linked to the hop behind it. The hop before a new one replays its log there.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from swarmnet_client.chain.failures import (
+    Blame,
+    RetryPolicy,
+    Unfilled,
+    before_attempt,
+    explain,
+    is_full,
+    is_missing_experts,
+)
+from swarmnet_client.chain.hops import (
+    ChainReport,
+    ChainSpec,
+    LiveHop,
+    Sender,
+    SessionRole,
+    displaced,
+    gaps,
+    runs,
+)
+from swarmnet_client.chain.links import ChainLinks
+from swarmnet_client.chain.sessions import HopSessions
+from swarmnet_client.chain.standby import Standby, Standbys
+from swarmnet_client.chain.steps_in_flight import StepsInFlight
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.session.link import NextHop, log_id
+
+_log = logging.getLogger(__name__)
+
+ROOMLESS_ATTEMPTS = 2
+"""Attempts without room on any host after which an answer under way ends. A host with more room may
+have come since the directory was read; each attempt reads it."""
+
+
+@dataclass(eq=False)
+class ChainRepair:
+    """The hops of one chain, and how they are replaced. Whoever finds a hop wrong ends it, and notes the error here."""
+
+    swarm: Swarm
+    spec: ChainSpec
+    in_flight: StepsInFlight
+    report: ChainReport
+    sessions: HopSessions
+    links: ChainLinks
+    standbys: Standbys
+    hops: list[LiveHop] = field(default_factory=list)
+    positions: int = 0
+    """Positions of all sequences, including positions about to be sent."""
+    last_error: SwarmnetError | None = None
+    """Why a hop was replaced last, or could not be."""
+    _deadline: asyncio.Timeout | None = None
+
+    def __post_init__(self) -> None:
+        self.blame = Blame(self.swarm)
+        self._retries = RetryPolicy(self.swarm.timing.recover_s)
+
+    @property
+    def continues(self) -> bool:
+        """Whether the chain has answered, so that hops which are added continue an answer."""
+        return bool(self.in_flight.acked)
+
+    @property
+    def precision(self) -> str | None:
+        """The precision that new hops should have: that of the chain, or of its first hops. None before there are any."""
+        known = self.report.precisions or [live.hop.precision for live in self.hops]
+        return known[0] if known else None
+
+    def answered(self) -> None:
+        """The chain answered a step: forget earlier failures."""
+        self._retries.answered()
+        self.blame = Blame(self.swarm)
+
+    def extend_deadline(self) -> None:
+        """A host has received some of the adapter: start the deadline of the repair again."""
+        if self._deadline is not None:
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self.swarm.timing.recover_s)
+
+    async def run(self) -> None:
+        """Make the chain whole. Raises the error for the user when that is not possible."""
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(self.swarm.timing.recover_s) as self._deadline:
+                if missing := self._gaps():
+                    _log.debug("a chain has gaps", extra={"blocks": missing, "reason": str(self.last_error)})
+                    self.report.failovers += bool(self.report.route)
+                    is_idle = self.in_flight.is_empty
+                    if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
+                        raise self._explain(missing) from self.last_error
+                    pause_s = self._retries.pause_s(self.last_error)
+                    if not is_full(self.last_error):  # else other hosts may have room at once
+                        await asyncio.sleep(pause_s)
+                    # Kept caches would be replayed before the answers that wait (docs/decisions/0111).
+                    self.in_flight.forget_idle()
+                    await self._fill(pause_s)
+                    self._retries.repaired(clock())
+                    _log.debug(
+                        "a chain has no gaps",
+                        extra={"sessions": [log_id(live.session) for live in self.hops]},
+                    )
+                await self.links.make(self.hops)
+        except TimeoutError:
+            raise self._explain(self._gaps()) from self.last_error
+        self.report.take([live.hop for live in self.hops])
+        self.swarm.chain_opened(self.hops[0].peer, self.hops[-1].peer)
+
+    def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
+        """The error for a chain that cannot be repaired."""
+        no_route = partial(self.swarm.no_route, missing, continues=self.continues)
+        error = explain(self.last_error or no_route())
+        is_unhosted = isinstance(self.last_error, Unreachable) or not self.swarm.hosts
+        return no_route() if is_unhosted and type(error) is Unreachable else error
+
+    # ---- the hops ---------------------------------------------------------------------------------------
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """The blocks that neither a live hop nor a standby covers. Closes the sessions of hops that have ended, and installs their standbys."""
+        gone = [live for live in self.hops if not live.alive]
+        self.hops = [live for live in self.hops if live.alive]
+        for live in gone:
+            live.stream.close()
+            if (standby := self.standbys.take(live)) is not None:
+                self._install(standby)
+        return gaps(self.hops, self.spec.blocks)
+
+    def _install(self, standby: Standby) -> None:
+        """Make the hops of a standby hops of the chain. ``ChainLinks.make`` tells the sender, and the last of them if it does not know the next hop."""
+        self.report.failovers += 1
+        self._add(standby.hops)
+        self.links.switch(standby.sender, standby.hops[0], standby.epoch, standby.feeding)
+
+    def _add(self, new: Sequence[LiveHop]) -> None:
+        """Make new hops part of the chain, and close the hops that give way to them."""
+        for live in displaced(self.hops, new):
+            live.end(Unreachable(f"{live.peer} gave way to other hops"))
+            live.stream.close()
+        self.hops = sorted(
+            [*(live for live in self.hops if live.alive), *new], key=lambda live: live.hop.start
+        )
+
+    # ---- filling gaps -----------------------------------------------------------------------------------
+
+    async def _fill(self, pause_s: float) -> None:
+        """Open sessions until all hops of a route are open.
+
+        A host that fails is banned for a while, and another route chosen: the open hops may cover all
+        blocks already, but include two that do not reach each other. ``pause_s``: the pause before a
+        full host is asked again.
+        """
+        failures: list[Unfilled] = []
+        is_open = False
+        # Hops end and standbys take over while hosts are asked: the gaps are counted anew each time.
+        while self._gaps() or not is_open:
+            if failures:
+                await self._look_again(failures)
+            failure = await self._try_to_fill(failures, pause_s)
+            is_open = failure is None
+            failures.append(failure or Unfilled.NOT_OPENED)
+
+    async def _look_again(self, failures: Sequence[Unfilled]) -> None:
+        pause_s, directory_s = before_attempt(failures)
+        _log.debug("a chain is not filled", extra={"failure": failures[-1].name, "attempts": len(failures)})
+        if pause_s:
+            await asyncio.sleep(pause_s)
+        with contextlib.suppress(SwarmnetError, TimeoutError):
+            async with asyncio.timeout(directory_s):
+                await self.swarm.refresh()
+
+    async def _try_to_fill(self, failures: Sequence[Unfilled], pause_s: float) -> Unfilled | None:
+        """Open the hops of the best route. Returns why that failed, or None."""
+        try:
+            route = self._route()
+        except NoRoom as error:
+            if not self.continues or len(failures) >= ROOMLESS_ATTEMPTS:
+                raise
+            self.last_error = error
+            return Unfilled.NO_ROUTE
+        except HostsBusy as error:
+            await self._wait_for_hosts(error)
+            return Unfilled.NO_ROUTE
+        except NoRoute as error:
+            if not is_missing_experts(self.last_error):  # which is why the host is not there
+                self.last_error = error
+            return Unfilled.NO_ROUTE
+        # A dial may take a timeout, so a host that failed is dialled only after the directory was read.
+        if not failures and self.swarm.is_doubtful(route, [live.hop for live in self.hops]):
+            if is_full(self.last_error):
+                await asyncio.sleep(pause_s)
+            return Unfilled.DOUBTFUL
+        return None if await self._open(route) else Unfilled.NOT_OPENED
+
+    def _route(self) -> list[Hop]:
+        """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or ``HostsBusy``."""
+        blocks = 0, self.spec.blocks
+        self.swarm.check_room(self.positions, blocks)
+        return self.swarm.route(
+            blocks,
+            precision=self.precision,
+            avoid=self.swarm.without_room(self.positions),
+            continues=self.continues,
+            hops=[live.hop for live in self.hops],
+        )
+
+    async def _open(self, route: Sequence[Hop]) -> bool:
+        """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and
+        the last of them to the open hop behind. Returns whether all are open."""
+        role = SessionRole.SUCCESSOR if self.continues else SessionRole.HOP
+
+        async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
+            sender = self._sender_to(new[0])
+
+            async def link(target: NextHop) -> None:
+                """Link to the hop while it is being opened, which saves two round trips: the link
+                waits there for the session."""
+                if sender is not None:
+                    await self.links.send(sender, new[0], target, None)
+
+            opened = await self.sessions.open(
+                new, after, self.links.next_epoch(), self._open_failed, role=role, begun=link
+            )
+            self._add(opened)
+            if sender is None or not opened or opened[0].hop != new[0]:
+                return
+            # A hop that has reported meanwhile that it lost the link makes another one.
+            if sender.epoch == opened[0].epoch:
+                sender.next = opened[0]
+
+        await all_of(*(open_run(new, after) for new, after in runs(route, self.hops)))
+        return {live.hop for live in self.hops}.issuperset(route)
+
+    def _sender_to(self, new: Hop) -> Sender | None:
+        """The client or the open hop that will send to a new one; None if a new one will, or a hop
+        that gives way."""
+        if new.start == 0:
+            return self.links.client
+        senders = (live for live in self.hops if live.hop.end == new.start and live.peer != new.peer)
+        return next(senders, None)
+
+    def _open_failed(self, hop: Hop, error: SwarmnetError) -> None:
+        self.blame.attribute(error, hop, continues=self.continues)
+        self.last_error = error
+
+    async def _wait_for_hosts(self, busy: HostsBusy) -> None:
+        """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
+
+        A chain that has answered is worth the time of a repair.
+        """
+        recover_s = self.swarm.timing.recover_s
+        most_s = max(self.spec.wait_s, recover_s if self.continues else 0.0)
+        now = asyncio.get_running_loop().time()
+        if not self._retries.may_wait(busy.retry_after_s, most_s, now):
+            raise busy
+        self.last_error = busy
+        if self._deadline is not None:
+            self._deadline.reschedule(now + busy.retry_after_s + recover_s)
+        await asyncio.sleep(busy.retry_after_s)
