@@ -34,6 +34,11 @@ CHECKED = 4
 MAX_FOUND = 16
 """Most relays that a peer takes from the directory at once: most records may be stale or invented.
 """
+SAMPLED = MAX_FOUND
+"""Records that a storing peer draws, one of each network that published any before a second one.
+More than are taken would be filled up by a network that publishes many, with addresses that it
+claims in any subnet; fewer would leave out real relays.
+"""
 MAX_ANSWERED = 4
 """Relays that a peer remembers because they have held a reservation."""
 FIND_S = 30.0
@@ -109,7 +114,7 @@ class RelayFinder:
         if now >= self._until:
             self._until = now + FIND_S
             try:
-                drawn = choose(await self._directory.sample([TOPIC], 4 * MAX_FOUND, copies=2), self._rng)
+                drawn = choose(await self._directory.sample([TOPIC], SAMPLED, copies=2), self._rng)
             except SwarmnetError:
                 drawn = ()
             known = reversed(self._answered.values())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Collection, Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from swarmnet_protocols.directory.relay_announcements import (
 )
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.wire import records_pb2
 from tests.defences import defence, replacing
 from tests.support import virtual_time
@@ -42,6 +44,50 @@ def test_relays_are_drawn_from_different_subnets() -> None:
     for seed in range(10):
         drawn = choose([*invented, *real], random.Random(seed))
         assert sum("/ip4/26." in address for address in drawn) == 5
+
+
+@defence(
+    "relays that one network invents leave the others their share",
+    off=replacing(relay_announcements, "SAMPLED", 4 * relay_announcements.SAMPLED),
+    claimed="25.{}.0.1",
+)
+@pytest.mark.parametrize(
+    ("claimed", "drawn"), [("25.0.0.1", 8), ("25.{}.0.1", 4)], ids=["one network", "a network each"]
+)
+@pytest.mark.parametrize("networks", [1, 3])
+def test_relays_that_one_network_invents_leave_the_others_their_share(
+    networks: int, claimed: str, drawn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers that store the records count the networks that published them, whatever addresses the records claim."""
+    from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
+
+    monkeypatch.setattr("hivemind.utils.timed_storage.get_dht_time", lambda: 1.0)
+    invented = [announced(n, f"/ip4/{claimed.format(n)}/tcp/4001") for n in range(256)]
+    real = [announced(1000 + n, f"/ip4/26.0.{n}.1/tcp/4001") for n in range(8)]
+    by_body = {each.body: each for each in [*invented, *real]}
+    scopes, key = ResourceManager(), cast(Any, 1)  # a storage only compares keys
+    stores = [BoundedStorage(StorageLimits(), lambda: 1.0) for _ in range(2)]
+    for store in stores:
+        for number, record in enumerate([*invented, *real]):
+            origin = f"25.0.{number % networks}.0/24" if record in invented else f"26.0.{number}.0/24"
+            with store.stored_by(scopes.peer(PeerId(f"{number // 100}"), 0.0), origin):
+                assert store.store_subkey(key, b"%d" % number, record.body, 10.0)
+
+    class Stored(Announcements):
+        async def sample(self, topics: Collection[str], most: int, *, copies: int) -> Sequence[Record]:
+            found = [value for store in stores for value in store.draw(key, most, rng)]
+            return [by_body[each] for each in dict.fromkeys(found)]
+
+    rng, shares = random.Random(0), []
+    for seed in range(20):
+        finder = RelayFinder(cast(Any, Stored([])), random.Random(seed))
+        found = virtual_time.run(finder.find())
+        shares.append(sum("/ip4/26." in address for address in found))
+    assert sum(shares) / len(shares) >= drawn
+    assert min(shares) >= 2, "a peer behind a router always finds some of the real ones"
 
 
 class Announcements:
