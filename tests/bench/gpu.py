@@ -33,8 +33,8 @@ from swarmnet_node.owner import control
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.unpack import unpack
+from tests.support.packed_matrices import random_matrix
 from tests.support.processes import Swarm
-from tests.unit.models.test_packed_products import random_matrix
 
 STREAMS = 32
 PROMPT_TOKENS = 32

@@ -1,4 +1,7 @@
-"""Writes small models as gguf files, as llama.cpp's converter does. ``gguf_families.py`` says what it does with each family."""
+"""Writes small models as gguf files, as llama.cpp's converter does.
+
+``gguf_families.py`` says what the converter does with each family.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field

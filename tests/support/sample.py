@@ -1,5 +1,6 @@
-"""``--sample``: tests marked ``thorough`` are left out, and one marked ``matrix`` runs on a sample of its parameters, in which each value of each
-parameter occurs.
+"""``--sample``: leave out tests marked ``thorough``, and run a ``matrix`` on a sample of its parameters.
+
+Each value of each parameter occurs in the sample.
 """
 
 from collections import defaultdict
@@ -13,16 +14,17 @@ class Sample:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out the rest of every matrix, and what only thorough runs have."""
+        left = {item for item in items if item.get_closest_marker("thorough")}
         matrices: defaultdict[str, list[pytest.Function]] = defaultdict(list)
         for item in items:
             if (
                 isinstance(item, pytest.Function)
                 and item.get_closest_marker("matrix")
                 and not item.get_closest_marker("defence")
+                and item not in left
             ):
                 matrices[item.nodeid.partition("[")[0]].append(item)
-        left = {item for cells in matrices.values() for item in left_out(cells)}
-        left |= {item for item in items if item.get_closest_marker("thorough")}
+        left |= {item for cells in matrices.values() for item in left_out(cells)}
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
 

@@ -4,6 +4,8 @@
 //       prints a line of the tokens of a text, and a line of the tokens that end an answer
 //   witness logits FILE COUNT < TOKENS
 //       writes COUNT rows of logits as float32: after the prompt, then after each greedy token
+//   witness expand FILE COPY
+//       writes a copy of the file with all matrices as float32
 #include "llama.h"
 
 #include <algorithm>
@@ -52,11 +54,23 @@ static void logits(llama_model * model, int count) {
     }
 }
 
+static void expand(const char * file, const char * copy) {
+    llama_model_quantize_params params = llama_model_quantize_default_params();
+    params.ftype = LLAMA_FTYPE_ALL_F32;
+    params.allow_requantize = true;
+    params.nthread = 1;
+    if (llama_model_quantize(file, copy, &params)) throw std::runtime_error("llama.cpp writes no copy");
+}
+
 int main(int argc, char ** argv) try {
     const std::string what = argc > 2 ? argv[1] : "";
-    if (what != "ids" && (what != "logits" || argc != 4))
-        throw std::runtime_error("witness ids FILE, or witness logits FILE COUNT");
+    if (what != "ids" && ((what != "logits" && what != "expand") || argc != 4))
+        throw std::runtime_error("witness ids FILE, witness logits FILE COUNT, or witness expand FILE COPY");
     llama_backend_init();
+    if (what == "expand") {
+        expand(argv[2], argv[3]);
+        return 0;
+    }
     llama_model_params params = llama_model_default_params();
     params.vocab_only = what == "ids";
     llama_model * model = llama_model_load_from_file(argv[2], params);

@@ -37,6 +37,13 @@ def greedy_logits(file: Path, prompt: Sequence[int], count: int) -> torch.Tensor
     return torch.from_numpy(np.frombuffer(answer, np.float32).reshape(count, -1).copy())
 
 
+def expanded(file: Path) -> Path:
+    """Return a copy of a file next to it, with the float32 values that llama.cpp gives its matrices."""
+    copy = file.with_stem(f"{file.stem}-expanded")
+    _ask(["expand", file, copy], "")
+    return copy
+
+
 def _ask(arguments: Sequence[str | Path], text: str) -> bytes:
     done = subprocess.run([_PROGRAM, *arguments], input=text.encode(), capture_output=True, check=False)
     if done.returncode:

@@ -10,7 +10,7 @@ TESTS = """
 import pytest
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("fault", ["crash", "hang", object()])
+@pytest.mark.parametrize("fault", ["crash", "hang", pytest.param(object(), marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("victim", range(6))
 def test_a_matrix(fault, victim):
     pass

@@ -1,5 +1,7 @@
-"""The families that people use, as directories and as gguf files, give through hops what transformers' own class
-for the published checkpoint gives: greedy tokens and logits."""
+"""The families that people use give through hops what transformers gives: greedy tokens and logits.
+
+Each family is a directory and a gguf file. Transformers has the class that the published checkpoint names.
+"""
 
 import itertools
 import random
@@ -22,6 +24,8 @@ from tests.support.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
 NEW_TOKENS = 6
+ANSWER_TOKENS = 24
+"""Tokens of answers whose logits are compared."""
 
 
 class Hops:
@@ -35,14 +39,17 @@ class Hops:
     def length(self, sequence: int) -> int:
         return self.caches[sequence][0].length
 
-    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """The greedy tokens after each of the new tokens of some sequences, in one forward of each hop."""
+    def logits(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The logits after each of the new tokens of some sequences, in one forward of each hop."""
         rows = [self._local_layers.embed(new) for new in tokens.values()]
         for hop, stage in enumerate(self.stages):
             rows = stage.forward([(self.caches[i][hop], row) for i, row in zip(tokens, rows, strict=True)])
         logits = self._local_layers.logits(torch.cat(rows))
-        chosen = torch.split(logits.argmax(-1), [len(row) for row in rows])
-        return dict(zip(tokens, chosen, strict=True))
+        return dict(zip(tokens, torch.split(logits, [len(row) for row in rows]), strict=True))
+
+    def step(self, tokens: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The greedy tokens after each of the new tokens."""
+        return {i: logits.argmax(-1) for i, logits in self.logits(tokens).items()}
 
     def rewind(self, sequence: int, length: int) -> None:
         for cache in self.caches[sequence]:
@@ -58,7 +65,23 @@ class Case:
     texts: list[torch.Tensor]
     """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
     stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
-    """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a family share the stages."""
+    """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a
+    family share the stages."""
+    answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """The answers made so far, by the length of their prompts."""
+
+    def answer(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A prompt with the tokens that transformers generates, and the logits of each of these."""
+        if length not in self.answers:
+            made = self.reference.generate(
+                random_tokens(length)[None],
+                max_new_tokens=ANSWER_TOKENS,
+                do_sample=False,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            self.answers[length] = made.sequences[0], torch.cat(made.logits)
+        return self.answers[length]
 
     def hops(self, *cuts: int) -> Hops:
         """Hops that host the blocks between ``cuts``, with new sequences."""
@@ -107,15 +130,19 @@ def random_tokens(length: int) -> torch.Tensor:
 
 @both_layouts
 @pytest.mark.matrix
-@pytest.mark.parametrize("cuts", [(), (1, 3)], ids=["one-hop", "three-hops"])
-def test_a_sequence_alone_gets_the_tokens_of_transformers(case: Case, cuts: tuple[int, ...]) -> None:
-    hops = case.hops(*cuts)
-    for index, (text, prompt) in enumerate(zip(case.texts, PROMPT_LENGTHS, strict=True)):
-        tokens = text[:prompt]
-        while len(tokens) < len(text):
-            chosen = hops.step({index: tokens[hops.length(index) :]})[index]
-            tokens = torch.cat([tokens, chosen[-1:]])
-        assert tokens.tolist() == text.tolist()
+@pytest.mark.parametrize("cuts", [(), (1,), (1, 3)], ids=["one-hop", "two-hops", "three-hops"])
+@pytest.mark.parametrize(
+    "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
+)
+def test_tokens_and_logits_are_those_of_transformers(case: Case, length: int, cuts: tuple[int, ...]) -> None:
+    text, expected = case.answer(min(length, case.model.max_positions - ANSWER_TOKENS))
+    hops, tokens, found = case.hops(*cuts), text[:-ANSWER_TOKENS], []
+    while len(tokens) < len(text):
+        found.append(hops.logits({0: tokens[hops.length(0) :]})[0][-1])
+        tokens = torch.cat([tokens, found[-1].argmax()[None]])
+    assert tokens.tolist() == text.tolist()
+    errors = (torch.stack(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 2e-5
 
 
 @directories_first
@@ -145,22 +172,6 @@ def test_a_rewound_sequence_gets_the_tokens_of_transformers(case: Case, length: 
     chosen = hops.step({1: text[length:-1]})[1]
     wanted = text[max(PROMPT_LENGTHS[1], length + 1) :]
     assert chosen[-len(wanted) :].tolist() == wanted.tolist()
-
-
-@both_layouts
-@pytest.mark.parametrize(
-    "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
-)
-def test_logits_are_those_of_transformers(case: Case, length: int) -> None:
-    tokens = random_tokens(min(length, case.model.max_positions))
-    hops = case.hops(1)
-    rows = case.local_layers.embed(tokens)
-    for stage, sequence in zip(hops.stages, hops.caches[0], strict=True):
-        [rows] = stage.forward([(sequence, rows)])
-    with torch.inference_mode():
-        expected = case.reference(tokens[None]).logits[0, -1]
-    error = (case.local_layers.logits(rows[-1:])[0] - expected).norm() / expected.norm()
-    assert error < 2e-5
 
 
 @directories_first

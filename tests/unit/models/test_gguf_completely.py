@@ -204,6 +204,7 @@ def test_a_change_of_a_file_changes_the_answer_or_is_refused(name: str, tmp_path
 
 
 @pytest.mark.thorough
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FILES)
 def test_no_change_of_a_file_is_silent(name: str, tmp_path: Path) -> None:
     """Every key and every tensor: ``test_a_change_of_a_file_changes_the_answer_or_is_refused`` tries a few."""

@@ -20,8 +20,8 @@ from tests.support.gguf_writing import write
 from tests.support.witness import WitnessRefusesError, greedy_logits, needs_llama_cpp
 
 CPU = torch.device("cpu")
-PROMPTS = (16, 150, 400)
-"""Lengths of prompts. llama.cpp rounds contexts up to multiples of 256 positions: 256, 256, 512."""
+PROMPTS = (16, 150, 400, 1000)
+"""Lengths of prompts. llama.cpp rounds contexts up to multiples of 256 positions."""
 NEW_TOKENS = 24
 NOT_READ = {"mixtral with a tensor for each expert": "blk.0.ffn_down_exps.weight' not found"}
 """Files that llama.cpp no longer reads, and what it says."""
