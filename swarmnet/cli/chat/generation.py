@@ -64,10 +64,22 @@ class RunAnswer:
 
 @dataclass(frozen=True)
 class Screen:
-    """Prints answers, as text or as JSON objects: one for each answer, with ``pieces`` also one for each piece of text."""
+    """Prints answers, as text or as JSON objects: one for each answer.
+
+    With ``pieces`` each piece of text is an object, too.
+    """
 
     as_json: bool = False
     pieces: bool = False
+    notices: list[str] = field(default_factory=list)
+    """What the user should know about the model. Every answer in JSON has it."""
+
+    def notice(self, text: str) -> None:
+        """Print a notice at once, or keep it for the answers in JSON."""
+        if self.as_json:
+            self.notices.append(text)
+        else:
+            note(text)
 
     def show(self, piece: str) -> None:
         if not self.as_json:
@@ -78,7 +90,7 @@ class Screen:
     def end(self, answer: RunAnswer) -> None:
         """Print the end of an answer."""
         if self.as_json:
-            print_json(answer.to_json())
+            print_json(answer.to_json() | {"notices": self.notices})
             return
         print_text()
         for peer in answer.wrong_hosts:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import parse_hosts
-from swarmnet.cli.chat.generation import RunHop, SamplingOptions, generate
+from swarmnet.cli.chat.generation import RunHop, SamplingOptions, Screen, generate
 from swarmnet.cli.commands.run import open_model
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -118,7 +118,9 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
         )
     network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
     with (
-        open_model(model, network, (dtype, wire), files, quiet=as_json) as opened,
+        open_model(
+            model, network, (dtype, wire), files, quiet=as_json, notice=Screen(as_json).notice
+        ) as opened,
         progress(quiet=as_json) as report,
     ):
         results = []

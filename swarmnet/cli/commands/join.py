@@ -31,7 +31,7 @@ from swarmnet.cli.options import (
     parse_p2pd_bytes,
     parse_size_bytes,
 )
-from swarmnet.cli.output import note, note_if_first
+from swarmnet.cli.output import note_if_first, say
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_node.owner.limits import Limits
@@ -258,7 +258,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         )
         Foreground(
             lambda report: start(
-                config, progress=report, notice=lambda text: None if as_json else note(text)
+                config,
+                progress=report,
+                notice=lambda text: say({"event": "notice", "text": text}, text, as_json=as_json),
             ),
             directory,
             as_json=as_json,

@@ -1,7 +1,7 @@
 """``swarmnet run``: answers one prompt, or chats."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from swarmnet.cli.options import (
     check_share,
     parse_max_disk,
 )
-from swarmnet.cli.output import note, progress
+from swarmnet.cli.output import progress
 from swarmnet.paths import default_cache_dir, default_history
 from swarmnet.swarm_file.entry import client_network
 from swarmnet_protocols.errors import ConfigError
@@ -198,6 +198,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             wait_s=wait,
             only_generates=adapter is None,
             quiet=as_json,
+            notice=screen.notice,
         ) as opened,
         _adapted(opened, adapter) as answering,
     ):
@@ -253,6 +254,7 @@ def open_model(  # noqa: PLR0913 - options of the command line
     draft: str = "",
     wait_s: float = 0.0,
     only_generates: bool = True,
+    notice: Callable[[str], None] = lambda text: None,
 ) -> Iterator["SwarmModel"]:
     """Open a model on the swarm, and show progress on stderr until it is open.
 
@@ -275,7 +277,7 @@ def open_model(  # noqa: PLR0913 - options of the command line
             cache_dir=cache_dir,
             options=options,
             max_disk_bytes=max_disk_bytes,
-            notice=lambda text: None if quiet else note(text),
+            notice=notice,
         )
     with model:
         yield model

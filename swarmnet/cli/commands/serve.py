@@ -245,8 +245,8 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
     options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
-    if not serving.as_json and (text := memory_notice(local, options)):
-        note(text)
+    if text := memory_notice(local, options):
+        say({"event": "notice", "text": text}, text, as_json=serving.as_json)
     options = replace(options, draft=serving.draft)
     limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:

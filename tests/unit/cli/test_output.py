@@ -1,5 +1,6 @@
 """Output of commands for people."""
 
+import json
 import logging
 import re
 import sys
@@ -9,7 +10,7 @@ from rich.console import Console
 
 from swarmnet import logs
 from swarmnet.cli import output
-from swarmnet.cli.chat.generation import Screen
+from swarmnet.cli.chat.generation import RunAnswer, Screen
 from swarmnet.cli.failures import explain
 from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
 from swarmnet.cli.progress import displays
@@ -113,3 +114,19 @@ def test_letters_and_emoji_of_all_languages_are_printed_as_they_are(
     text = "नमस्ते می‌خواهم 👩‍👩‍👧 e\u0301 \u200f\u200e"
     Screen().show(text)
     assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_notice_is_printed_at_once_or_is_part_of_every_answer_in_json(
+    as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = Screen(as_json)
+    screen.notice("IQ2_XXS is computed in float32")
+    before = capsys.readouterr()
+    assert (before.out, before.err) == ("", "" if as_json else "IQ2_XXS is computed in float32\n")
+    answer = RunAnswer("!", [1], 1, 0.1, 0.2, 5.0, [], 1, 1.0, 0, 0.0)
+    for _ in range(2):
+        screen.end(answer)
+    if as_json:
+        found = [json.loads(line)["notices"] for line in capsys.readouterr().out.splitlines()]
+        assert found == [["IQ2_XXS is computed in float32"]] * 2
