@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,26 @@ def test_bytes_that_wait_are_bounded_over_all_connections(
             await until(lambda: sum(not outsider.is_connected for outsider in greedy) >= 4)
             assert any(outsider.is_connected for outsider in greedy)
             await other.until_heard(await other.open(IDLE.id), line(IDLE.id))
+
+    run(main)
+
+
+@defence(
+    "memory that outsiders filled is returned after they have left", off=replacing(host, "RETURN_S", 1e6)
+)
+def test_memory_that_outsiders_filled_is_returned_once_after_they_have_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    returned: list[float] = []
+    monkeypatch.setattr(host, "return_freed_memory", lambda: returned.append(time.monotonic()))
+
+    async def main() -> None:
+        async with peer(tmp_path) as address:
+            async with outsiders(address, 5):
+                assert not returned
+            await until(lambda: bool(returned))
+            await asyncio.sleep(0.1)
+            assert len(returned) == 1
 
     run(main)
 

@@ -1,7 +1,6 @@
 """The owner's machine: observations, limits on computing, and the files that keep limits and usage."""
 
 import contextlib
-import ctypes
 import gc
 import json
 import sys
@@ -17,6 +16,7 @@ from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, month_of
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 LIMITS_NAME = "limits.json"
@@ -155,9 +155,7 @@ def release_memory() -> None:
         from swarmnet_protocols.machine.devices import release_device_memory
 
         release_device_memory()
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return_freed_memory()
 
 
 def _load_usage(folder: Path) -> MonthlyUsage:

@@ -25,7 +25,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.platform import keep_port, share_port
+from swarmnet_protocols.machine.platform import keep_port, return_freed_memory, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
@@ -56,6 +56,9 @@ CLOSE_S = 10.0
 """Seconds that a closed stream waits for the other side to close it, too."""
 MAX_CLOSING = 128
 """Most streams that wait so. Further ones are reset: peers that never close would keep the memory of each for ``CLOSE_S``."""
+RETURN_S = 1.0
+"""Seconds after the end of a connection until freed memory is returned. Less costs processor time in
+a swarm whose peers come and go; more lets outsiders fill memory meanwhile."""
 SOCKET_BYTES = 64 << 10
 """Bytes that the socket of a stream takes before this process reads them."""
 
@@ -81,6 +84,8 @@ class PyLibp2p(P2pd):
         self._pending: Counter[str] = Counter()
         self._streams = 0
         self._closing = 0
+        self._returns_memory = False
+        """Whether freed memory is about to be returned to the system."""
         self._max_buffered_bytes = 0
         """At least the bytes that wait to be read. Counting them takes a look at every stream."""
         self._sockets: list[socket.socket] = []
@@ -349,8 +354,18 @@ class PyLibp2p(P2pd):
             connection.abort()
             connection.yamux.drop()
             listed.remove(connection)
+            if not self._returns_memory:
+                self._returns_memory = True
+                self._nursery.start_soon(self._return_memory)
             if not listed:
                 self._connections.pop(connection.peer, None)
+
+    async def _return_memory(self) -> None:
+        """After connections have ended: what outsiders sent lay in pieces of many sizes, of which the
+        C library would keep the most that they ever took."""
+        await trio.sleep(RETURN_S)
+        self._returns_memory = False
+        return_freed_memory()
 
     async def _serve_stream(self, connection: Connection, stream: YamuxStream) -> None:
         connection.inbound_streams += 1
