@@ -4,15 +4,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
-from typer._click.exceptions import UsageError
 from typer.core import TyperCommand, TyperGroup
-
-if TYPE_CHECKING:
-    from typer._click import Command, Context, HelpFormatter, Parameter
-
+from typer.exceptions import TyperException
 
 _SUMMARY_CHARS = 160
 
@@ -20,14 +16,13 @@ _SUMMARY_CHARS = 160
 class Group(TyperGroup):
     """A group of commands."""
 
-    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
-        # With `--help`, the options of the group are not parsed, because typer would import pydantic for that: a third of the time.
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--help" in args and not args[0].startswith("-"):
-            ctx._protected_args, ctx.args = args[:1], args[1:]
-            return ctx.args
+            # Without options to parse: typer imports pydantic for them, a third of the time.
+            self.params, self.add_help_option = [], False
         return super().parse_args(ctx, args)
 
-    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         shown = self.commands.items()
         _write_sections(
             formatter, (("Commands", (name, each.get_short_help_str(_SUMMARY_CHARS))) for name, each in shown)
@@ -48,7 +43,7 @@ class LazyCommand:
     section: str
     summary: str
 
-    def load(self) -> "Command":
+    def load(self) -> Any:
         module, name = self.target.split(":")
         target = getattr(import_module(module), name)
         if not isinstance(target, typer.Typer):
@@ -68,28 +63,29 @@ class LazyGroup(Group):
         super().__init__(**attributes)
         self.commands = {each.name: TyperCommand(each.name, short_help=each.summary) for each in self.lazy}
 
-    def get_command(self, ctx: "Context", cmd_name: str) -> "Command | None":
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return next((each.load() for each in self.lazy if each.name == cmd_name), None)
 
-    def format_commands(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         _write_sections(formatter, ((each.section, (each.name, each.summary)) for each in self.lazy))
 
 
 class SectionedCommand(TyperCommand):
     """Shows options in sections by their ``rich_help_panel``. Errors in its arguments name the command."""
 
-    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
-        except UsageError as error:
-            error.ctx = error.ctx or ctx
+        except TyperException as error:
+            if getattr(error, "ctx", ctx) is None:
+                vars(error)["ctx"] = ctx
             raise
 
-    def collect_usage_pieces(self, ctx: "Context") -> list[str]:
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
         return [self.options_metavar or "", *map(_name_of, arguments)]
 
-    def format_options(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+    def format_options(self, ctx: Any, formatter: Any) -> None:
         rows = ((each, each.get_help_record(ctx)) for each in self.get_params(ctx))
         _write_sections(
             formatter,
@@ -101,19 +97,19 @@ class SectionedCommand(TyperCommand):
         )
 
 
-def _name_of(argument: "Parameter") -> str:
+def _name_of(argument: Any) -> str:
     """The name of an argument in a usage line: in brackets if it is optional, without the braces and type that typer adds."""
     name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
     name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"
 
 
-def _section(parameter: "Parameter") -> str:
+def _section(parameter: Any) -> str:
     kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
     return getattr(parameter, "rich_help_panel", None) or kind
 
 
-def _write_sections(formatter: "HelpFormatter", rows: Iterable[tuple[str, tuple[str, str]]]) -> None:
+def _write_sections(formatter: Any, rows: Iterable[tuple[str, tuple[str, str]]]) -> None:
     sections: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for section, row in rows:
         sections[section].append(row)

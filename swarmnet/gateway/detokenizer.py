@@ -19,7 +19,8 @@ class IncrementalDetokenizer:
     """The text of a growing token sequence, in pieces that end between characters.
 
     Each piece is decoded together with the tokens of the piece before, because tokenizers decode the
-    first word of a text differently.
+    first word of a text differently. ``tokenizers.decoders.DecodeStream`` does so, too, but holds
+    back all text after invalid UTF-8, and has no end at which it gives that back.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
