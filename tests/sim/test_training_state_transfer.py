@@ -58,6 +58,18 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
     simulate(4, scenario)
 
 
+def test_the_logs_of_both_sides_of_a_download_name_it_alike(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
+        workers[1].states.offer(PACKED)
+        await download().run(workers[0].transport, sources(workers[1:]), TIMING)
+
+    with caplog.at_level("DEBUG", logger="swarmnet_protocols"):
+        simulate(2, scenario)
+    name = f"download {STATE_ID.hex()[:8]}"
+    logged = {record.module for record in caplog.records if name in record.getMessage()}
+    assert logged == {"download", "state_transfer"}
+
+
 def test_a_long_link_to_one_source_stays_busy() -> None:
     rate = 12_500_000.0
 

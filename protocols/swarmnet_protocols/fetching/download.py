@@ -11,7 +11,8 @@ source has the pieces.
 
 import asyncio
 import contextlib
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -19,6 +20,8 @@ from typing import Protocol
 from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, ModelFile
 from swarmnet_protocols.machine.aio import all_of, cancel
+
+_log = logging.getLogger(__name__)
 
 HUB_WAIT_S = 3.0
 """Head start of peers over the hub, in seconds: the traffic of the hub is paid for by its operator."""
@@ -97,6 +100,11 @@ class _Unit:
     def end(self) -> int:
         return self.file.starts[self.last]
 
+    @property
+    def name(self) -> str:
+        """The file in logs, by its hash, which servers log, too."""
+        return f"download {self.file.file.sha256.hex()[:8]}"
+
     def missing(self) -> bool:
         return not all(self.file.has(piece) for piece in range(self.first, self.last))
 
@@ -164,6 +172,8 @@ class _Download:
         self._writing = asyncio.Lock()
 
     async def run(self, sources: Sequence[PieceSource]) -> None:
+        for name, count in Counter(unit.name for unit in self._queue).items():
+            _log.debug("%s: %d parts wanted of %d sources", name, count, len(sources))
         waiting = deque(sources)
         working: set[asyncio.Task[None]] = set()
         try:
@@ -200,6 +210,7 @@ class _Download:
             await source.prepare()
         except SwarmnetError as error:
             self._unready[source.name] = error
+            _log.debug("%s: not ready: %s", source.name, error)
             return
         finally:
             self._preparing -= not source.is_last
@@ -228,8 +239,10 @@ class _Download:
             if isinstance(error, IntegrityError):
                 self._dropped[source.name] = error
                 self._on_wrong(source.name, error)
+                _log.debug("%s of %s: dropped: %s", units[0].name, source.name, error)
             elif error is not None and (failures == ATTEMPTS or not source.is_last):
                 self._failed[source.name] = error
+                _log.debug("%s of %s: given up: %s", units[0].name, source.name, error)
             if failures and not self._is_out(source):
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
@@ -300,6 +313,9 @@ class _Download:
             self._done += brought
             if brought:
                 self._progress_at = _now()
+        _log.debug(
+            "%s from byte %d of %s: %d bytes", units[0].name, file.starts[first], source.name, len(data)
+        )
         self.bytes_from[source.name] = self.bytes_from.get(source.name, 0) + len(data)
         self._on_bytes(self._done, self._total)
         return None if written else Unreachable("it sent less than one piece")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from enum import IntEnum
@@ -17,6 +18,8 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import weights_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 AT_ONCE = 2
 """Replies that are sent at the same time, to all peers together; streams take turns."""
@@ -126,6 +129,8 @@ class WeightServer:
                 async with self._turns.take(standing) as turn:
                     began = time.monotonic()
                     total, payload = await self._answer(request)
+                    name, start = request.file.hex()[:8], request.offset
+                    _log.debug("download %s to %s: %d bytes from %d", name, stream.peer, len(payload), start)
                     with scope.reserve(Resource.MEMORY, len(payload)):
                         await stream.send(pb.WeightsReply(total_bytes=total), payload)
                     standing = Standing.TOOK if turn.is_held else Standing.LEFT

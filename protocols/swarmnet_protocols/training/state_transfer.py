@@ -7,6 +7,7 @@ source that sends wrong bytes.
 
 import hashlib
 import itertools
+import logging
 import struct
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import workers_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 CHUNK_BYTES = PIECE_BYTES
 STREAMS = 2
@@ -131,8 +134,9 @@ class StateServer:
         if request.job != self._job or state is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
         self._fetched[stream] = state.id
-        manifest = state.manifest
-        match request.WhichOneof("kind"):
+        manifest, kind = state.manifest, request.WhichOneof("kind")
+        _log.debug("download %s to %s: %s %s", state.id.hex()[:8], stream.peer, kind, request.fetch.chunk)
+        match kind:
             case "describe":
                 description = pb.Description(size_bytes=manifest.size_bytes)
                 return pb.StateReply(description=description), b"".join(manifest.chunk_hashes)

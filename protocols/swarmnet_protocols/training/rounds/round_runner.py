@@ -6,6 +6,7 @@ Every observation is reported to the state machine, and every effect that it ret
 """
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Executor
@@ -57,6 +58,7 @@ from swarmnet_protocols.training.rounds.transfers import (
 from swarmnet_protocols.training.rounds.votes import Electorate
 from swarmnet_protocols.wire import training_pb2 as pb
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -159,6 +161,8 @@ class RoundRunner:
         self._bytes_received = 0
         self._arrivals: dict[tuple[int, str], Arrival] = {}
         self._closed = False
+        self._name = f"exchange {terms.exchange_number} {terms.agreement().hex()[:8]}"
+        """The round in logs: alike at all members."""
 
     @property
     def peers(self) -> frozenset[PeerId]:
@@ -176,6 +180,7 @@ class RoundRunner:
 
     async def run(self) -> Outcome:
         """Take part in the round until it ends at this member."""
+        _log.debug("%s: begun with %d members", self._name, len(self._terms.members))
         try:
             for member in range(len(self._terms.members)):
                 if member != self._me:
@@ -188,6 +193,7 @@ class RoundRunner:
                     self._round.note_progress(index, self._loop.time())
                 self._perform(self._round.tick(self._loop.time()))
             finish = self._ended.result()
+            _log.debug("%s: ended: %s", self._name, finish.reason or "all agree")
             outcome = await self._compute(lambda: self._outcome(finish))
         except BaseException:
             self.close()
@@ -221,11 +227,13 @@ class RoundRunner:
         if before := self._incoming.get(member):
             before.close()
         self._incoming[member] = stream
+        _log.debug("%s: stream of %s", self._name, stream.peer)
         self._perform(self._round.begin(member, self._loop.time()))
         while stream.peer not in self._refuted:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
             await self._take(member, request, payload)
+        _log.debug("%s: %s %s", self._name, stream.peer, self._refuted[stream.peer])
         raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer]}")
 
     def close(self) -> None:
