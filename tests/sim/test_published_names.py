@@ -4,17 +4,16 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from swarmnet_node import node
-from swarmnet_node.hosting import reports
+from swarmnet_node import running_node
 from swarmnet_protocols.directory.catalog import TOPIC
-from tests.defences import defence
+from tests.defences import defence, replacing
 from tests.sim.test_experts import report_of
 from tests.support.swarm_lab import Lab, Reference, simulate
 
 
 @defence(
     "the public name of a model has no path",
-    off=lambda patch: [patch.setattr(each, "name_for_peers", str) for each in (node, reports)],
+    off=replacing(running_node, "name_for_peers", str),
 )
 def test_a_model_on_this_machine_is_published_without_its_path(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
