@@ -291,11 +291,13 @@ class Sessions:
     def check(self) -> None:
         """The account of each node equals the caches that its sessions hold, to the byte."""
         for name, node in self.lab.nodes.items():
-            caches = [cache for session in node.host.sessions for cache in session._sequences.values()]
+            caches = [cache for session in node.host.sessions for cache in session._sequences.caches.values()]
             engine = node.engine
             assert engine.cache_bytes == sum(cache.nbytes for cache in caches), name
             assert len(engine._reservations) == len(caches), name
-            assert all(session._sequences.keys() <= self.ids.keys() for session in node.host.sessions), name
+            assert all(
+                session._sequences.caches.keys() <= self.ids.keys() for session in node.host.sessions
+            ), name
             log = [session._outbox.log for session in node.host.sessions]
             for each, session in zip(log, node.host.sessions, strict=True):
                 assert session._log_reservation.amount == each.nbytes, name

@@ -18,18 +18,18 @@ The life of a session:
 import asyncio
 import contextlib
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
-from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.downstream import Downstream
 from swarmnet_node.hosting.passes import finite
+from swarmnet_node.hosting.sequences import SessionSequences
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_node.hosting.step_times import HopStepTimes
 from swarmnet_protocols.directory.node_reports import is_peer_id
@@ -40,7 +40,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel, race
+from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.limits.resources import (
@@ -55,7 +55,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.hop_times import Moment, encode_times
-from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox
+from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, log_id
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Row, Step, decode_step
 from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, is_slow, wire_dtype
@@ -119,8 +119,6 @@ class HostedSession:
         self.span = wanted.span.start, wanted.span.end
         """Its blocks [start, end)."""
         self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
-        self._adapter = adapter
-        self._prefix_positions = adapter.prefix_positions if adapter else 0
         self._max_length = wanted.max_length
         self.stands_by = wanted.standby
         """Whether it is a standby, whose outputs are not sent yet."""
@@ -129,27 +127,25 @@ class HostedSession:
         if wanted.spare and not wanted.standby:
             raise ProtocolViolation("only a standby is spare")
         self._is_last = not wanted.HasField("next") and not wanted.standby
-        self._target = parts.next_hop(wanted.next, wanted.epoch) if wanted.HasField("next") else None
-        self._tee: NextHop | None = None
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
         # Charged to the client's limit for logs but not to this session's, which is for outputs to the next hop.
         self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_reservation)
-        self._sequences: dict[int, SequenceCache] = {}
+        self._sequences = SessionSequences(parts.engine, self._stage, adapter, self._scope, self.freed)
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._step_times = HopStepTimes(parts.engine.stopwatch, are_wanted=wanted.timed)
-        self._link_sender = LinkSender(
+        self.wire = wire_dtype(wanted.wire)
+        sender = LinkSender(
             parts.introductions.by(stream.scope),
             self._outbox,
-            wire_dtype(wanted.wire),
+            self.wire,
             parts.timing,
             note=self._step_times.note,
         )
-        self._sending: asyncio.Task[None] | None = None
-        self._teeing: asyncio.Task[None] | None = None
-        self._switching = asyncio.Lock()
-        self._over = False
+        self._downstream = Downstream(sender, self._tell, self._next_hop_lost, self.freed)
+        if wanted.HasField("next"):
+            self._downstream.target = parts.next_hop(wanted.next, wanted.epoch)
         self._link_epoch = 0
         self._link: Stream | None = None
         self._steps = _ReceivedSteps()
@@ -166,7 +162,8 @@ class HostedSession:
     @property
     def pair(self) -> Pair | None:
         """The peers before and after this session; None before it is linked, or if the client named no valid next hop."""
-        downstream = self._target.peer if self._target else ""
+        target = self._downstream.target
+        downstream = target.peer if target else ""
         if self._link is None or self.stands_by or (downstream and not is_peer_id(downstream)):
             return None
         return Pair("" if self._link.peer == self.stream.peer else self._link.peer, downstream)
@@ -184,6 +181,11 @@ class HostedSession:
     def queued_positions(self) -> int:
         """Positions that wait here to be computed."""
         return self._steps.positions
+
+    @property
+    def log_fields(self) -> dict[str, object]:
+        """Fields that join this host's logs with those of the client and of other hops."""
+        return {"session": log_id(self.id), "client": self.stream.peer}
 
     def belongs_to(self, peer: PeerId) -> bool:
         """Whether ``peer`` opened the session."""
@@ -211,7 +213,8 @@ class HostedSession:
         """Serve until the client's stream ends or the session fails, and then free all memory."""
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
-            await self._send_to_next()
+            _log.debug("a session is open", extra=self.log_fields | {"blocks": self.span})
+            await self._downstream.send()
             telling = [self._on_present_stream(self._tell_times)] if self._step_times.are_wanted else []
             await race(
                 *telling,
@@ -221,23 +224,23 @@ class HostedSession:
                 self._first_step(),
             )
         except Refusal as refusal:
+            _log.debug("a session is refused", extra=self.log_fields | {"reason": str(refusal)[:200]})
             self._free()  # before the client has read the reason, because other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
         finally:
             # Necessary cleanup comes before the first await, where a second cancellation may end this task.
             self._free()
+            _log.debug("a session has ended", extra=self.log_fields)
             self._failed.cancel()
             if self._link is not None:
                 self._link.close()
             self._client.close()
-            await cancel(self._sending, self._teeing)
+            await self._downstream.close()
 
     def _free(self) -> None:
         """Free all memory. Idempotent."""
-        self._over = True
-        self._release(self._sequences.values())
-        self._sequences = {}
+        self._sequences.release()
         self._log_reservation.release()
         self._received_reservation.release()
         self.freed.set()
@@ -254,6 +257,7 @@ class HostedSession:
         Requests on the old stream are served first, until the client closes it.
         """
         await client.send(pb.SessionReply(opened=pb.Opened()))
+        _log.debug("a session goes on over another stream", extra=self.log_fields)
         before, self._client = self._client, client
         with contextlib.suppress(StreamEnded, DeadlineExceeded):  # the client notices that, too
             await before.send(pb.SessionReply(moved=pb.Moved()))
@@ -300,7 +304,7 @@ class HostedSession:
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
                 return
-            tensor, payload = encode_tensor(sent, self._link_sender.wire)
+            tensor, payload = encode_tensor(sent, self.wire)
             await self._client.send(pb.SessionReply(shown=pb.Shown(received=received, sent=tensor)), payload)
 
     async def _send_heartbeats(self, client: SessionStream) -> None:
@@ -333,16 +337,8 @@ class HostedSession:
             return
         target = self._parts.next_hop(wanted.next, wanted.epoch)
         self._take_over()
-        tee = self._tee
-        if tee is None or (tee.session, tee.epoch) != (target.session, target.epoch):
-            self._target = target
-            needed = frozenset(wanted.needed.numbers) if wanted.HasField("needed") else None
-            await self._send_to_next(needed=needed)
-            return
-        async with self._switching:
-            replaced, self._sending = self._sending, self._teeing
-            self._target, self._tee, self._teeing = tee, None, None
-            await cancel(replaced)
+        needed = frozenset(wanted.needed.numbers) if wanted.HasField("needed") else None
+        await self._downstream.switch(target, needed)
 
     def _take_over(self) -> None:
         """Stop being a standby."""
@@ -354,58 +350,34 @@ class HostedSession:
         """Become the last hop: answer the steps that the client lacks, and all later ones."""
         if not self.stands_by:
             raise ProtocolViolation("only a standby becomes the last hop")
+        # Between two steps, so that none is answered twice or not at all.
         async with self._applying:
             self._take_over()
             self._is_last = True
             for step in self._outbox.log.unacknowledged:
                 await self._answer(step)
+        _log.debug("a standby answers", extra=self.log_fields | {"epoch": epoch})
         await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=epoch)))
 
     async def _send_to_standby(self, wanted: pb.Tee) -> None:
         """Send steps to this standby of the next hop as well, in place of an earlier standby."""
-        if self._target is None:
+        if self._downstream.target is None:
             raise ProtocolViolation("a hop without a next hop has no standby to feed")
-        tee = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
-        async with self._switching:
-            await cancel(self._teeing)
-            self._tee, self._teeing = tee, None
-            if tee is not None and not self._over:
-                self._teeing = asyncio.create_task(self._send_steps(tee))
+        standby = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
+        await self._downstream.feed(standby)
 
-    async def _send_to_next(
-        self, log: ActivationLog | None = None, *, needed: frozenset[int] | None = None
-    ) -> None:
-        """Send steps to the present next hop, in place of an earlier one; from ``log`` if given.
+    async def _tell(self, reply: pb.SessionReply) -> None:
+        """Tell the client, unless it is gone or does not read: its stream ends the session."""
+        with contextlib.suppress(StreamEnded, DeadlineExceeded):
+            await self._client.send(reply)
 
-        ``needed``: the sequences that a fresh next hop is sent; None: all.
-        """
-        async with self._switching:
-            await cancel(self._sending)
-            if log is not None:
-                self._outbox.log = log
-            if needed is not None:
-                self._outbox.log.keep(needed)
-            if self._target is not None and not self._over:
-                self._sending = asyncio.create_task(self._send_steps(self._target))
-
-    async def _send_steps(self, target: NextHop) -> None:
-        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another one."""
-
-        async def tell() -> None:
-            with contextlib.suppress(StreamEnded, DeadlineExceeded):
-                await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=target.epoch)))
-
-        try:
-            await self._link_sender.run(target, tell, is_standby=target is self._tee)
-        except SwarmnetError as error:
-            if isinstance(error, LogDropped) and target is self._target:
-                self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
-                return
-            self._counters.links_lost += 1
-            _log.info("next hop lost", extra={"peer": target.peer, "reason": str(error)[:200]})
-            lost = pb.LinkLost(epoch=target.epoch, peer=target.peer)
-            with contextlib.suppress(StreamEnded, DeadlineExceeded):
-                await self._client.send(pb.SessionReply(link_lost=lost))
+    def _next_hop_lost(self, error: SwarmnetError, is_standby: bool) -> bool:
+        """Count a lost link. Returns False if the session ends of that: no next hop can be rebuilt from its log."""
+        if isinstance(error, LogDropped) and not is_standby:
+            self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
+            return False
+        self._counters.links_lost += 1
+        return True
 
     # ---- upstream ---------------------------------------------------------------------------------------
 
@@ -421,6 +393,8 @@ class HostedSession:
             if self._outbox.log.last == 0:
                 await self._reset()
             applied = self._outbox.log.last
+        fields = {"sender": link.peer, "epoch": epoch, "applied": applied}
+        _log.debug("a session is linked", extra=self.log_fields | fields)
         await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
         steps = self._steps = _ReceivedSteps()
         with self._scope.reserve(Resource.MEMORY, 0) as reservation:
@@ -431,15 +405,12 @@ class HostedSession:
 
     async def _reset(self) -> None:
         """Drop the positions of an interrupted replay, here and in the hops that it has reached."""
-        if not self._sequences:
+        if not self._sequences.caches:
             return
-        self._release(self._sequences.values())
-        self._sequences = {}
+        self._sequences.release()
         self._received.forget()
-        async with self._switching:
-            await cancel(self._teeing)  # its standby is rebuilt with it
-            self._tee = self._teeing = None
-        await self._send_to_next(self._new_log())
+        await self._downstream.feed(None)  # the standby is rebuilt with the next hop
+        await self._downstream.send(self._new_log())
 
     async def _read(self, link: LinkStream, steps: _ReceivedSteps, reservation: Reservation) -> None:
         clock = asyncio.get_running_loop().time
@@ -489,13 +460,13 @@ class HostedSession:
     async def _apply(self, stream: Stream, step: Step) -> None:
         """Compute one step, log it, and send its outputs. A failure ends the session, and the client is sent the reason."""
         async with self._applying:
-            if stream is not self._link or self._failed.done() or self._over:
+            if stream is not self._link or self._failed.done() or self.freed.is_set():
                 return
             try:
                 self._outbox.log.check(step)
                 if step.seq == 1 and not step.replay:
                     self._parts.check_wait(self.stream.peer, self)
-                is_rebuilt = step.replay and not self._sequences
+                is_rebuilt = step.replay and not self._sequences.caches
                 computed = step.with_values(await self._compute(step))
                 self._step_times.note(step.seq, Moment.COMPUTED)
                 self._outbox.append(computed)
@@ -526,80 +497,27 @@ class HostedSession:
                 self._counters.answered += sum(row.outputs for row in step.rows)
 
     async def _compute(self, step: Step) -> torch.Tensor:
-        longest = self._prefix_positions + max(row.end for row in step.rows)
+        longest = self._sequences.prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
         if self.slot is not None:
             self.slot.worked()
-        await self._parts.make_room(self._scope, self._new_bytes(step))
-        await self._place(step.rows)
+        await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
+        await self._sequences.place(step.rows)
         clock = asyncio.get_running_loop().time
         if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(step.rows), clock()):
             await asyncio.sleep(wait_s)
         rows = [
-            (self._sequences[row.sequence], values)
+            (self._sequences.caches[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         started = partial(self._step_times.note, step.seq, Moment.STARTED)
         outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
-        return finite(outputs.to(decoded_dtype(self._link_sender.wire)))
+        return finite(outputs.to(decoded_dtype(self.wire)))
 
     def _behind(self, rows: tuple[Row, ...]) -> int:
         """Positions that are computed again because the client went back, in layers with recurrent states."""
-        return sum(self._sequences[row.sequence].behind for row in rows)
-
-    def _new_bytes(self, step: Step) -> int:
-        """Bytes that a step's sequences need beyond those of the KV caches that they replace or extend."""
-        geometry = self._stage.geometry
-        longest = [geometry.bytes_for(self._prefix_positions + row.end) for row in step.rows]
-        held = [self._sequences[row.sequence].nbytes for row in step.rows if row.sequence in self._sequences]
-        return max(0, sum(longest) - sum(held))
-
-    async def _place(self, rows: tuple[Row, ...]) -> None:
-        """Give every row the KV cache from which it starts.
-
-        Caches from which no row starts are freed first. A cache from which one row starts is moved instead of copied, if its sequence is overwritten.
-        """
-        uses = Counter(row.source for row in rows)
-        self._release(
-            self._sequences.pop(row.sequence)
-            for row in rows
-            if row.sequence in self._sequences and not uses[row.sequence]
-        )
-        before = dict(self._sequences)
-        overwritten = {row.sequence for row in rows}
-        copied = [
-            row.sequence
-            for row in rows
-            if row.sequence != row.source
-            and row.source in before
-            and (uses[row.source] > 1 or row.source not in overwritten)
-        ]
-        after: dict[int, SequenceCache] = {}
-        if copied:
-            sources = [
-                (before[row.source], self._prefix_positions + row.start)
-                for row in rows
-                if row.sequence in copied
-            ]
-            after = dict(zip(copied, await self.engine.fork(sources, self._scope), strict=True))
-        if self._over:  # the session ended during the fork
-            self._release(after.values())
-            raise StreamEnded("the session has ended")
-        for row in rows:
-            if row.source not in before:
-                after[row.sequence] = self.engine.register(
-                    self._stage.new_sequence(self._adapter), self._scope
-                )
-            elif row.sequence not in after:
-                after[row.sequence] = before[row.source]
-        self._sequences.update(after)
-        kept = {id(cache) for cache in self._sequences.values()}
-        self._release(cache for cache in before.values() if id(cache) not in kept)
-        for row in rows:
-            start = self._prefix_positions + row.start
-            if self._sequences[row.sequence].length > start:
-                self._sequences[row.sequence].truncate(start)
+        return sum(self._sequences.caches[row.sequence].behind for row in rows)
 
     async def _answer(self, step: Step) -> None:
         self._step_times.note(step.seq, Moment.TAKEN)
@@ -611,10 +529,6 @@ class HostedSession:
     def _fail(self, refusal: Refusal) -> None:
         if not self._failed.done():
             self._failed.set_exception(refusal)
-
-    def _release(self, sequences: Iterable[SequenceCache]) -> None:
-        for sequence in sequences:
-            self.engine.release(sequence)
 
 
 def idle() -> Refusal:

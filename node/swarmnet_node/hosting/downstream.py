@@ -1,0 +1,95 @@
+"""The downstream link of a session: sends its steps to the next hop, and to a standby of that hop.
+
+1. **Sending.** Steps go to the next hop from the session's log, until the client names another next hop.
+2. **Feeding.** While the next hop has a standby, the same steps go there over a second link.
+3. **Switched.** When the client names the standby as next hop, the second link becomes the only one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.link import LinkSender, NextHop
+from swarmnet_protocols.wire import session_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Downstream:
+    """Where the steps of one session go. Without a target they go nowhere: the session answers the client, or stands by.
+
+    ``tell`` tells the client of links that are made and lost. ``lost`` is told first why a link is lost
+    and whether it led to a standby, and returns False if the session ends of that.
+    """
+
+    sender: LinkSender
+    tell: Callable[[pb.SessionReply], Awaitable[None]]
+    lost: Callable[[SwarmnetError, bool], bool]
+    freed: asyncio.Event
+    """Set when the session has ended, so that no link is made any more."""
+    target: NextHop | None = None
+    standby: NextHop | None = None
+    """The standby of the next hop, while it is fed."""
+    _sending: asyncio.Task[None] | None = None
+    _feeding: asyncio.Task[None] | None = None
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def send(self, log: ActivationLog | None = None, needed: frozenset[int] | None = None) -> None:
+        """Send steps to the target, in place of an earlier one; from ``log`` if given.
+
+        ``needed``: the sequences that a fresh next hop is sent; None: all.
+        """
+        async with self._changing:
+            await cancel(self._sending)
+            if log is not None:
+                self.sender.outbox.log = log
+            if needed is not None:
+                self.sender.outbox.log.keep(needed)
+            if self.target is not None and not self.freed.is_set():
+                self._sending = asyncio.create_task(self._send_steps(self.target))
+
+    async def feed(self, standby: NextHop | None) -> None:
+        """Send steps to this standby of the next hop as well, in place of an earlier standby; None: to no standby."""
+        async with self._changing:
+            await cancel(self._feeding)
+            self.standby, self._feeding = standby, None
+            if standby is not None and not self.freed.is_set():
+                self._feeding = asyncio.create_task(self._send_steps(standby))
+
+    async def switch(self, target: NextHop, needed: frozenset[int] | None) -> None:
+        """Send steps to ``target`` from now on. If it is the standby, the link that feeds it goes on."""
+        standby = self.standby
+        if standby is None or (standby.session, standby.epoch) != (target.session, target.epoch):
+            self.target = target
+            await self.send(needed=needed)
+            return
+        async with self._changing:
+            # Its log position moves along: no step is sent twice or left out.
+            replaced, self._sending = self._sending, self._feeding
+            self.target, self.standby, self._feeding = standby, None, None
+            _log.debug("a standby is the next hop", extra=target.log_fields)
+            await cancel(replaced)
+
+    async def close(self) -> None:
+        """End both links."""
+        await cancel(self._sending, self._feeding)
+
+    async def _send_steps(self, target: NextHop) -> None:
+        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another one."""
+
+        async def tell() -> None:
+            _log.debug("a link is made", extra=target.log_fields)
+            await self.tell(pb.SessionReply(link_made=pb.LinkMade(epoch=target.epoch)))
+
+        try:
+            await self.sender.run(target, tell, is_standby=target is self.standby)
+        except SwarmnetError as error:
+            if not self.lost(error, target is not self.target):
+                return
+            _log.info("next hop lost", extra=target.log_fields | {"reason": str(error)[:200]})
+            await self.tell(pb.SessionReply(link_lost=pb.LinkLost(epoch=target.epoch, peer=target.peer)))

@@ -1,0 +1,89 @@
+"""The sequences of a session: each has a KV cache, and begins empty or from the cache of another one."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.errors import StreamEnded
+from swarmnet_protocols.net.limits.resources import Scope
+from swarmnet_protocols.session.steps import Row
+
+
+@dataclass(eq=False)
+class SessionSequences:
+    """The KV caches of one session by sequence. Their bytes count in ``scope``; ``freed`` is set when the session has ended."""
+
+    engine: Engine
+    stage: Stage
+    adapter: StageAdapter | None
+    scope: Scope
+    freed: asyncio.Event
+    caches: dict[int, SequenceCache] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prefix_positions = self.adapter.prefix_positions if self.adapter else 0
+
+    def new_bytes(self, rows: Sequence[Row]) -> int:
+        """Bytes that the rows of a step need beyond those of the KV caches that they replace or extend."""
+        geometry = self.stage.geometry
+        longest = [geometry.bytes_for(self.prefix_positions + row.end) for row in rows]
+        held = [self.caches[row.sequence].nbytes for row in rows if row.sequence in self.caches]
+        return max(0, sum(longest) - sum(held))
+
+    async def place(self, rows: tuple[Row, ...]) -> None:
+        """Give every row the KV cache from which it starts.
+
+        Caches from which no row starts are freed first. A cache from which one row starts is moved instead of copied, if its sequence is overwritten.
+        """
+        uses = Counter(row.source for row in rows)
+        self._release(
+            self.caches.pop(row.sequence)
+            for row in rows
+            if row.sequence in self.caches and not uses[row.sequence]
+        )
+        before = dict(self.caches)
+        overwritten = {row.sequence for row in rows}
+        copied = [
+            row.sequence
+            for row in rows
+            if row.sequence != row.source
+            and row.source in before
+            and (uses[row.source] > 1 or row.source not in overwritten)
+        ]
+        after: dict[int, SequenceCache] = {}
+        if copied:
+            sources = [
+                (before[row.source], self.prefix_positions + row.start)
+                for row in rows
+                if row.sequence in copied
+            ]
+            after = dict(zip(copied, await self.engine.fork(sources, self.scope), strict=True))
+        if self.freed.is_set():  # the session ended during the fork
+            self._release(after.values())
+            raise StreamEnded("the session has ended")
+        for row in rows:
+            if row.source not in before:
+                after[row.sequence] = self.engine.register(self.stage.new_sequence(self.adapter), self.scope)
+            elif row.sequence not in after:
+                after[row.sequence] = before[row.source]
+        self.caches.update(after)
+        kept = {id(cache) for cache in self.caches.values()}
+        self._release(cache for cache in before.values() if id(cache) not in kept)
+        for row in rows:
+            start = self.prefix_positions + row.start
+            if self.caches[row.sequence].length > start:
+                self.caches[row.sequence].truncate(start)
+
+    def release(self) -> None:
+        """Free all caches."""
+        self._release(self.caches.values())
+        self.caches = {}
+
+    def _release(self, caches: Iterable[SequenceCache]) -> None:
+        for cache in caches:
+            self.engine.release(cache)
