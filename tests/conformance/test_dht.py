@@ -161,7 +161,7 @@ def test_every_peer_finds_the_records_of_every_peer(five: Five) -> None:
     five.run(scenario)
 
 
-def test_a_new_publication_replaces_the_old_one_even_if_it_was_to_live_longer(five: Five) -> None:
+def test_a_new_publication_replaces_an_old_one_of_longer_life(five: Five) -> None:
     async def scenario(peers: list[Peer]) -> None:
         await peers[1].directory.publish("replace", b"old", lifetime_s=600.0)
         await peers[1].directory.publish("replace", b"new", lifetime_s=5.0)
@@ -239,9 +239,7 @@ async def announce(peer: Peer, start: int, end: int) -> None:
     await peer.directory.publish(topic, host_record(start, end), lifetime_s=60.0)
 
 
-def test_a_peer_and_a_client_sample_the_hosts_of_a_model_and_those_of_some_blocks(
-    five: Five, tmp_path: Path
-) -> None:
+def test_peers_and_clients_sample_the_hosts_of_a_model_and_of_blocks(five: Five, tmp_path: Path) -> None:
     async def scenario(peers: list[Peer]) -> None:
         for number, peer in enumerate(peers):
             await announce(peer, number, number + 2)
@@ -285,9 +283,7 @@ def test_a_sample_is_bounded_whatever_is_asked(five: Five, monkeypatch: pytest.M
     five.run(scenario)
 
 
-def test_two_groups_that_began_apart_become_one_when_one_peer_finds_another(
-    five: Five, tmp_path: Path
-) -> None:
+def test_two_groups_become_one_when_one_peer_finds_another(five: Five, tmp_path: Path) -> None:
     """Two groups that meet by mDNS: both already have peers."""
 
     async def scenario(peers: list[Peer]) -> None:
@@ -315,7 +311,7 @@ def call_no_lost_peer(patch: Patch) -> None:
 
 
 @defence("the parts of a split network find each other again", off=call_no_lost_peer)
-def test_two_halves_that_forgot_each_other_become_one_when_the_network_heals(
+def test_two_halves_that_forgot_each_other_reunite_with_the_network(
     five: Five, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Silence of the other half empties the routing tables of its peers, as in a network split: ``tests/net/test_split.py``."""
@@ -409,7 +405,7 @@ def test_an_honest_raw_store_is_accepted(five: Five) -> None:
     five.run(scenario)
 
 
-def test_a_record_of_no_member_is_neither_stored_nor_read_in_a_private_swarm(
+def test_a_private_swarm_neither_stores_nor_reads_strangers_records(
     five: Five, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def scenario(peers: list[Peer]) -> None:
@@ -622,7 +618,7 @@ def test_a_small_call_has_no_large_answer_and_leaves_no_state(five: Five) -> Non
     five.run(scenario)
 
 
-def test_a_peer_that_cannot_be_dialled_is_in_no_routing_table_and_may_publish(tmp_path: Path) -> None:
+def test_a_peer_that_nobody_can_dial_is_in_no_table_and_may_publish(tmp_path: Path) -> None:
     async def main() -> None:
         async with (
             join(tmp_path / "server") as server,

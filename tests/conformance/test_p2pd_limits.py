@@ -159,7 +159,7 @@ def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
     "a connection that this process forwards counts where its peer is",
     off=replacing(Endpoint, "real_address", lambda _, address: address),
 )
-def test_a_connection_that_this_process_forwards_counts_where_its_peer_is(tmp_path: Path) -> None:
+def test_a_forwarded_connection_counts_where_its_peer_is(tmp_path: Path) -> None:
     """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits would count all peers as one."""
     remote, other = (Multiaddr(IPv4Address(f"203.0.113.{each}"), "tcp", 4001) for each in (9, 8))
 
@@ -246,7 +246,7 @@ def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
     "strangers are disconnected first when p2pd is over its memory limit",
     off=replacing(ConnectionGuard, "_use", lambda *_: Use.KNOWN),
 )
-def test_strangers_are_disconnected_first_when_p2pd_is_over_its_memory_limit(tmp_path: Path) -> None:
+def test_strangers_are_disconnected_first_when_p2pd_lacks_memory(tmp_path: Path) -> None:
     async def main() -> None:
         async with peer(tmp_path / "a") as a, outsiders(a.addresses()[0], 8) as strangers:
             assert connected(strangers) == 8

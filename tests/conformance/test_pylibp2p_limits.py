@@ -242,7 +242,7 @@ def test_bytes_that_wait_are_bounded_over_all_connections(
 @defence(
     "memory that outsiders filled is returned after they have left", off=replacing(host, "RETURN_S", 1e6)
 )
-def test_memory_that_outsiders_filled_is_returned_once_after_they_have_left(
+def test_memory_that_outsiders_filled_is_returned_after_they_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     returned: list[float] = []

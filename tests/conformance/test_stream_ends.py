@@ -21,9 +21,7 @@ async def flood(stream: Stream) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_a_protocol_that_the_peer_does_not_serve_is_an_incompatible_version(
-    lab: Lab, protocol: ProtocolSpec
-) -> None:
+def test_a_protocol_that_a_peer_lacks_is_an_incompatible_version(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         with pytest.raises(IncompatibleVersion):
             await dial(a, b, protocol)
@@ -43,9 +41,7 @@ def test_a_peer_that_does_not_exist_is_unreachable(
     lab.run(scenario)
 
 
-def test_another_peer_at_the_address_is_not_taken_for_the_one_asked_for(
-    lab: Lab, protocol: ProtocolSpec
-) -> None:
+def test_another_peer_at_the_address_is_not_taken_for_the_asked_one(lab: Lab, protocol: ProtocolSpec) -> None:
     async def scenario(a: Transport, b: Transport) -> None:
         impostor_of = Identity.from_seed(b"impostor").peer_id
         await b.serve(protocol, echo)

@@ -173,7 +173,7 @@ def test_a_slow_reader_blocks_the_sender(lab: Lab, protocol: ProtocolSpec) -> No
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True], ids=["", "by receives that are cancelled"])
-def test_a_message_that_waits_for_credit_arrives_whole_at_the_limited_rate(
+def test_a_message_that_waits_for_credit_arrives_whole_at_the_rate(
     lab: Lab, protocol: ProtocolSpec, is_cancelled: bool
 ) -> None:
     granted = replace(protocol, has_flow_control=True)

@@ -168,7 +168,7 @@ def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.
     assert "shorten" in capsys.readouterr().err
 
 
-def test_a_chat_remembers_what_was_said_and_ctrl_c_stops_an_answer_only(
+def test_a_chat_remembers_the_talk_and_ctrl_c_stops_one_answer(
     node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

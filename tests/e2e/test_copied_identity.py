@@ -38,7 +38,7 @@ def warned(*nodes: NodeProcess) -> NodeProcess:
     pytest.fail("no owner was warned: " + " ".join(node.log.read_text() for node in nodes))
 
 
-def test_the_owner_is_told_where_the_other_node_is_and_both_nodes_continue(lab: Swarm) -> None:
+def test_the_owner_learns_where_the_other_node_is_and_both_continue(lab: Swarm) -> None:
     lab.start((0, BLOCKS))
     one = lab.launch("one", "--blocks", f"0:{BLOCKS}")
     peer = one.ready["peer_id"]

@@ -59,7 +59,7 @@ DRAWN_ANEW = """new Promise(done => {
 
 
 @pytest.mark.parametrize("kind", ["full", "broken", "empty", "experts", "missing"])
-def test_axe_finds_no_violation_and_narrow_pages_do_not_scroll_sideways(
+def test_axe_finds_no_violation_and_no_page_scrolls_sideways(
     browser: Browser, sites: Sites, kind: str
 ) -> None:
     with looking(browser, reduced_motion="reduce") as page:
@@ -274,7 +274,7 @@ def test_a_page_beyond_the_limit_of_viewers_polls(browser: Browser, sites: Sites
         expect(page.locator("#banner")).to_be_hidden()
 
 
-def test_a_table_of_five_hundred_peers_holds_only_the_rows_on_the_screen(page: Page, sites: Sites) -> None:
+def test_a_table_of_five_hundred_peers_holds_only_the_rows_on_screen(page: Page, sites: Sites) -> None:
     show(page, sites["large"].url)
     rows = page.locator("#peers tbody:nth-of-type(2) tr")
     assert rows.count() < 60

@@ -163,7 +163,7 @@ def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     await_idle(lab)
 
 
-def test_the_client_waits_for_the_only_host_of_its_first_blocks_to_start_again(
+def test_the_client_waits_for_the_only_host_of_its_first_blocks(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
     with lab.connect() as model:
@@ -176,7 +176,7 @@ def test_the_client_waits_for_the_only_host_of_its_first_blocks_to_start_again(
 
 
 @pytest.mark.thorough
-def test_an_answer_continues_when_a_node_is_killed_and_then_its_replacement(
+def test_an_answer_survives_a_killed_node_and_a_killed_replacement(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
     """In virtual time: ``sim/test_failover.py``, whose replacements fail in every phase."""

@@ -127,7 +127,7 @@ def test_a_revoked_member_that_is_approved_again_is_a_member(tmp_path: Path) -> 
     run(tmp_path, scenario)
 
 
-def test_after_a_rotation_of_the_key_the_owner_enters_a_swarm_that_runs(tmp_path: Path) -> None:
+def test_after_a_key_rotation_the_owner_enters_a_running_swarm(tmp_path: Path) -> None:
     """No process has been restarted with the new file: the owner's own command brings it."""
 
     async def scenario(made: Group) -> None:
@@ -148,7 +148,7 @@ def test_after_a_rotation_of_the_key_the_owner_enters_a_swarm_that_runs(tmp_path
     run(tmp_path, scenario)
 
 
-def test_a_command_enters_by_the_name_of_the_swarm_of_the_node_on_its_machine(tmp_path: Path) -> None:
+def test_a_command_enters_the_swarm_of_the_local_node_by_its_name(tmp_path: Path) -> None:
     async def scenario(made: Group) -> None:
         carol = await made.invited("carol")
         with pytest.raises(NotAuthorised, match="another peer") as refused:
@@ -163,7 +163,7 @@ def test_a_command_enters_by_the_name_of_the_swarm_of_the_node_on_its_machine(tm
     run(tmp_path, scenario)
 
 
-def test_a_command_enters_an_open_swarm_with_an_authority_beside_a_node(tmp_path: Path) -> None:
+def test_a_command_enters_an_open_swarm_with_an_authority_via_a_node(tmp_path: Path) -> None:
     with contextlib.chdir(tmp_path):
         call("swarm", "create", "lab", "--no-mdns", "--out", "lab")
         path = tmp_path / "lab" / "swarm.toml"

@@ -263,7 +263,7 @@ def test_a_mask_does_not_hide_a_prefix(tiny: TinySwarm) -> None:
             tiny.model(torch.tensor([[5, 6]]), attention_mask=mask, past_key_values=prefix)
 
 
-def test_requests_that_hosts_cannot_serve_are_refused_before_anything_is_sent(tiny: TinySwarm) -> None:
+def test_requests_that_hosts_cannot_serve_are_refused_before_sending(tiny: TinySwarm) -> None:
     said: list[Any] = []
     with tuned(tiny, "lora") as ours:
         tiny.lab.network.observers.append(said.append)

@@ -230,7 +230,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
     assert (code, "is done" in refused[0]["message"]) == (3, True)
 
 
-def test_a_run_that_was_replaced_does_not_go_on_if_its_replacement_crashes(
+def test_a_replaced_run_does_not_go_on_if_its_replacement_crashes(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """The other run stopped after three steps; the one in its place crashes in its first."""
@@ -352,7 +352,7 @@ def test_bad_rows_are_refused_before_anything_is_sent(
     [("--rank", "257"), ("--method", "deep-prompt", "--virtual-tokens", "513"), ("--max-length", "1025")],
     ids=" ".join,
 )
-def test_requests_that_no_host_accepts_are_refused_before_anything_is_sent(
+def test_requests_that_no_host_accepts_are_refused_before_sending(
     reference: Reference,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -368,7 +368,7 @@ def test_requests_that_no_host_accepts_are_refused_before_anything_is_sent(
     assert options[-2] in error["message"]
 
 
-def test_an_adapter_that_will_not_do_is_refused_before_anything_is_sent(
+def test_an_adapter_that_will_not_do_is_refused_before_it_is_sent(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     model = str(reference.local.path)

@@ -64,7 +64,7 @@ def test_ports_that_a_router_forwards_are_found_and_used(tmp_path: Path) -> None
         assert not swarm.relayed("host0", LINK.id)
 
 
-def test_an_answer_continues_when_its_relay_is_killed_and_when_routers_restart(
+def test_an_answer_survives_a_killed_relay_and_restarted_routers(
     tmp_path: Path,
 ) -> None:
     with nat_swarm(tmp_path / "lab", default_cache_dir(), ["symmetric"] * 3, public=3) as swarm:

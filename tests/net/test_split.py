@@ -79,7 +79,7 @@ def wait_for(is_true: Callable[[], bool]) -> float:
     return time.monotonic() - began
 
 
-def test_each_part_of_a_split_network_serves_and_they_become_one_again(tmp_path: Path) -> None:
+def test_each_part_of_a_split_network_serves_and_they_reunite(tmp_path: Path) -> None:
     lab = Swarm(tmp_path / "lab", default_cache_dir())
     with wan(*[Uplink(delay_s=0.005)] * 6) as hosts:
         try:

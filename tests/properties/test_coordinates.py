@@ -81,7 +81,7 @@ def test_a_coordinate_out_of_range_is_none() -> None:
 
 
 @given(COORDINATES, COORDINATES, DELAYS)
-def test_a_measurement_moves_a_peer_a_bounded_way_and_not_past_the_measured_delay(
+def test_a_measurement_moves_a_peer_a_bounded_way_and_not_too_far(
     here: Coordinate, remote: Coordinate, delay_s: float
 ) -> None:
     moved = corrected(here, remote, delay_s, direction=(1.0, 0.0, 0.0))

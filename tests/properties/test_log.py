@@ -113,7 +113,7 @@ def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
 
 @settings(max_examples=120)
 @given(st.data())
-def test_a_replacement_in_the_middle_sends_the_survivor_exactly_the_missing_steps(
+def test_a_replacement_sends_the_survivor_exactly_the_missing_steps(
     data: st.DataObject,
 ) -> None:
     """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""

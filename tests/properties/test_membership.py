@@ -131,7 +131,7 @@ DAY_S = 24 * 3600
 
 @defence("a revocation is kept for as long as it counts", off=replacing(revocations, "KEPT_S", 0))
 @given(st.lists(st.tuples(st.integers(0, 120), st.integers(0, 5), st.booleans()), max_size=30))
-def test_a_list_names_every_revoked_peer_that_could_still_enter_and_stays_bounded(
+def test_a_bounded_list_names_every_revoked_peer_that_could_enter(
     revocations: list[tuple[int, int, bool]],
 ) -> None:
     """Each a while after the one before, of one of a few peers or of invites, by a tool that signs the list anew each time."""

@@ -46,7 +46,7 @@ def test_the_throughput_is_that_of_the_tightest_set_of_blocks(found: list[Claim]
 
 
 @given(claims(), st.integers(1, BLOCKS), st.integers())
-def test_a_newcomer_fills_the_largest_gap_that_a_span_can_and_leaves_the_fewest_pieces(
+def test_a_newcomer_fills_the_largest_gap_and_leaves_fewest_pieces(
     found: list[Claim], length: int, seed: int
 ) -> None:
     choice = choose_span(found, blocks=BLOCKS, length=length, rng=random.Random(seed))

@@ -191,9 +191,7 @@ def test_a_chain_covers_all_blocks_once_at_nearly_the_lowest_cost(
 
 
 @given(views(), open_hops(), st.integers(0, 3))
-def test_where_every_block_has_a_host_there_is_a_chain_whatever_hops_are_open(
-    view: View, hops: list[Hop], seed: int
-) -> None:
+def test_where_every_block_has_a_host_there_is_a_chain(view: View, hops: list[Hop], seed: int) -> None:
     covered = {block for host in view.hosts for block in range(host.start, host.end)}
     if covered == set(range(BLOCKS)):
         found = find_chain(replace(view, hops=hops), (0, BLOCKS), random.Random(seed))

@@ -67,14 +67,14 @@ def test_the_client_that_is_the_furthest_behind_is_in_every_batch(
     assert all(1 <= tokens <= waiting[index].tokens for index, tokens in batch.items())
 
 
-def test_short_work_of_a_client_that_is_further_ahead_does_not_keep_out_a_long_prompt() -> None:
+def test_short_work_of_a_client_ahead_keeps_no_long_prompt_out() -> None:
     waiting = [Waiting(1, 0, "ahead"), Waiting(50, 0, "behind")]
     batch = dict(schedule(waiting, 4, {"ahead": 5, "behind": 4, "expected": 0}))
     assert batch[1] >= 1
 
 
 @given(st.integers(1, 100), BUDGETS)
-def test_a_long_prompt_gets_its_share_among_any_number_of_single_tokens(singles: int, budget: int) -> None:
+def test_a_long_prompt_gets_its_share_among_many_single_tokens(singles: int, budget: int) -> None:
     waiting = [Waiting(1, 0)] * singles + [Waiting(1000, 0)]
     batch = dict(schedule(waiting, budget))
     assert batch[singles] >= budget // PREFILL_SHARE
@@ -111,9 +111,7 @@ def test_the_expected_wait_is_at_most_the_time_of_all_work_that_waits(
 
 
 @given(QUEUED, st.integers(0, 10**9))
-def test_a_flood_of_one_client_adds_at_most_one_prompt_to_the_wait_of_another(
-    queued: dict[str, int], flood: int
-) -> None:
+def test_a_flood_of_one_client_adds_at_most_one_prompt_to_a_wait(queued: dict[str, int], flood: int) -> None:
     queued.pop("a", None)
     without = expected_wait_s(queued | {"b": 0}, "a", 1.0)
     assert expected_wait_s(queued | {"b": flood}, "a", 1.0) <= without + OPENING_TOKENS

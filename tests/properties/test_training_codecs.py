@@ -78,9 +78,7 @@ def allowed_error(name: str, values: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", CODECS)
 @settings(max_examples=40)
 @given(values=vectors())
-def test_a_payload_has_the_size_that_was_announced_and_decodes_to_finite_values(
-    name: str, values: torch.Tensor
-) -> None:
+def test_a_payload_has_its_announced_size_and_finite_values(name: str, values: torch.Tensor) -> None:
     codec = get_codec(name)
     payload = codec.encode(values)
     assert len(payload) == codec.max_bytes(len(values))
@@ -111,7 +109,7 @@ def test_a_decoded_payload_of_floats_encodes_to_the_same_bytes(name: str, values
 
 @settings(max_examples=40)
 @given(values=vectors())
-def test_topk_keeps_the_largest_values_and_the_earlier_of_two_equal_ones(values: torch.Tensor) -> None:
+def test_topk_keeps_the_largest_values_and_the_earlier_of_equal_ones(values: torch.Tensor) -> None:
     codec = get_codec("topk")
     decoded = codec.decode(codec.encode(values), len(values))
     for chunk, got in zip(torch.split(values, ALIGNMENT), torch.split(decoded, ALIGNMENT), strict=True):

@@ -105,7 +105,7 @@ def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def test_adapters_of_a_host_that_has_dropped_blocks_give_the_outputs_of_peft(
+def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
     reference: Reference, tuned: Tuned
 ) -> None:
     """The adapter is uploaded again by a second client, and used on: the first client's session goes on in the blocks that stay."""
@@ -152,7 +152,7 @@ def test_an_adapter_through_hops_gives_the_outputs_of_peft(
     assert text[len(PROMPT) :] != reference.greedy(PROMPT, TOKENS)
 
 
-def test_eight_clients_with_adapters_and_two_without_get_their_own_outputs(reference: Reference) -> None:
+def test_clients_with_and_without_adapters_get_their_own_outputs(reference: Reference) -> None:
     all_tuned = [Tuned(reference, "lora" if seed % 4 else "prefix", seed) for seed in range(8)]
     prompts = [[3 + number, *PROMPT] for number in range(10)]
     expected = [each.greedy(prompt, TOKENS) for each, prompt in zip(all_tuned, prompts, strict=False)]
@@ -202,7 +202,7 @@ def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim:
     simulate(reference, scenario)
 
 
-def test_the_client_uploads_an_adapter_again_to_a_session_host_that_lost_it(reference: Reference) -> None:
+def test_the_client_uploads_a_lost_adapter_again_to_a_session_host(reference: Reference) -> None:
     """That is no fault of the host: it stays in the chain."""
     tuned = Tuned(reference, "lora")
 
@@ -313,7 +313,7 @@ def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Referen
     simulate(reference, scenario)
 
 
-def test_a_session_that_ends_while_its_sequences_are_copied_leaves_nothing(reference: Reference) -> None:
+def test_a_session_that_ends_while_it_is_copied_leaves_nothing(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, LAYOUTS["1 hop"])
         engine = lab.nodes["a"]._engine

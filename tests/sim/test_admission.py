@@ -337,7 +337,7 @@ def test_other_addresses_have_no_subnet(address: str) -> None:
     assert not subnet_of(address)
 
 
-def test_a_newcomer_whose_stream_is_closed_without_an_answer_tries_again(tmp_path: Path) -> None:
+def test_a_newcomer_whose_stream_closes_without_an_answer_tries_again(tmp_path: Path) -> None:
     """An overloaded peer closes streams without an answer."""
 
     async def scenario(world: World) -> None:

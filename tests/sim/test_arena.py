@@ -17,7 +17,7 @@ TOKENS = 12
 ARENA_POSITIONS = 1024
 
 
-def test_clients_get_the_tokens_of_the_whole_model_when_a_host_with_an_arena_dies(
+def test_clients_get_the_right_tokens_when_a_host_with_an_arena_dies(
     reference: Reference,
 ) -> None:
     backends: list[RecordingBackend] = []

@@ -86,7 +86,7 @@ async def never(self: object) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("lie", ["rolled", "one_huge_channel", "a_large_channel", "scaled", "negated"])
 @pytest.mark.parametrize("liar", ["a1", "b1", "c1"], ids=["first", "middle", "last"])
-def test_a_host_of_a_chain_that_gives_wrong_outputs_is_found_within_200_steps(
+def test_a_host_of_a_chain_with_wrong_outputs_is_found_in_200_steps(
     reference: Reference, liar: str, lie: str
 ) -> None:
     """``tests/properties/test_audit.py`` has all forgers."""
@@ -179,7 +179,7 @@ def witnesses_of_any_precision(patch: Patch) -> None:
 
 
 @defence("hosts of different precision do not audit each other", off=witnesses_of_any_precision)
-def test_hosts_of_another_precision_accuse_no_host_and_are_not_accused(reference: Reference) -> None:
+def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH)
         for name in "b8", "b9":
@@ -228,7 +228,7 @@ def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str
     framing="c1",
 )
 @pytest.mark.parametrize("framing", ["a1", "c1"], ids=["upstream", "downstream"])
-def test_a_host_that_lies_about_the_activations_between_two_hops_convicts_no_neighbour(
+def test_a_host_that_lies_about_activations_convicts_no_neighbour(
     reference: Reference, framing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:

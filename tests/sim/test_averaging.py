@@ -93,7 +93,7 @@ def test_bulk_data_that_is_queued_is_not_queued_again() -> None:
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_death_at_any_message_costs_no_more_than_its_own_contribution(kind: str, victim: str) -> None:
+def test_a_death_at_any_message_costs_only_its_own_contribution(kind: str, victim: str) -> None:
     lab = TrainingLab(5)
     work = Work.random(lab, 30_000)
     on_delivery(

@@ -88,7 +88,7 @@ def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Contribution)
     reader(1).read(result)  # a member that is not the author cannot know
 
 
-def test_a_member_without_a_contribution_refuses_a_result_that_names_it() -> None:
+def test_a_member_without_a_contribution_refuses_a_result_naming_it() -> None:
     with pytest.raises(ProtocolViolation, match="that it did not make"):
         reader(3).read(bundle([*PAYLOADS, (3, OTHER)]))
 
@@ -121,7 +121,7 @@ def test_an_invalid_weight_is_refused(weight: float) -> None:
         reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=weight)), *PAYLOADS[1:]]))
 
 
-def test_a_contribution_that_does_not_decode_is_left_out_of_the_bundle() -> None:
+def test_a_contribution_that_does_not_decode_is_left_out() -> None:
     garbage = b"\xff" * TERMS.contribution_bytes
     broken = Contribution.of(1.0, garbage)
     reduced = reduce_slice(TERMS, AggregationRules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
@@ -146,7 +146,7 @@ def traffic(codec: str, count: int) -> tuple[int, int]:
     return max(outcome.bytes_sent for outcome in outcomes.values()), sum(in_all)
 
 
-def test_a_sparse_exchange_every_thirty_steps_is_a_thousandth_of_a_mean_at_every_step() -> None:
+def test_a_sparse_exchange_every_thirty_steps_costs_a_thousandth() -> None:
     count = 1 << 20
     busiest, in_all = traffic("topk", count)
     busiest_dense, in_all_dense = traffic("float32", count)

@@ -56,7 +56,7 @@ def test_a_slow_member_without_a_slice_is_left_out() -> None:
         assert all(slow not in names for names in outcomes[peer].contributors)
 
 
-def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution() -> None:
+def test_values_that_are_not_finite_are_not_sent_nor_is_weight_0() -> None:
     lab = TrainingLab(4)
     work = Work.random(lab, SIZE)
     work.values[lab.peers[0]][7] = float("nan")
@@ -66,7 +66,7 @@ def test_values_that_are_not_finite_are_not_sent_and_weight_0_is_no_contribution
         assert all(names == tuple(lab.peers[2:]) for names in outcome.contributors)
 
 
-def test_a_contribution_that_is_screened_out_or_too_heavy_is_left_out_and_named() -> None:
+def test_a_screened_or_too_heavy_contribution_is_left_out_and_named() -> None:
     rules = AggregationRules(
         screen=lambda rows, _: ["too long" if row.norm() > 1e4 else "" for row in rows], max_weight=10.0
     )
@@ -129,7 +129,7 @@ def test_contributions_are_combined_by_the_rules() -> None:
         assert torch.equal(outcome.average, torch.stack(list(work.values.values())).amax(dim=0))
 
 
-def test_one_of_two_members_does_not_decide_alone_nor_wait_for_the_deadline() -> None:
+def test_one_of_two_members_neither_decides_alone_nor_waits_in_vain() -> None:
     lab = TrainingLab(2)
     work = Work.random(lab, SIZE)
 

@@ -81,7 +81,7 @@ def test_a_member_that_begins_late_sends_results_after_contributions() -> None:
 
 @pytest.mark.parametrize("victim", ["source", "target"])
 @pytest.mark.parametrize(("kind", "number"), [("contribution", 100), ("result", 100)])
-def test_a_death_during_a_paced_exchange_costs_only_the_members_own_contribution(
+def test_a_death_in_a_paced_exchange_costs_only_its_own_contribution(
     kind: str, number: int, victim: str
 ) -> None:
     lab = TrainingLab(5)

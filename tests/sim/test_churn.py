@@ -38,9 +38,7 @@ async def storm(lab: Lab, *, sheltered: bool) -> list[SwarmnetError | None]:
     return results
 
 
-def test_every_answer_is_right_while_every_block_has_a_node_that_lives(
-    reference: Reference, seed: int
-) -> None:
+def test_every_answer_is_right_while_every_block_has_a_living_node(reference: Reference, seed: int) -> None:
     results = simulate(reference, lambda lab: storm(lab, sheltered=True), seed=seed, limit_s=600.0)
     assert results == [None] * len(results)
 

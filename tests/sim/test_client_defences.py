@@ -248,7 +248,7 @@ def test_an_invalid_record_is_ignored(reference: Reference, change: dict[str, An
     assert simulate(reference, scenario) == 0
 
 
-def test_a_host_that_is_announced_and_does_not_serve_is_skipped_after_a_pause(reference: Reference) -> None:
+def test_an_announced_host_that_does_not_serve_is_skipped_for_a_while(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         directory = MemoryDirectory(lab.board, peer("hostile"), SWARM)
         record = records_pb2.HostRecord(

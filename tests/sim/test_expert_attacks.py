@@ -99,7 +99,7 @@ def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Referenc
 
 
 @defence("no fault excludes a peer for good", off=replacing(expert_link, "FAULT_S", 1e9))
-def test_a_peer_with_answers_of_the_wrong_shape_is_tried_again_ever_later(mixtral: Reference) -> None:
+def test_a_peer_with_answers_of_a_wrong_shape_is_tried_ever_later(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         everything = experts.everywhere(range(8))
@@ -215,7 +215,7 @@ def wait_as_announced(patch: Patch) -> None:
 
 
 @defence("an announced time does not make a host wait for ever", off=wait_as_announced)
-def test_a_peer_that_never_answers_holds_a_forward_for_a_minute_at_most(mixtral: Reference) -> None:
+def test_a_peer_that_never_answers_holds_a_forward_a_minute_at_most(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         everything = experts.everywhere(range(8))
@@ -357,7 +357,7 @@ class Parrot(FaultyService):
     "no expert is dropped for a peer that has it computed by its only holder",
     off=replacing(ExpertService, "withhold", nothing),
 )
-def test_no_expert_is_dropped_for_a_peer_that_has_it_computed_by_its_only_holder(mixtral: Reference) -> None:
+def test_no_expert_is_dropped_for_a_peer_that_asks_its_only_holder(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
         parrot = await only.experts.faulty_peer("parrot", only.every, "", kind=Parrot)
@@ -369,7 +369,7 @@ def test_no_expert_is_dropped_for_a_peer_that_has_it_computed_by_its_only_holder
 
 
 @defence("one message moves a share of a peer's experts", off=replacing(expert_choice, "SHARE", 1.0))
-def test_one_message_moves_a_share_of_the_experts_that_another_peer_computes(mixtral: Reference) -> None:
+def test_one_message_moves_a_share_of_the_experts_of_another_peer(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         only = await Only.start(lab)
         await only.experts.peer("other", only.every)

@@ -245,7 +245,7 @@ def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
     simulate(mixtral, scenario, link=LAN)
 
 
-def test_the_owner_of_a_trunk_sees_for_which_experts_it_waits_and_may_end_it(mixtral: Reference) -> None:
+def test_a_trunks_owner_sees_which_experts_it_awaits_and_may_end_it(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         hosting = experts.trunk_hosting(range(2), WaitingExecutor())
@@ -331,9 +331,7 @@ def test_a_faulty_peer_changes_no_token(mixtral: Reference, fault: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
-def test_another_trunk_continues_when_a_trunk_fails_while_rows_are_under_way(
-    mixtral: Reference, fault: str
-) -> None:
+def test_another_trunk_goes_on_when_a_trunk_fails_with_rows_under_way(mixtral: Reference, fault: str) -> None:
     async def scenario(lab: Lab) -> Told:
         experts = ExpertLab(lab)
         for number, own in enumerate(spread(2)):
@@ -387,7 +385,7 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
 
 
 @pytest.mark.parametrize("spans", [pytest.param([(0, 4)], marks=pytest.mark.thorough), [(0, 2), (2, 4)]])
-def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
+def test_experts_move_to_where_rows_need_them_and_are_never_missing(
     mixtral: Reference, spans: list[tuple[int, int]]
 ) -> None:
     """Peers whose owners let hosts choose follow a trunk, one of them each, and others stay; meanwhile answers go on."""
@@ -431,7 +429,7 @@ def test_experts_move_to_where_rows_need_them_and_every_one_is_always_there(
     simulate(mixtral, scenario, link=LAN, limit_s=2000)
 
 
-def test_a_host_with_few_experts_in_memory_gives_the_same_tokens_and_reports_its_hits(
+def test_a_host_with_few_experts_in_memory_gives_the_same_tokens(
     mixtral: Reference,
 ) -> None:
     async def scenario(lab: Lab) -> None:

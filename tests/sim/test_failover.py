@@ -198,7 +198,7 @@ def test_two_neighbours_that_cannot_reach_each_other_are_separated(
     assert run_with(reference, TWO_OF_EACH, plan).longest_s <= SILENT_S
 
 
-def test_of_two_separated_neighbours_the_one_with_a_replica_is_replaced(reference: Reference) -> None:
+def test_of_two_separated_neighbours_one_with_a_replica_is_replaced(reference: Reference) -> None:
     """The hop without a replica stays; the hop before it that cannot reach it is replaced."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
@@ -392,7 +392,7 @@ def test_a_session_moves_to_a_better_path_between_two_steps(
     assert max(outcome.waits_s[1:]) <= STEP_S
 
 
-def test_an_answer_continues_when_a_host_fails_after_its_session_moved(reference: Reference) -> None:
+def test_an_answer_goes_on_when_a_host_fails_after_its_session_moved(reference: Reference) -> None:
     async def scenario(lab: Lab) -> Outcome:
         client, peers = lab.peer_id("client"), {lab.peer_id("b"), lab.peer_id("b2")}
 

@@ -430,7 +430,7 @@ def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
     served(tiny, scenario, {"a": (0, 4)})
 
 
-def test_a_waiting_stream_sends_comments_and_a_late_failure_is_an_event(tiny: Reference) -> None:
+def test_a_waiting_stream_sends_comments_and_a_late_failure_an_event(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
         async with caller.stream("/v1/chat/completions", chat_body(max_tokens=TOKENS, stream=True)) as stream:
             events = [event async for event in stream]
@@ -445,7 +445,7 @@ def test_a_waiting_stream_sends_comments_and_a_late_failure_is_an_event(tiny: Re
     assert events[-1] == "data: [DONE]"
 
 
-def test_a_draining_gateway_finishes_running_requests_and_refuses_new_ones(tiny: Reference) -> None:
+def test_a_draining_gateway_finishes_requests_and_refuses_new_ones(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> None:
         running = asyncio.create_task(caller.complete(max_tokens=TOKENS))
         await asyncio.sleep(0.1)

@@ -150,7 +150,7 @@ def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, 
     "a client that does not answer does not keep a host from leaving",
     off=replacing(HostedSession, "end_leaving", nothing),
 )
-def test_a_host_that_leaves_ends_the_sessions_of_a_client_that_does_not_answer(reference: Reference) -> None:
+def test_a_leaving_host_ends_the_sessions_of_a_silent_client(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         node = await lab.start("a", lab.hosting((0, 6)))
         await asyncio.sleep(1.0)
@@ -227,7 +227,7 @@ def test_hops_of_a_long_session_have_spare_standbys(
 
 
 @pytest.mark.parametrize("positions", [200, 1000])
-def test_the_last_host_of_a_block_has_a_spare_standby_soon_after_another_one_comes(
+def test_the_last_host_of_a_block_gets_a_standby_from_a_new_host(
     reference: Reference, positions: int
 ) -> None:
     """Sessions that are shorter than ``SPARE_POSITIONS`` are replayed instead."""

@@ -407,7 +407,7 @@ def adopts(someone: Someone) -> None:
     newer="opener",
 )
 @pytest.mark.parametrize("newer", ["opener", "other side"])
-def test_a_member_with_a_newer_file_brings_it_to_those_that_know_only_the_former_key(newer: str) -> None:
+def test_a_member_brings_a_newer_file_to_those_with_the_former_key(newer: str) -> None:
     async def scenario(world: World) -> None:
         alice, bob, carol = [await world.member(name) for name in ("alice", "bob", "carol")]
         adopts(bob)

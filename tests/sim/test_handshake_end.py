@@ -228,7 +228,7 @@ def test_the_list_of_a_removed_signer_hides_no_other() -> None:
     run(scenario)
 
 
-def test_a_returning_member_gets_revocations_from_the_first_peer_it_connects_to() -> None:
+def test_a_returning_member_gets_revocations_from_its_first_peer() -> None:
     async def scenario(world: World) -> None:
         server, late = await world.member("bob"), await world.member("late")
         mallory = await world.member("mallory")
@@ -264,7 +264,7 @@ def test_streams_end_with_the_certificate() -> None:
     run(scenario)
 
 
-def test_a_peer_whose_certificate_ended_keeps_the_roles_that_need_none() -> None:
+def test_a_peer_with_an_ended_certificate_keeps_the_roles_without_one() -> None:
     """In an open swarm every peer is a client; trainers need a certificate."""
 
     async def scenario(world: World) -> None:

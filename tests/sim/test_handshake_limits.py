@@ -177,7 +177,7 @@ async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Som
     "a peer stays admitted when its handshake stream is evicted",
     off=replacing(handshake_module, "MAX_WITHOUT_STREAM", 0),
 )
-def test_a_peer_whose_handshake_stream_was_evicted_stays_admitted_until_it_is_revoked(
+def test_a_peer_with_an_evicted_handshake_stays_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream that was opened before the end of the handshake stream arrived."""

@@ -200,7 +200,7 @@ def test_one_client_leaves_pending_links_to_others(reference: Reference) -> None
 
 
 @defence("activation logs have a budget", off=count_only)
-def test_a_client_that_never_acknowledges_fills_no_more_than_the_log_budget(reference: Reference) -> None:
+def test_a_client_that_never_acknowledges_stays_within_the_log_budget(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
         await link_reply(link)

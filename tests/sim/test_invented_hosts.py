@@ -93,7 +93,7 @@ def test_blocks_that_only_invented_hosts_have_are_filled(reference: Reference) -
 
 
 @defence("a joining host takes blocks that no host has, whatever is announced", off=believe_all)
-def test_a_joining_host_takes_the_blocks_that_only_invented_hosts_have(reference: Reference) -> None:
+def test_a_joining_host_takes_blocks_that_only_invented_hosts_have(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("stays", lab.hosting((0, 3)))
         async with invented_hosts(lab, [(3, 6)] * 12):

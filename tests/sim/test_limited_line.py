@@ -104,7 +104,7 @@ async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBa
     [{"limited": (0, 3), "other": (3, 6)}, {"other": (0, 3), "limited": (3, 6)}],
     ids=["fed by clients", "fed by a host"],
 )
-def test_many_prompts_at_once_arrive_at_the_limited_rate_and_all_are_answered(
+def test_many_prompts_arrive_at_the_limited_rate_and_are_answered(
     reference: Reference, layout: dict[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:
@@ -219,7 +219,7 @@ def test_a_host_that_grants_no_credit_is_replaced(
 
 
 @defence("a sender that does not wait for credit is disconnected", off=overlooking(ReceiveWindow, "start"))
-def test_an_upstream_that_sends_without_credit_is_disconnected_and_charged(reference: Reference) -> None:
+def test_an_upstream_that_sends_without_credit_is_disconnected(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 2)))
         limit(lab, "a")

@@ -75,7 +75,7 @@ def test_a_worker_that_is_late_is_left_out() -> None:
     simulate(4, scenario)
 
 
-def test_of_two_leaders_the_one_with_the_lower_peer_id_gets_both_groups() -> None:
+def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
     """Workers that start together read the directory at different times, so the first ones may lead when a lower peer id comes."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -175,7 +175,7 @@ def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
     simulate(4, scenario)
 
 
-def test_a_newcomer_with_the_lowest_peer_id_gets_the_position_of_the_others() -> None:
+def test_a_newcomer_of_the_lowest_peer_id_gets_the_position_of_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         newcomer, others = workers[0], workers[1:]
         await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
@@ -294,7 +294,7 @@ def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
     simulate(3, scenario)
 
 
-def test_a_worker_that_caught_up_is_in_the_group_of_those_that_do_not_know_it() -> None:
+def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
     """It has the lowest peer id, so it leads; they have read the directory before it was there."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
@@ -313,7 +313,7 @@ def test_a_worker_that_caught_up_is_in_the_group_of_those_that_do_not_know_it() 
 
 
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_a_follower_stays_if_the_leader_it_is_redirected_to_is_unreachable(fault: str) -> None:
+def test_a_follower_stays_if_the_leader_it_is_sent_to_is_unreachable(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
         await first.matchmaking.set_position(3, START)
@@ -367,7 +367,7 @@ def test_an_excluded_follower_is_in_no_roster(moment: str) -> None:
 
 
 @defence("no worker is redirected to an excluded leader", off=excluding_none)
-def test_no_worker_follows_an_excluded_leader_to_which_another_redirects() -> None:
+def test_no_worker_follows_a_redirect_to_an_excluded_leader() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, second, third = workers
         third.excluded.add(liar.member.peer)

@@ -72,7 +72,7 @@ class Reader:
         assert self.tokens == self._lab.reference.greedy(PROMPT, len(self.tokens))
 
 
-def test_a_host_moves_to_where_hosts_are_short_while_its_clients_go_on(reference: Reference) -> None:
+def test_a_host_moves_to_where_hosts_are_short_and_clients_go_on(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         moved: list[tuple[int, int]] = []
         hosting = lab.hosting((0, 3), num_blocks=3, may_move=True, on_move=lambda: moved.append(mover.span))
@@ -175,7 +175,7 @@ def test_a_host_without_memory_for_both_leaves_its_blocks_first(reference: Refer
     simulate(reference, scenario, limit_s=2000.0)
 
 
-def test_a_move_during_which_its_owner_pauses_the_node_is_told_once_it_serves(reference: Reference) -> None:
+def test_a_move_that_the_owner_paused_is_told_once_it_serves(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         pauses: list[Supervisor] = []
 
@@ -253,7 +253,7 @@ def heavy(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> tuple[Measur
     return machine, {"load": load, "may_move": True, "most_blocks": 6}
 
 
-def test_a_node_whose_owner_takes_memory_back_drops_blocks_while_its_clients_go_on(
+def test_a_node_that_must_free_memory_drops_blocks_and_clients_go_on(
     reference: Reference, heavy: tuple[MeasuredMachine, dict[str, Any]]
 ) -> None:
     machine, options = heavy

@@ -283,7 +283,7 @@ def test_announced_peers_that_do_not_exist_displace_no_host(
     simulate(reference, scenario, limit_s=600)
 
 
-def test_topics_are_read_concurrently_and_a_failed_one_delays_no_other(
+def test_topics_are_read_at_once_and_a_failed_one_delays_no_other(
     reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reading = most = 0

@@ -13,7 +13,7 @@ HARD = (167, 1957, 2043, 2621, 5865, 5961, 7317)
 other, hosts that refuse, and hosts that move, in the same chain."""
 
 
-def test_an_answer_goes_on_over_overlapping_hosts_whatever_happens_to_one_or_two_of_them(
+def test_an_answer_over_overlapping_hosts_survives_one_or_two_of_them(
     reference: Reference, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every block always has a host that is well. No host follows itself in a chain: it could not dial itself."""

@@ -78,7 +78,7 @@ BUSY_CLIENTS = {f"client {number}": 1 for number in range(6)}
     "a host with too much work refuses more of it at once",
     off=replacing(host, "expected_wait_s", lambda *_: 0.0),
 )
-def test_a_client_is_told_at_once_that_all_hosts_are_busy_and_for_how_long(reference: Reference) -> None:
+def test_a_client_learns_at_once_that_all_hosts_are_busy(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[HostsBusy, float]:
         clock = asyncio.get_running_loop().time
         await start_slow_host(lab)
@@ -159,7 +159,7 @@ def only_at_the_opening(patch: Patch) -> None:
 @defence(
     "it does so also when the first step comes long after the session was opened", off=only_at_the_opening
 )
-def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_step(
+def test_a_session_opened_before_the_load_came_is_refused_at_step_one(
     reference: Reference,
 ) -> None:
     async def scenario(lab: Lab) -> float:
@@ -183,7 +183,7 @@ def test_a_session_that_was_opened_before_the_load_came_is_refused_at_its_first_
     "hosts that always say that they are busy do not prolong the wait of a client",
     off=replacing(RetryPolicy, "may_wait", yes),
 )
-def test_hosts_that_always_say_that_they_are_busy_do_not_prolong_the_wait(reference: Reference) -> None:
+def test_hosts_that_always_say_they_are_busy_do_not_prolong_the_wait(reference: Reference) -> None:
     wait_s = 4.5
 
     async def scenario(lab: Lab) -> float:
@@ -231,7 +231,7 @@ def test_a_gateway_whose_hosts_are_all_busy_says_when_to_try_again(tiny: Referen
     assert later.status_code == 200
 
 
-def test_an_answer_under_way_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: Reference) -> None:
+def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await lab.start("a", lab.hosting(BLOCKS))
         async with lab.client() as swarm:
@@ -272,7 +272,7 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
 
 
 @defence("an answer under way goes before new work", off=replacing(host_limits, "CONTINUED_WAITS", 1.0))
-def test_an_answer_under_way_continues_on_a_host_that_refuses_new_ones(reference: Reference) -> None:
+def test_an_answer_under_way_goes_on_at_a_host_that_refuses_new_ones(reference: Reference) -> None:
     def scenario(lab: Lab) -> Any:
         return lose_the_only_idle_host(lab, max_wait_s=12.0)
 
@@ -293,7 +293,7 @@ def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Re
 @defence(
     "a session that only claims to continue an answer is refused like a new one", off=only_at_the_opening
 )
-def test_a_session_that_only_claims_to_continue_an_answer_is_refused_at_its_first_step(
+def test_a_session_that_only_claims_to_continue_is_refused(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def claim(*arguments: Any, **options: Any) -> LiveHop:

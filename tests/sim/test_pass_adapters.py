@@ -99,7 +99,7 @@ def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
 @pytest.mark.matrix
 @pytest.mark.parametrize("keep_graphs", [True, False], ids=["graphs kept", "computed again"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_the_gradients_are_the_same_when_a_host_is_killed_in_the_middle(
+def test_the_gradients_are_the_same_when_a_host_is_killed_midway(
     reference: Reference, local: LocalPass, backward: bool, keep_graphs: bool
 ) -> None:
     """The second pass that one of the hosts in the middle is asked for has its tensors when it dies. There are two ways through the middle and
@@ -165,7 +165,7 @@ def test_the_client_uploads_an_adapter_again_to_a_host_that_lost_it(
     ],
     ids=["NaN", "too few", "another shape"],
 )
-def test_a_host_that_sends_invalid_gradients_of_the_adapter_is_replaced(
+def test_a_host_with_invalid_gradients_of_an_adapter_is_replaced(
     reference: Reference,
     local: LocalPass,
     lie: Callable[[torch.Tensor], torch.Tensor],

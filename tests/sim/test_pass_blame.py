@@ -46,7 +46,7 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
 @pytest.mark.parametrize("counts", [COUNTS, MANY], ids=["one microbatch", "many"])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
+def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
     # The adapter multiplies its inputs by zero, and makes their gradients as large as the layers behind it allow.
@@ -130,7 +130,7 @@ def suspect_only_the_failing_host(patch: Patch) -> None:
     lies=LIES["gradients"],
 )
 @pytest.mark.parametrize("lies", LIES.values(), ids=LIES.keys())
-def test_a_host_whose_numbers_overflow_at_others_is_found_and_replaced(
+def test_a_host_whose_numbers_overflow_at_others_is_replaced(
     lies: Lies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hosts that cannot compute with its numbers refuse, one after another. The liar took part each time, each of them only once."""

@@ -230,7 +230,7 @@ def test_a_client_that_does_not_read_the_result_loses_its_pass(
     simulate(reference, scenario)
 
 
-def test_a_host_that_leaves_accepts_no_new_pass_and_finishes_the_running_ones(reference: Reference) -> None:
+def test_a_leaving_host_refuses_passes_and_finishes_the_running_ones(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         node = await lab.start("a", lab.hosting((0, 6)))
         async with lab.network.transport(lab.peer_id("client")) as transport:

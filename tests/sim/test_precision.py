@@ -8,7 +8,7 @@ from tests.support.swarm_lab import Lab, Reference, simulate
 PROMPT = [2, 7, 1, 8]
 
 
-def test_failover_stays_within_one_precision_and_the_report_says_when_it_cannot(reference: Reference) -> None:
+def test_failover_stays_within_one_precision_or_reports_why_not(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         for name, span in {"a1": (0, 2), "b1": (2, 4), "b2": (2, 4), "c1": (4, 6)}.items():
             await lab.start(name, lab.hosting(span))

@@ -43,7 +43,7 @@ def expected(reference: Reference, users: int = USERS) -> list[list[int]]:
     return [reference.greedy(prompt(user), TOKENS) for user in range(users)]
 
 
-def test_a_common_prompt_is_computed_once_for_sessions_that_come_after_the_first(
+def test_a_common_prompt_is_computed_once_for_later_sessions(
     reference: Reference,
 ) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], int, int]:
@@ -60,7 +60,7 @@ def test_a_common_prompt_is_computed_once_for_sessions_that_come_after_the_first
     assert rest <= (USERS - 1) * (OWN + TOKENS + 1)
 
 
-def test_a_common_prompt_is_computed_once_for_sessions_that_come_together(reference: Reference) -> None:
+def test_a_common_prompt_is_computed_once_for_simultaneous_sessions(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], int]:
         await start(lab)
         async with batcher(lab) as (running, _):
@@ -141,7 +141,7 @@ def test_a_node_that_dies_changes_no_answer_with_a_reused_prompt(
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_a_hop_that_takes_a_lost_hops_place_computes_only_answers_under_way(
+def test_a_hop_in_place_of_a_lost_one_computes_only_answers_under_way(
     reference: Reference, victim: int
 ) -> None:
     """All kept caches but one at most are given up: later prompts begin anew, and the hosts that are left free them."""
@@ -199,7 +199,7 @@ def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference, v
     assert simulate(reference, scenario) == 2 * expected(reference, 1)
 
 
-def test_kept_caches_are_dropped_when_the_positions_of_the_chain_are_used_up(
+def test_kept_caches_are_dropped_when_the_positions_are_used_up(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.KEPT_POSITIONS", 300)
@@ -241,7 +241,7 @@ def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Ref
     simulate(reference, scenario)
 
 
-def test_an_answer_of_a_model_with_recurrent_states_is_the_same_with_a_reused_prompt(tmp_path: Path) -> None:
+def test_a_reused_prompt_of_a_recurrent_model_gives_the_same_answer(tmp_path: Path) -> None:
     recurrent = reference_in(tmp_path)
     wanted = [[5, 6, 7, 8, 9] * 20 + [10 + user] for user in range(4)]
 
@@ -308,9 +308,7 @@ class Sessions:
                     assert each._compacted_bytes == sum(parts.values()), name
 
 
-def test_random_session_events_leak_no_cache_and_every_account_is_exact(
-    reference: Reference, seed: int
-) -> None:
+def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: Reference, seed: int) -> None:
     """``--seeds 500`` makes ten thousand events."""
     whole = reference.stage(0, 6)
 

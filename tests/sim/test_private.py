@@ -92,7 +92,7 @@ def test_an_outsider_learns_why_it_is_refused(reference: Reference) -> None:
     simulate_private(reference, scenario)
 
 
-def test_after_the_first_contact_a_step_takes_as_many_messages_as_in_an_open_swarm(
+def test_a_step_takes_as_many_messages_as_in_an_open_swarm(
     reference: Reference,
 ) -> None:
     def cost(private: PrivateSwarm | None) -> tuple[int, float]:

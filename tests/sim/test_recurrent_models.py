@@ -84,7 +84,7 @@ def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Refe
     "positions that are computed again after a rewind count in a client's rate",
     off=replacing(HostedSession, "_behind", lambda *_: 0),
 )
-def test_positions_that_are_computed_again_come_at_the_rate_of_the_client(recurrent: Reference) -> None:
+def test_positions_computed_again_come_at_the_rate_of_the_client(recurrent: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(max_length=256), await stranger.link()
         await link_reply(link)

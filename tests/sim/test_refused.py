@@ -11,7 +11,7 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.mark.parametrize("private", [None, PrivateSwarm()], ids=["open", "private"])
-def test_overloaded_hosts_are_named_and_answer_once_they_have_capacity(
+def test_overloaded_hosts_are_named_and_answer_once_they_can(
     reference: Reference, private: PrivateSwarm | None
 ) -> None:
     async def scenario(lab: Lab) -> None:

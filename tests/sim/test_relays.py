@@ -173,7 +173,7 @@ def test_an_observed_address_that_is_none_is_not_known(address: str) -> None:
 
 
 @defence("relays that do not answer are tried at a bounded rate", off=replacing(reservations, "WANTED", 1000))
-def test_thousands_of_relays_that_do_not_answer_do_not_hide_one_that_does() -> None:
+def test_thousands_of_silent_relays_do_not_hide_one_that_answers() -> None:
     async def scenario(lab: Lab) -> None:
         await lab.relay("relay")
         gone = [f"/memory/0/p2p/{Identity.from_seed(bytes([number])).peer_id}" for number in range(200)]
@@ -344,7 +344,7 @@ def test_circuits_that_are_not_confirmed_keep_no_other_peer_out() -> None:
     "a peer with all circuits to another loses one to a peer with fewer",
     off=replacing(relay, "has_larger_share", no),
 )
-def test_a_peer_with_all_circuits_to_another_loses_one_to_a_peer_with_fewer() -> None:
+def test_a_peer_with_all_circuits_loses_one_to_a_peer_with_fewer() -> None:
     async def scenario(lab: Lab) -> None:
         relay = await lab.relay("relay")
         target = await accept_circuits(lab, relay, "target")
@@ -377,7 +377,7 @@ def believe_one_report(patch: Patch) -> None:
     ("reached", "expected"),
     [([], None), ([1], True), ([0], False), ([1, 0], False), ([1, 1, 0], True), ([1, 0, 0], False)],
 )
-def test_the_majority_of_reports_decides_whether_a_peer_can_be_dialled(
+def test_the_majority_of_reports_decides_whether_a_peer_is_dialable(
     reached: list[int], expected: bool | None
 ) -> None:
     peer = Identity.from_seed(b"x").peer_id
@@ -386,7 +386,7 @@ def test_the_majority_of_reports_decides_whether_a_peer_can_be_dialled(
 
 
 @pytest.mark.parametrize(("was_dialled", "kind"), [(False, ReachKind.UNKNOWN), (True, ReachKind.OPEN)])
-def test_a_peer_without_bootstrap_peers_is_open_once_others_have_dialled_it(
+def test_a_peer_without_bootstrap_peers_is_open_once_it_was_dialled(
     was_dialled: bool, kind: ReachKind
 ) -> None:
     async def scenario(lab: Lab) -> None:

@@ -139,7 +139,7 @@ def test_clients_leave_a_finishing_host_without_losing_a_token(reference: Refere
     assert finished_s < 5.0
 
 
-def test_a_finishing_host_without_a_replica_serves_until_its_grace_ends(reference: Reference) -> None:
+def test_a_finishing_host_without_a_replica_serves_out_its_grace(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_all(lab, LAYOUT)
 

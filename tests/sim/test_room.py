@@ -38,7 +38,7 @@ def computed(lab: Lab) -> dict[str, int]:
     "no host computes a prompt that never fits", off=replacing(Swarm, "room", lambda *_: math.inf), knows=True
 )
 @pytest.mark.parametrize("knows", [True, False], ids=["hosts known", "hosts not known yet"])
-def test_a_prompt_that_never_fits_is_refused_before_anything_is_computed(
+def test_a_prompt_that_never_fits_is_refused_before_any_computation(
     reference: Reference, *, knows: bool
 ) -> None:
     async def scenario(lab: Lab) -> None:
@@ -78,7 +78,7 @@ def test_hosts_with_room_are_chosen_although_others_are_nearer(reference: Refere
     assert simulate(reference, scenario) == reference.greedy(PROMPT, 4)
 
 
-def test_a_session_moves_to_a_host_with_room_when_its_own_has_none_left(reference: Reference) -> None:
+def test_a_session_moves_to_a_host_with_room_when_its_own_is_full(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[list[int], list[str]]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=cache_bytes(reference, POSITIONS)))
         await asyncio.sleep(1.0)

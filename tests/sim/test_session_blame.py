@@ -52,7 +52,7 @@ async def assert_ends_at_once(lab: Lab, swarm: Swarm, spec: ChainSpec, what: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_an_adapter_that_no_host_can_compute_is_named_and_no_host_is_blamed(
+def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     reference: Reference, layout: Mapping[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:

@@ -139,7 +139,7 @@ def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_caches_of_idle_sessions_are_evicted_for_a_further_sequence_of_a_session(
+def test_caches_of_idle_sessions_are_evicted_for_a_new_sequence(
     reference: Reference,
 ) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
@@ -212,7 +212,7 @@ def test_a_session_without_a_first_step_ends_where_there_is_room(reference: Refe
     simulate(reference, scenario, limit_s=400)
 
 
-def test_a_client_whose_session_was_evicted_continues_with_its_next_step(reference: Reference) -> None:
+def test_a_client_with_an_evicted_session_goes_on_with_its_next_step(reference: Reference) -> None:
     """Until then it opens no other session, which would take the slot of another client."""
 
     async def scenario(lab: Lab) -> None:

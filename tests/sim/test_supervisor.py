@@ -36,7 +36,7 @@ async def turns(supervisor: Supervisor, wanted: str) -> float:
     return loop.time()
 
 
-def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(reference: Reference) -> None:
+def test_sessions_leave_a_node_that_pauses_and_it_serves_again(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         await lab.start("rest", lab.hosting((2, 6)))
@@ -76,7 +76,7 @@ def test_sessions_move_away_from_a_node_that_pauses_and_it_serves_again(referenc
     simulate(reference, scenario)
 
 
-def test_sessions_leave_a_node_that_releases_the_machine_and_it_returns(reference: Reference) -> None:
+def test_sessions_leave_a_node_that_frees_the_machine_and_it_returns(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("rest", lab.hosting((2, 6)))
         async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), Limits()) as supervisor:
@@ -138,7 +138,7 @@ def test_a_session_without_another_host_does_not_keep_the_memory(reference: Refe
     simulate(reference, scenario)
 
 
-def test_an_idle_session_without_another_host_gives_back_the_memory_before_the_grace_ends(
+def test_an_idle_session_without_a_replica_frees_memory_in_the_grace(
     reference: Reference,
 ) -> None:
     """Its next step waits until the node serves again."""
@@ -341,7 +341,7 @@ def test_a_node_that_cannot_resume_ends_with_the_error(reference: Reference) -> 
     simulate(reference, scenario)
 
 
-def test_a_node_over_its_owners_limit_ends_the_session_that_holds_the_most(reference: Reference) -> None:
+def test_a_node_over_its_owners_limit_ends_the_largest_session(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine, limit_bytes = FakeMachine(ram=1 << 20), 1 << 30
         limits = Limits(max_ram_bytes=limit_bytes)

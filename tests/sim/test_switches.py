@@ -96,7 +96,7 @@ async def check_answer(lab: Lab, client: str) -> None:
         assert await lab.generate(chain, PROMPT, 8) == lab.reference.greedy(PROMPT, 8)
 
 
-def test_a_spare_host_switches_to_a_model_that_cannot_be_run_while_its_clients_go_on(
+def test_a_spare_host_switches_to_a_broken_model_while_clients_go_on(
     reference: Reference, beta: Reference
 ) -> None:
     async def scenario(lab: Lab) -> None:
@@ -199,7 +199,7 @@ def test_of_several_spare_hosts_one_switches(reference: Reference, beta: Referen
     ],
     ids=["cannot be read", "cannot be loaded"],
 )
-def test_a_node_that_cannot_host_the_other_model_serves_its_former_blocks_again(
+def test_a_node_that_cannot_host_another_model_serves_its_own_again(
     reference: Reference, beta: Reference, errors: dict[str, SwarmnetError]
 ) -> None:
     async def scenario(lab: Lab) -> None:

@@ -80,7 +80,7 @@ def assert_slices_nest(events: list[dict[str, Any]]) -> None:
             around.append(end)
 
 
-def test_the_times_of_a_step_on_three_hops_and_between_them_add_up_to_those_of_the_answer(
+def test_the_times_of_a_step_on_three_hops_add_up_to_the_answers(
     reference: Reference,
 ) -> None:
     trace = traced_answer(reference)
@@ -106,7 +106,7 @@ def test_the_times_of_a_step_on_three_hops_and_between_them_add_up_to_those_of_t
     assert sum(each["dur"] for each in whole) == pytest.approx((ended_s - started_s) * 1e6, abs=2)
 
 
-def test_a_trace_finds_the_delay_of_each_link_and_the_time_of_each_forward(reference: Reference) -> None:
+def test_a_trace_finds_the_delay_of_each_link_and_forward(reference: Reference) -> None:
     trace = traced_answer(reference)
     events: list[Any] = trace_events(trace.trips, trace.steps)
     by_name = defaultdict(list)

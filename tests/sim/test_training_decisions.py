@@ -140,7 +140,7 @@ def proposes_to_discard(_: RoundState, __: int) -> Sequence[Control]:
 
 @pytest.mark.parametrize("lie", [claims_results, votes_for_missing_results, proposes_to_discard])
 @pytest.mark.parametrize("place", range(5))
-def test_false_claims_of_one_member_wherever_it_stands_keep_no_round_from_committing(
+def test_false_claims_of_one_member_keep_no_round_from_committing(
     lie: Lie, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = TrainingLab(5, rules=ROBUST)
@@ -154,7 +154,7 @@ def test_false_claims_of_one_member_wherever_it_stands_keep_no_round_from_commit
     assert all(each is not None and torch.equal(each, first) for each in bits.values())
 
 
-def test_a_coordinator_that_votes_twice_is_named_by_members_that_see_both_votes(
+def test_members_that_see_both_votes_of_a_coordinator_name_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lab = TrainingLab(4)
@@ -185,7 +185,7 @@ def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
     "a liar that lies to one member is excluded by all", off=replacing(Votes, "proves", no), aggregate="mean"
 )
 @pytest.mark.parametrize("aggregate", ["mean", "median"])
-def test_workers_exclude_one_that_decides_alone_and_keep_one_set_of_parameters(
+def test_workers_exclude_one_that_decides_alone_and_stay_agreed(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leads, and lies to one worker only: this one cannot follow it any more, and would be alone if the others did."""

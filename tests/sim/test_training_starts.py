@@ -53,7 +53,7 @@ def check_one_group(lab: WorkerLab) -> None:
 
 
 @pytest.mark.parametrize("start_seed", ["2", "6", "26/start"])
-def test_workers_that_start_together_are_in_one_group_by_the_second_round(
+def test_workers_that_start_together_are_one_group_by_round_two(
     start_seed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_one_group(start(start_seed, tmp_path, monkeypatch))

@@ -99,7 +99,7 @@ def test_claims_of_a_later_round_by_newcomers_are_ignored(
         assert abs(float(saved.parameters.mean()) - FORGED) > FORGED / 2
 
 
-def test_a_worker_after_a_long_absence_catches_up_and_keeps_its_old_checkpoint(tmp_path: Path) -> None:
+def test_a_worker_catches_up_after_absence_and_keeps_its_checkpoint(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", "min_workers = 2", rounds=14))
 
     def watch(name: str, event: dict[str, Any]) -> None:

@@ -132,7 +132,7 @@ def test_a_failed_worker_costs_only_its_own_contribution(fault: str, method: str
         assert lab.peer("boris") not in lab.rounds(name)[ROUNDS - 1]["contributors"]
 
 
-def test_a_newcomer_downloads_the_state_and_contributes_from_its_second_round(tmp_path: Path) -> None:
+def test_a_newcomer_downloads_the_state_and_contributes_a_round_later(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", MIN % 2, rounds=8))
 
     def watch(name: str, event: dict[str, Any]) -> None:

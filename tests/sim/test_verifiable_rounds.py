@@ -142,7 +142,7 @@ def test_without_verification_one_liar_decides_its_slice(monkeypatch: pytest.Mon
     assert any(outcome.average is not None and outcome.average.max() > 1e5 for outcome in outcomes.values())
 
 
-def test_without_signatures_no_member_is_excluded_for_a_result_that_it_may_have_forwarded(
+def test_without_signatures_a_forwarded_result_excludes_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A forged contribution is seen by its author alone, so a member that forwards it may be honest."""
@@ -151,7 +151,7 @@ def test_without_signatures_no_member_is_excluded_for_a_result_that_it_may_have_
 
 
 @pytest.mark.parametrize("codec", ["float32", "int8", "topk"])
-def test_honest_members_commit_what_the_rule_makes_of_all_contributions(codec: str) -> None:
+def test_honest_members_commit_the_aggregate_of_all_contributions(codec: str) -> None:
     lab = TrainingLab(4, rules=ROBUST)
     work = Work.random(lab, COUNT, codec)
     outcomes = simulate(lambda lab: lab.average(work), lab)

@@ -45,7 +45,7 @@ def simulated(scenario: str, nodes: int, seed: int, rule: str = "ours") -> Itera
         raise
 
 
-def test_every_block_has_a_host_two_minutes_after_a_third_left_and_keeps_it(seed: int) -> None:
+def test_every_block_has_a_host_two_minutes_after_a_third_left(seed: int) -> None:
     with simulated("third-leaves", 16, seed) as result:
         assert result.notes["covered_in_time"]
         assert not result.notes["unserved"]
@@ -82,7 +82,7 @@ def test_few_hosts_of_short_lifetimes_serve_nearly_always(seed: int) -> None:
         assert result.notes["repairs_per_leave"] <= 1, "one host that leaves makes one other move at most"
 
 
-def test_blocks_are_served_again_after_half_of_the_hosts_ended_if_the_others_suffice(seed: int) -> None:
+def test_blocks_are_served_again_after_half_of_the_hosts_ended(seed: int) -> None:
     with simulated("outages", 16, seed) as result:
         assert not (result.notes["unserved"] and result.notes["suffices"])
         assert result.notes["steady_moves"] <= 1
@@ -96,7 +96,7 @@ def test_one_seed_gives_one_trace() -> None:
     assert first.trace != other.trace
 
 
-def test_hosts_that_keep_their_blocks_leave_gaps_and_those_of_petals_stop_to_move() -> None:
+def test_hosts_that_keep_their_blocks_leave_gaps_and_petals_stops() -> None:
     """The other rules of the simulator do what they are compared for."""
     with simulated("third-leaves", 16, 0, "none") as result:
         assert result.moves_per_node_hour == 0
@@ -125,7 +125,7 @@ def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
     "a host that announces a hundred times its speed has hardly more work than others",
     off=replacing(chain_search, "USUAL_EXCESS", 1e9),
 )
-def test_a_host_that_announces_a_hundred_times_its_speed_has_hardly_more_work_than_others() -> None:
+def test_a_host_that_claims_hundredfold_speed_has_hardly_more_work() -> None:
     """Ten of 200 hosts lie. A liar has 1.85 times the work of an honest host if slow steps do not count as work."""
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 

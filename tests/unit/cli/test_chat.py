@@ -146,7 +146,7 @@ def test_after_a_failure_the_question_can_be_asked_again(
     assert len(answers(capsys)) == 1
 
 
-def test_an_answer_that_was_stopped_or_failed_is_tried_again_in_its_own_place(
+def test_a_stopped_or_failed_answer_is_tried_again_in_its_place(
     tiny: TinySwarm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Impatient(Screen):

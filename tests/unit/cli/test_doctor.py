@@ -161,7 +161,7 @@ def test_one_peer_with_a_wrong_clock_gives_no_finding() -> None:
     assert problems(replace(HEALTHY, peers=[peer(), peer(), peer(behind_s=5000.0)])) == []
 
 
-def test_the_finding_of_a_wrong_clock_says_whether_it_is_ahead_or_behind() -> None:
+def test_a_finding_about_a_clock_says_whether_it_is_ahead_or_behind() -> None:
     for behind_s, text in ((600.0, "10 minutes behind"), (-600.0, "10 minutes ahead of")):
         (finding,) = problems(replace(HEALTHY, peers=[peer(behind_s=behind_s)]))
         assert text in finding.text
@@ -197,7 +197,7 @@ def test_a_model_is_examined_by_its_headers(tmp_path: Path) -> None:
     assert bad.hint
 
 
-def test_modes_of_key_files_and_the_disk_of_a_missing_directory_are_examined(tmp_path: Path) -> None:
+def test_modes_of_key_files_and_disks_of_missing_folders_are_examined(tmp_path: Path) -> None:
     data_dir = tmp_path / "data"
     data_dir.mkdir(mode=0o755)
     (data_dir / "identity.key").touch(mode=0o644)
@@ -221,7 +221,7 @@ def test_only_tcp_ports_of_this_peer_are_examined() -> None:
     assert ports_of(addresses) == [4001, 4003]
 
 
-def test_the_command_prints_all_findings_and_exits_with_1_on_a_failure(
+def test_the_command_prints_all_findings_and_exits_with_1_on_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data_dir = tmp_path / "data"

@@ -162,6 +162,6 @@ def test_no_number_is_shown_with_an_exponent() -> None:
     ]
 
 
-def test_durations_are_shown_in_the_largest_unit_of_which_they_have_two() -> None:
+def test_durations_are_shown_in_their_largest_unit_from_two_on() -> None:
     shown = [units.show_duration(seconds) for seconds in (0, 119, 120, 7199, 7200, 172_799, 172_800)]
     assert shown == ["0 s", "119 s", "2 minutes", "120 minutes", "2 hours", "48 hours", "2 days"]

@@ -117,7 +117,7 @@ def test_letters_and_emoji_of_all_languages_are_printed_as_they_are(
 
 
 @pytest.mark.parametrize("as_json", [True, False])
-def test_a_notice_is_printed_at_once_or_is_part_of_every_answer_in_json(
+def test_a_notice_is_printed_at_once_or_is_part_of_every_json(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     screen = Screen(as_json)

@@ -198,7 +198,7 @@ def test_a_revocation_that_reaches_no_peer_is_an_error(owner: Owner, monkeypatch
     assert (owner.directory / "revocations").exists()
 
 
-def test_approval_of_a_revoked_peer_succeeds_though_no_peer_is_reached(
+def test_a_revoked_peer_is_approved_even_if_no_peer_is_reached(
     owner: Owner, sent_lists: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner.swarm("revoke", ALICE)
@@ -285,7 +285,7 @@ def test_a_swarm_is_created_for_a_model(
     assert file.rules().names == {"tiny": bytes.fromhex(shown["manifest"])}
 
 
-def test_a_model_of_which_only_a_part_is_here_is_listed_without_its_pieces(
+def test_a_model_that_is_partly_here_is_listed_without_its_pieces(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     owner = Owner(tmp_path / "lab", capsys)

@@ -109,7 +109,7 @@ class SavedSteps:
 
 
 @pytest.mark.parametrize(("save_every", "saved"), [(2, [(2, 2), (2, 3)]), (5, [(2, 3)])])
-def test_an_interrupt_after_a_checkpoint_says_once_that_the_step_is_saved(
+def test_an_interrupt_after_a_checkpoint_says_once_that_it_is_saved(
     save_every: int, saved: list[tuple[int, int]]
 ) -> None:
     """The evaluation after the checkpoint is saved as well."""

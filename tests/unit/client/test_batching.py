@@ -151,7 +151,7 @@ def test_tokens_of_an_answer_are_counted_only_for_penalties() -> None:
         assert answer.counts == counted
 
 
-def test_log_probabilities_do_not_depend_on_temperature_nucleus_or_biases() -> None:
+def test_log_probabilities_do_not_depend_on_sampling_or_biases() -> None:
     scores = rows(1)
     (token,) = choose(scores, [Draw(Sampling(0.5, 0.1, 1, top_logprobs=3), 0)])
     expected = torch.log_softmax(scores[0], -1)

@@ -56,7 +56,7 @@ def test_a_conviction_outlasts_an_answer() -> None:
     assert exclusions.is_convicted(ONE, now=0.0)
 
 
-def test_an_overloaded_host_is_left_alone_for_the_wait_that_it_expects() -> None:
+def test_an_overloaded_host_is_left_alone_for_the_wait_it_expects() -> None:
     exclusions = Exclusions()
     exclusions.refused(ONE, 12.0, now=5.0)
     exclusions.refused(OTHER, 0.0, now=5.0)
@@ -65,7 +65,7 @@ def test_an_overloaded_host_is_left_alone_for_the_wait_that_it_expects() -> None
     assert not exclusions.overloaded(17.0)
 
 
-def test_a_host_that_refused_new_work_may_continue_an_answer_unless_it_refused_that_too() -> None:
+def test_a_host_that_refused_new_work_may_continue_an_answer() -> None:
     exclusions = Exclusions()
     exclusions.refused(ONE, 12.0, now=0.0)
     exclusions.refused(OTHER, 12.0, now=0.0, continues=True)
@@ -142,7 +142,7 @@ def ping_the_best(patch: Patch) -> None:
 
 
 @defence("announcements at most double the pings to a host", off=ping_the_best)
-def test_better_hosts_are_pinged_more_often_but_at_most_twice_as_often_as_others() -> None:
+def test_better_hosts_get_at_most_twice_the_pings_of_others() -> None:
     """What a host announces decides which hosts count as better. Each is pinged by 8 of 200 clients on average, by 30 with a chance of 1 in 1,000."""
     hosts, clients = spread_hosts(800), 200
     claims = {host.peer: 0.0 if index < 40 else 1.0 for index, host in enumerate(hosts)}

@@ -40,7 +40,7 @@ def drafted(sequence: DraftModelSequence, count: int) -> list[int]:
     return [token for token, _ in itertools.islice(sequence.tokens(), count)]
 
 
-def test_a_draft_is_the_greedy_continuation_after_right_and_after_wrong_drafts(model: Any) -> None:
+def test_a_draft_is_the_greedy_continuation_after_any_draft(model: Any) -> None:
     ids = [5, 9, 31, 2]
     sequence = DraftModel(model).sequence(ids)
     for accepted, other in ((4, 7), (0, 11), (1, 3), (4, 4)):
@@ -68,7 +68,7 @@ def test_a_long_prompt_is_read_in_the_background(model: Any) -> None:
     assert drafted(sequence, 5) == continued(model, ids, 5)
 
 
-def test_nothing_is_drafted_while_a_prompt_is_read_and_beyond_the_context(model: Any) -> None:
+def test_nothing_is_drafted_in_a_prompt_or_beyond_the_context(model: Any) -> None:
     draft_model = DraftModel(model)
     gate = threading.Event()
     draft_model.reading.submit(gate.wait)
@@ -88,7 +88,7 @@ def test_a_draft_ends_with_the_context(model: Any) -> None:
     assert len(list(sequence.tokens())) == 3, "the last one needs no room"
 
 
-def test_a_model_with_other_tokens_or_with_recurrent_states_is_refused(tmp_path: Path, model: Any) -> None:
+def test_models_with_other_tokens_or_recurrent_states_are_refused(tmp_path: Path, model: Any) -> None:
     save_tiny_llama(tmp_path / "tiny")
     load_tiny(tmp_path)
     target = resolve(str(tmp_path / "model"), cache_dir=tmp_path / "cache")

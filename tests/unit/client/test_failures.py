@@ -60,7 +60,7 @@ def test_an_answer_resets_the_count_of_attempts() -> None:
         retries.answered()
 
 
-def test_a_full_host_is_asked_again_after_the_time_it_named_then_after_twice_that_and_no_more() -> None:
+def test_a_full_host_is_asked_again_after_its_time_then_twice_that() -> None:
     retries = RetryPolicy(recover_s=12.0)
     full = refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 3.0)
     pauses = []
@@ -72,7 +72,7 @@ def test_a_full_host_is_asked_again_after_the_time_it_named_then_after_twice_tha
     assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
 
 
-def test_waits_for_busy_hosts_count_from_the_first_refusal_until_an_answer() -> None:
+def test_waits_for_busy_hosts_count_from_a_refusal_to_an_answer() -> None:
     budget = RetryPolicy(recover_s=12.0)
     assert budget.may_wait(6.0, 10.0, 100.0)
     assert not budget.may_wait(6.0, 10.0, 106.0)

@@ -33,7 +33,7 @@ def test_of_equal_matches_the_latest_is_continued() -> None:
     assert PromptLookup([7, 1, 5, 7, 2, 6, 7]).draft(1) == Draft((2,), 1)
 
 
-def test_of_equal_matches_the_one_is_continued_where_the_text_was_copied_from() -> None:
+def test_of_equal_matches_the_copied_one_is_continued() -> None:
     text = [1, 2, 3, 4, 5, 9, 4, 6]  # "4" is followed by 5, and later by 6
     lookup = PromptLookup([*text, 1])
     assert lookup.draft(1) == Draft((2,), 1)
@@ -122,7 +122,7 @@ def test_a_long_match_is_continued_without_the_draft_model() -> None:
     assert Speculator(text[:-1], model).draft(times(0.4, 0.002), most=2) == (101, 102), "three tokens"
 
 
-def test_a_draft_model_that_takes_longer_than_it_saves_computes_nothing() -> None:
+def test_a_draft_model_that_saves_no_time_computes_nothing() -> None:
     for token_s in (0.1, math.inf):
         model = Counting(token_s=token_s)
         assert Speculator([100], model).draft(times(0.05, 0.002)) == ()
@@ -169,7 +169,7 @@ def test_the_valid_tokens_are_those_of_plain_decoding(number: int) -> None:
     assert trips < len(answer)
 
 
-def test_drafts_that_are_always_wrong_are_given_up_and_taken_up_again_when_right() -> None:
+def test_drafts_are_given_up_when_wrong_and_taken_up_when_right() -> None:
     """The first token of a draft is checked whether it was sent or not."""
     speculator, chain = Speculator([1, 2] * 20), times(0.1, 0.02)
     assert speculator.draft(chain)
@@ -187,9 +187,7 @@ def test_drafts_that_are_always_wrong_are_given_up_and_taken_up_again_when_right
 
 @pytest.mark.parametrize("position_s", [0.01, 0.05, 0.1])
 @pytest.mark.parametrize("vocabulary", [64, 512, 20_000])
-def test_a_text_without_repetition_is_decoded_as_fast_as_without_drafts(
-    vocabulary: int, position_s: float
-) -> None:
+def test_a_text_without_repetition_is_as_fast_as_without_drafts(vocabulary: int, position_s: float) -> None:
     """Steps take 1 s, and ``position_s`` for each drafted token. Single tokens occur again, which is a match; what follows them does not."""
     took_s = plain_s = 0.0
     for seed in range(5):

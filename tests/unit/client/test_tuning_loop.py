@@ -135,9 +135,7 @@ def test_an_error_within_a_step_leaves_the_last_state(
     assert not run.is_whole
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_it_reaches_the_parameters(
-    place: Path, dataset: Dataset
-) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_before_any_update(place: Path, dataset: Dataset) -> None:
     run = tuner(place, dataset, settings(learning_rate=1e37, warmup=0.0))
     with pytest.raises(SwarmnetError, match="the loss is not finite in step 2") as caught:
         list(run.run(evaluate_every=100))
@@ -285,7 +283,7 @@ def test_a_config_that_makes_no_sense_is_refused_and_imports_nothing(
     ],
     ids=str,
 )
-def test_a_config_cannot_make_the_loader_allocate_more_than_the_file_has(
+def test_a_config_makes_the_loader_allocate_no_more_than_the_file_has(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: TuneMethod, change: dict[str, Any]
 ) -> None:
     """On systems that overcommit memory and kill a process that uses it."""

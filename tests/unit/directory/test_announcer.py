@@ -79,7 +79,7 @@ def test_a_change_is_announced_at_once() -> None:
     assert board.tried[1] <= 3.5
 
 
-def test_a_failed_announcement_is_tried_again_soon_and_then_less_often() -> None:
+def test_a_failed_announcement_is_tried_again_less_and_less_often() -> None:
     board = Board()
     board.is_down = True
 

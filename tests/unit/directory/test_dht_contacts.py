@@ -102,7 +102,7 @@ def test_a_record_of_something_else_is_no_contact() -> None:
 
 
 @defence("contacts in a DHT answer are limited", off=replacing(dht_contacts, "MAX_CONTACTS", 1 << 30))
-def test_an_answer_teaches_a_limited_number_of_contacts_of_limited_size() -> None:
+def test_an_answer_teaches_few_contacts_of_limited_size() -> None:
     world = World()
     bob = world.contacts(BOB)
     many = [Identity.from_seed(bytes([number])) for number in range(MAX_CONTACTS + 2)]

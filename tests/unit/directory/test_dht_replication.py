@@ -114,7 +114,7 @@ def with_peers(size: int, scenario: Callable[[Keeping], Awaitable[None]]) -> Non
     run(scenario(Keeping(size)))
 
 
-def test_the_nearest_five_keep_a_record_under_each_key_and_are_asked_once() -> None:
+def test_the_nearest_five_keep_a_record_and_are_asked_once() -> None:
     async def scenario(keeping: Keeping) -> None:
         await keeping.publish()
         asked = [peer for peer, _ in keeping.near.calls if peer != keeping.near.peer_id]
@@ -184,7 +184,7 @@ def test_a_silent_replica_is_replaced_at_the_next_publication(caplog: pytest.Log
     with_peers(30, scenario)
 
 
-def test_a_peer_that_was_silent_is_asked_again_at_the_next_publication() -> None:
+def test_a_silent_peer_is_asked_again_at_the_next_publication() -> None:
     """While the link was down, lookups found only this peer."""
 
     async def scenario(keeping: Keeping) -> None:
@@ -199,7 +199,7 @@ def test_a_peer_that_was_silent_is_asked_again_at_the_next_publication() -> None
     with_peers(3, scenario)
 
 
-def test_a_peer_that_was_alone_looks_for_others_at_the_next_publication() -> None:
+def test_a_peer_that_was_alone_looks_for_others_at_its_next_record() -> None:
     async def scenario(keeping: Keeping) -> None:
         others = {peer: keeping.near.ids.pop(peer) for peer in (1, 2)}
         await keeping.publish()
@@ -272,7 +272,7 @@ def count_no_refusals(patch: Patch) -> None:
 
 
 @defence("a peer learns that its records are refused", off=count_no_refusals)
-def test_a_publisher_whose_records_few_peers_store_counts_the_refusals_and_tries_again(
+def test_a_publisher_whom_few_peers_store_counts_and_tries_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def scenario(keeping: Keeping) -> None:

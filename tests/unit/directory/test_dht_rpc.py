@@ -135,7 +135,7 @@ def test_calls_that_wait_for_a_handshake_are_few() -> None:
     "strangers leave a share of the DHT calls to known peers",
     off=replacing(resources, "KNOWN_PEER_SHARE", {}),
 )
-def test_a_known_peer_is_answered_while_unknown_peers_have_all_the_calls_they_may() -> None:
+def test_a_known_peer_is_answered_while_strangers_use_all_their_calls() -> None:
     async def talk(call: Call, handshakes: SlowHandshakes, resources: ResourceManager) -> None:
         strangers = [
             Identity.from_seed(f"stranger {number}".encode()).peer_id

@@ -52,7 +52,7 @@ def keys_of(records: list[bytes]) -> set[bytes]:
     return {record.partition(b" ")[2] for record in records}
 
 
-def test_every_topic_is_read_once_and_few_peers_are_asked_in_a_small_swarm() -> None:
+def test_every_topic_is_read_once_from_few_peers_in_a_small_swarm() -> None:
     async def scenario(reading: Reading) -> None:
         assert len(keys_of(await reading.read(TOPICS))) == len(TOPICS)
         assert len(reading.calls) == 1, "each of four other peers stores all records"
@@ -86,7 +86,7 @@ def test_the_replica_and_the_key_are_drawn_at_random() -> None:
     with_reader(30, scenario)
 
 
-def test_a_silent_replica_is_replaced_by_another_and_not_asked_again_soon() -> None:
+def test_a_silent_replica_is_replaced_and_not_asked_again_soon() -> None:
     async def scenario(reading: Reading) -> None:
         reading.near.silent = set(range(1, 15))
         for _ in range(40):

@@ -70,7 +70,7 @@ def test_a_record_is_not_replaced_by_one_that_expires_earlier(clock: Time) -> No
     "a record stored while a clock was ahead is replaced",
     off=replacing(dht_storage, "MAX_LIFETIME_S", float("inf")),
 )
-def test_a_record_that_was_kept_while_the_clock_was_ahead_does_not_keep_its_successor_out(
+def test_a_record_kept_while_the_clock_was_ahead_yields_to_the_next(
     clock: Time,
 ) -> None:
     store = storage(clock)
@@ -145,7 +145,7 @@ def test_a_reader_that_changes_its_answer_does_not_change_the_storage(clock: Tim
 
 
 @defence("records of one peer are bounded", off=count_only)
-def test_records_that_one_peer_stores_are_bounded_for_any_signer_until_they_expire(clock: Time) -> None:
+def test_records_that_one_peer_stores_are_bounded_for_any_signer(clock: Time) -> None:
     resources = ResourceManager()
     resources.limit(Resource.RECORDS, per_peer=3)
     resources.limit(Resource.RECORD_BYTES, per_peer=10)
@@ -205,7 +205,7 @@ def test_a_record_is_replaced_also_where_its_key_is_full(clock: Time) -> None:
 
 
 @defence("one subnet does not fill the storage of a node", off=one_origin)
-def test_records_that_live_long_do_not_drive_out_those_of_other_subnets(clock: Time) -> None:
+def test_long_lived_records_do_not_drive_out_those_of_other_subnets(clock: Time) -> None:
     store = storage(clock, total_bytes=1000)
     assert from_origin(store, "alice", range(5), size=20, key=1) == 5
     for key in range(2, 30):
@@ -237,7 +237,7 @@ def draw_alike(patch: Patch) -> None:
 
 
 @defence("a subnet that stores many records does not keep those of others out of samples", off=draw_alike)
-def test_a_subnet_with_many_records_keeps_those_of_others_out_of_no_sample(clock: Time) -> None:
+def test_a_subnet_with_many_records_keeps_no_others_out_of_samples(clock: Time) -> None:
     store = storage(clock)
     resources = ResourceManager()
     for number in range(300):
@@ -251,7 +251,7 @@ def test_a_subnet_with_many_records_keeps_those_of_others_out_of_no_sample(clock
         assert store.draw(1, 16, random.Random(seed)).count(b"true") == 3
 
 
-def test_records_are_drawn_at_random_and_only_those_of_hosts_with_the_wanted_blocks(clock: Time) -> None:
+def test_records_are_drawn_at_random_from_hosts_of_the_wanted_blocks(clock: Time) -> None:
     store = BoundedStorage(StorageLimits(), clock, lambda value: (value[0], value[0] + 2))
     for number in range(40):
         assert store.store_subkey(1, b"%d" % number, bytes([number]), 1010.0)  # type: ignore[arg-type]

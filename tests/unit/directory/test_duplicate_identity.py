@@ -185,7 +185,7 @@ def test_a_peer_with_another_key_proves_no_duplicate() -> None:
     "a duplicate identity is detected only by proof that it is alive",
     off=replacing(Duplicate, "look", nothing),
 )
-def test_one_announcement_of_a_process_that_may_have_ended_is_no_evidence() -> None:
+def test_one_announcement_of_a_maybe_ended_process_proves_nothing() -> None:
     double = Duplicate(b"ours", TIMING.identity_announce_s, 0.0)
     for now in range(100):
         double.look(ProcessAnnouncement(b"theirs", (), 7), float(now))

@@ -200,7 +200,7 @@ def test_a_flood_of_announcements_takes_bounded_memory() -> None:
     assert peak < 32 << 20
 
 
-def test_an_announcement_is_kept_until_it_expires_and_replaced_by_a_later_one() -> None:
+def test_an_announcement_lives_until_it_expires_or_is_replaced() -> None:
     found: list[Record] = []
 
     class One(Flooded):

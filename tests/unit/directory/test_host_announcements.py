@@ -44,7 +44,7 @@ def read(body: bytes) -> HostInfo | None:
     return read_announcement(Record(SWARM, topic, SIGNER.public_key, 1, 2e9, body), MANIFEST)
 
 
-def test_a_host_has_the_announced_blocks_and_the_peer_id_of_its_signer() -> None:
+def test_a_host_has_the_announced_blocks_and_its_signers_peer_id() -> None:
     assert read(announcement()) == HostInfo(SIGNER.peer_id, 3, 12, 0.01, ("/ip4/203.0.113.5/tcp/4001",))
 
 
@@ -92,7 +92,7 @@ def test_an_announcement_under_the_topic_of_another_shard_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("protocol", [PROTOCOL - 1, PROTOCOL + 1])
-def test_a_host_with_another_version_of_the_protocol_is_listed_and_not_used(protocol: int) -> None:
+def test_a_host_of_another_protocol_version_is_listed_and_not_used(protocol: int) -> None:
     found = read(announcement(protocol=protocol))
     assert found is not None
     assert found.state == INCOMPATIBLE

@@ -105,7 +105,7 @@ def test_every_host_of_a_small_swarm_is_known() -> None:
     "a refresh reads a bounded number of announcements",
     off=replacing(host_announcements.HostSample.__init__, "__kwdefaults__", {"wanted": 1 << 20}),
 )
-def test_a_refresh_in_a_large_swarm_reads_few_topics_and_a_bounded_number_of_records() -> None:
+def test_a_refresh_in_a_large_swarm_reads_few_topics_and_records() -> None:
     shelves = Shelves(hosts(3000))
     for seed in range(20):
         shelves.read_topics, shelves.read_records = [], 0
@@ -114,7 +114,7 @@ def test_a_refresh_in_a_large_swarm_reads_few_topics_and_a_bounded_number_of_rec
         assert shelves.read_records <= 2 * WANTED
 
 
-def test_each_host_has_the_same_chance_to_be_read_whatever_its_peer_id() -> None:
+def test_each_host_is_read_as_often_as_others_whatever_its_peer_id() -> None:
     """3000 hosts, 200 readers of 96: each host is read by 6.4 on average, and by 24 with a chance of one in a million."""
     shelves = Shelves(hosts(3000))
     reads = Counter(
@@ -136,7 +136,7 @@ def test_one_of_a_few_hosts_of_a_block_is_found_in_a_large_swarm() -> None:
     assert shelves.read_records == 1
 
 
-def test_a_host_is_known_by_its_newest_announcement_until_that_expires() -> None:
+def test_a_host_is_known_by_its_newest_valid_announcement() -> None:
     signer = Identity.from_seed(b"0")
     shelves = Shelves([announcement(signer, 0, 10)])
     sample = HostSample(shelves, MANIFEST, random.Random(0))
@@ -182,7 +182,7 @@ def test_hosts_are_spread_evenly_over_the_shards() -> None:
     assert max(sizes.values()) < 1.5 * 3000 / SHARDS
 
 
-def test_a_reader_takes_a_bounded_number_of_turns_when_a_replica_sends_nothing() -> None:
+def test_a_reader_takes_a_bounded_number_of_turns_at_silent_replicas() -> None:
     turns = count()
 
     class Silent(Shelves):

@@ -146,7 +146,7 @@ def test_a_relay_is_silent_only_where_enough_others_answer(
 @defence(
     "relays that have held a reservation come first", off=replacing(relay_announcements, "MAX_ANSWERED", 0)
 )
-def test_relays_that_have_held_a_reservation_come_before_announced_ones() -> None:
+def test_relays_that_held_a_reservation_come_before_announced_ones() -> None:
     async def scenario() -> None:
         directory = Announcements([announced(0)])
         held: list[PeerId] = []

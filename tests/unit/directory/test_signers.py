@@ -52,7 +52,7 @@ def test_a_record_of_a_member_is_read() -> None:
     ],
     ids=["none", "damaged", "of another peer", "of another swarm", "ended"],
 )
-def test_a_record_without_a_valid_certificate_of_its_signer_is_not_read(certificate: bytes) -> None:
+def test_a_record_whose_signer_has_no_valid_certificate_is_not_read(certificate: bytes) -> None:
     assert not World().reads(certificate=certificate)
 
 

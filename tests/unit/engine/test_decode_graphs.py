@@ -288,7 +288,7 @@ def scaled(*arguments: Any, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("wrong", [raise_no_image, scaled])
-def test_a_fused_kernel_that_fails_or_computes_something_else_is_not_used(
+def test_a_fused_kernel_that_fails_or_errs_is_not_used(
     wrong: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)

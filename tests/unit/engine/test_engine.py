@@ -37,7 +37,7 @@ def test_work_that_waits_together_is_computed_together() -> None:
 FORWARD_S = 0.02
 
 
-def test_the_time_of_a_position_is_the_measured_one_from_the_first_forward_on() -> None:
+def test_the_time_of_a_position_is_measured_from_the_first_forward_on() -> None:
     """An average that begins at 0 would have a fresh host announce a tenth of its time."""
 
     async def main() -> None:
@@ -195,7 +195,7 @@ def test_waiting_work_fails_when_the_engine_stops() -> None:
     asyncio.run(main())
 
 
-def test_the_busy_share_rises_while_an_engine_computes_and_falls_afterwards() -> None:
+def test_the_busy_share_rises_while_an_engine_computes_and_then_falls() -> None:
     busy = BusyShare()
     assert busy.at(1e6) == 0.0
     for number in range(1, 101):  # half of the time

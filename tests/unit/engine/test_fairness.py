@@ -60,7 +60,7 @@ def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]
     clients=1,
 )
 @pytest.mark.parametrize("clients", [1, 8])
-def test_a_short_request_among_long_prompts_waits_for_one_short_forward(clients: int) -> None:
+def test_a_short_request_among_long_prompts_waits_for_one_forward(clients: int) -> None:
     async def use(sessions: Sessions, stage: Doubling) -> None:
         prompts = [sessions.open(f"client {number % clients}") for number in range(8)]
         reading = [asyncio.ensure_future(sessions.step(prompt, 2000)) for prompt in prompts]
@@ -103,7 +103,7 @@ def requests_beside(others: int) -> tuple[int, int]:
     "a client has its share of a host beside one that floods it",
     off=replacing(ClientShares, "charge", nothing),
 )
-def test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal() -> None:
+def test_a_client_beside_a_flood_has_as_much_as_beside_an_equal() -> None:
     beside_equal, equal = requests_beside(1)
     beside_flood, flood = requests_beside(10)
     assert abs(beside_equal - equal) <= 2
@@ -115,7 +115,7 @@ def test_a_client_has_as_many_requests_beside_a_flood_as_beside_an_equal() -> No
     "a client that is ahead makes the forwards of others hardly longer",
     off=replacing(scheduler, "AHEAD_SHARE", 1),
 )
-def test_a_client_that_is_ahead_makes_the_forwards_of_others_hardly_longer() -> None:
+def test_a_client_that_is_ahead_hardly_delays_the_forwards_of_others() -> None:
     waiting = [*(Waiting(32, 0, "flooding") for _ in range(10)), Waiting(1, 0, "modest")]
     batch = dict(schedule(waiting, 32, {"flooding": 64, "modest": 0}))
     assert batch[10] == 1

@@ -107,7 +107,7 @@ def test_packed_weights_compute_as_their_dequantised_values_do(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_and_adapters_of_packed_weights_are_those_of_their_dequantised_values(
+def test_gradients_of_packed_weights_are_those_of_dequantised_values(
     family: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     products = load_products(default_cache_dir())

@@ -78,7 +78,7 @@ def test_a_rewound_sequence_continues_as_if_the_rest_had_never_been(length: int,
     assert sequence.length == length + 3
 
 
-def test_a_sequence_rewound_twice_before_its_next_position_continues_from_the_second(stage: Stage) -> None:
+def test_a_sequence_rewound_twice_continues_from_the_second_rewind(stage: Stage) -> None:
     sequence, other = stage.new_sequence(), stage.new_sequence()
     rows = inputs(200)
     forward(stage, sequence, rows)

@@ -84,7 +84,7 @@ def test_the_least_recently_used_adapter_of_an_owner_is_evicted() -> None:
     with_store(talk)
 
 
-def test_a_full_store_drops_the_least_recently_used_adapter_of_any_client() -> None:
+def test_a_full_store_drops_the_least_recently_used_adapter() -> None:
     async def talk(store: BoundedStore) -> None:
         for number in range(4):
             put(store, ALICE, number)

@@ -116,7 +116,7 @@ def _leave_a_socket(path: Path) -> None:
         left.bind(str(path))
 
 
-def test_the_socket_of_a_killed_node_counts_as_no_node_and_is_replaced(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_node_counts_as_none_and_is_replaced(tmp_path: Path) -> None:
     _leave_a_socket(tmp_path / SOCKET_NAME)
     with pytest.raises(Unreachable, match="no node is running") as caught:
         control.status(tmp_path)

@@ -77,7 +77,7 @@ def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalMode
     cache.close()
 
 
-def test_experts_in_memory_and_those_being_read_never_exceed_the_capacity(model: LocalModel) -> None:
+def test_experts_in_memory_and_in_reading_never_exceed_the_capacity(model: LocalModel) -> None:
     stage, cache = cached(model, MIN_CAPACITY)
     most = 0
     submit = cache._threads.submit

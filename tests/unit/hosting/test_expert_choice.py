@@ -54,7 +54,7 @@ def test_one_request_drops_a_share_of_the_experts_that_a_peer_has() -> None:
     assert accepted_drops(held, {1: frozenset({2})}) == {1: {2}}
 
 
-def test_one_request_loads_a_share_of_the_capacity_while_there_is_room() -> None:
+def test_one_request_loads_a_share_of_the_capacity_if_there_is_room() -> None:
     held = {0: frozenset({0, 1})}
     many = {block: frozenset(range(32)) for block in range(8)}
     assert accepted_loads({0: frozenset({1, 2, 3})}, held, COUNTS, 3) == {0: {2}}

@@ -146,7 +146,7 @@ def test_memory_for_experts_that_its_blocks_do_not_have_is_refused(tmp_path: Pat
     assert "--expert-memory" in refused.value.hint
 
 
-def test_a_node_takes_fewer_blocks_than_it_asked_for_if_it_has_no_experts_to_leave_on_disk(
+def test_a_node_without_experts_to_leave_on_disk_takes_fewer_blocks(
     tmp_path: Path,
 ) -> None:
     save_tiny_llama(tmp_path / "model")

@@ -56,7 +56,7 @@ def boastful_link(name: str, blocks: int, experts: int) -> Any:
     peers=12,
 )
 @pytest.mark.parametrize("peers", [12, MAX_LINKS])
-def test_a_plan_takes_bounded_memory_whatever_peers_say_that_they_have(peers: int) -> None:
+def test_a_plan_takes_bounded_memory_whatever_peers_claim(peers: int) -> None:
     links = [boastful_link(f"p{number}", 1, 128) for number in range(peers)]
     planner = planner_of(links, 1, 128)
     tracemalloc.start()
@@ -69,7 +69,7 @@ def test_a_plan_takes_bounded_memory_whatever_peers_say_that_they_have(peers: in
 
 
 @defence("a plan considers a bounded number of copies", off=replacing(expert_planner, "MAX_COPIES", 1 << 60))
-def test_a_plan_considers_bounded_copies_and_later_ones_take_the_other_blocks() -> None:
+def test_a_plan_considers_bounded_copies_and_later_ones_the_rest() -> None:
     experts, blocks = 256, 6
     links = [boastful_link(f"p{number}", blocks, experts) for number in range(MAX_LINKS)]
     planner = planner_of(links, blocks, experts)

@@ -161,7 +161,7 @@ def test_a_limit_that_is_raised_allows_as_many_blocks_as_at_a_start() -> None:
     assert allowed(4, 900, free_mib=-100) == 4
 
 
-def test_a_limit_that_is_lowered_allows_fewer_blocks_only_if_clients_have_no_room_beside_these() -> None:
+def test_a_lower_limit_drops_blocks_only_if_clients_lack_room() -> None:
     held = 20
     fixed = FOOTPRINT.runtime_bytes + P2PD_BYTES + held * FOOTPRINT.block_bytes
     least = -(-least_limit(fixed) // MIB)

@@ -52,7 +52,7 @@ def worker_report() -> report_pb2.NodeReport:
     return [message for message in report_messages() if isinstance(message, report_pb2.NodeReport)][1]
 
 
-def test_a_report_has_a_bounded_number_of_pairs_those_with_sessions_first() -> None:
+def test_a_report_has_a_bounded_number_of_pairs_with_sessions_first() -> None:
     numbers = HostCounters()
     for number in range(2 * MAX_PAIRS):
         numbers.passed(Pair("", f"{number}"), number)
@@ -126,7 +126,7 @@ def test_frequent_requests_wait_and_share_one_report() -> None:
 
 
 @defence("report streams of a peer are limited", off=count_only)
-def test_streams_for_reports_are_limited_for_each_peer_and_end_when_idle() -> None:
+def test_streams_for_reports_are_limited_per_peer_and_end_when_idle() -> None:
     async def scenario(connect: Any) -> None:
         streams = [await connect() for _ in range(STREAMS_EACH + 1)]
         for stream in streams[:-1]:
@@ -264,7 +264,7 @@ def test_an_expert_peer_names_its_model_and_state(field: str) -> None:
         check(report)
 
 
-def test_a_text_from_a_peer_loses_control_characters_and_paths_and_is_cut() -> None:
+def test_a_text_from_a_peer_loses_control_characters_and_is_cut() -> None:
     assert clean("/home/\x00me/" + "m" * 200) == "m" * 128
 
 

@@ -95,7 +95,7 @@ def block_bytes(group: Group) -> int:
     return model._load(0, 1).weight_bytes
 
 
-def test_a_node_hosts_as_many_blocks_of_another_model_as_fit_in_place_of_its_own(group: Group) -> None:
+def test_a_node_hosts_as_many_blocks_of_another_model_as_fit(group: Group) -> None:
     group.outline(group.beta)
     models = group.models()
     assert models.manifests == [group.beta.manifest.hash]
@@ -131,7 +131,7 @@ def test_the_limits_of_the_owner_hold_for_another_model(group: Group) -> None:
     "only models that the swarm file lists with their pieces are switched to",
     off=replacing(other_models_module, "listed", lambda rules: dict(rules.names)),
 )
-def test_only_models_that_the_swarm_file_lists_with_their_pieces_are_taken(group: Group) -> None:
+def test_only_models_that_the_swarm_file_lists_with_pieces_are_taken(group: Group) -> None:
     alpha, beta = group.alpha.manifest.hash, group.beta.manifest.hash
     names = {"alpha.gguf": alpha, "beta.gguf": beta}
     rules = Rules(b"key", Admission.OPEN, names=names, pieces_hashes={alpha: HASH})

@@ -45,7 +45,7 @@ def test_only_an_idle_slot_is_evicted(given: list[Slot]) -> None:
 
 
 @given(slots)
-def test_the_evicted_slot_is_of_the_largest_subnet_and_its_largest_peer(given: list[Slot]) -> None:
+def test_the_evicted_slot_is_of_the_largest_peer_and_subnet(given: list[Slot]) -> None:
     found = leaving(*given)
     if found is not None:
         idle = [each for each in given if each.is_idle(NOW)]
@@ -75,7 +75,7 @@ def count_subnets_only(patch: Patch) -> None:
 
 
 @defence("a peer with many slots loses one before a peer with one", off=count_subnets_only)
-def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet() -> None:
+def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many() -> None:
     honest = slot("honest", "n", NOW - 50)
     others = [slot("greedy", "n", NOW - number) for number in range(4, 8)]
     found = leaving(honest, *others)
@@ -83,7 +83,7 @@ def test_a_peer_with_one_slot_is_not_evicted_by_one_with_many_in_its_subnet() ->
 
 
 @defence("a slot with work is not evicted", off=replacing(Slot, "is_idle", yes))
-def test_a_slot_that_is_new_or_in_use_or_waits_for_the_host_is_not_evicted() -> None:
+def test_a_slot_that_is_new_in_use_or_waiting_is_not_evicted() -> None:
     assert leaving(slot(since=NOW - NEW_S / 2)) is None
     assert leaving(slot(since=NOW - IDLE_S / 2, has_worked=True)) is None
     assert leaving(slot(at_work=True)) is None

@@ -74,7 +74,7 @@ def test_the_json_of_every_command_is_documented() -> None:
     assert [name for name in commands if f"`{name}`" not in text] == ["train template"]  # a file, not JSON
 
 
-def test_every_bench_is_on_the_page_of_results_and_all_but_those_of_hours_are_run_by_make() -> None:
+def test_every_bench_has_results_and_make_runs_all_but_the_longest() -> None:
     loads = {"generating_process", "requesting_process", "session_load", "results"}
     modules = {module for module in (ROOT / "tests/bench").glob("*.py") if "__main__" in module.read_text()}
     benches = {bench for benches in SECTIONS.values() for bench in benches}

@@ -13,7 +13,7 @@ from tests.bench import gpu
 from tests.support.tiny_models import write_gguf
 
 
-def test_exactness_is_measured_on_the_cpu_with_the_caches_of_an_accelerator(tmp_path: Path) -> None:
+def test_exactness_is_measured_on_the_cpu_with_accelerator_caches(tmp_path: Path) -> None:
     local = resolve(str(write_gguf(tmp_path / "tiny.gguf", "llama")), cache_dir=tmp_path / "cache")
     report: dict[str, Any] = gpu.exact(local, torch.device("cpu"))
     assert report["ok"]

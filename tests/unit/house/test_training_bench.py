@@ -113,7 +113,7 @@ def test_a_run_is_reproducible(folder: Path) -> None:
     assert run(folder, "noloco").curve == run(folder, "noloco").curve
 
 
-def test_a_churn_trace_follows_from_its_seed_and_spares_the_first_worker() -> None:
+def test_a_churn_trace_follows_its_seed_and_spares_the_first_worker() -> None:
     trace = absences(3, workers=8, steps=900, count=20)
     assert trace == absences(3, workers=8, steps=900, count=20)
     assert trace != absences(4, workers=8, steps=900, count=20)

@@ -50,7 +50,7 @@ async def arrivals(sink: Uplink, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize("down_bytes_per_s", [FAST.down_bytes_per_s, 1e6])
-def test_a_packet_does_not_wait_for_those_in_the_queue_of_another_uplink(down_bytes_per_s: float) -> None:
+def test_a_packet_does_not_wait_for_the_queue_of_another_uplink(down_bytes_per_s: float) -> None:
     found = asyncio.run(arrivals(replace(FAST, down_bytes_per_s=down_bytes_per_s), 20))
     assert found.count(1) == 20
     assert found.count(3) == 1, "it was dropped"

@@ -11,7 +11,7 @@ from tests.support.virtual_time import VirtualLoop, run
 
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
-def test_messages_that_arrived_while_the_process_was_stopped_are_in_time(turns: int) -> None:
+def test_messages_that_arrived_in_a_stopped_process_are_in_time(turns: int) -> None:
     """The result arrives ``turns`` iterations of the loop after the timeout, as may happen with any order of its callbacks."""
 
     async def main() -> bytes:

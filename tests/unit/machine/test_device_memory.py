@@ -62,7 +62,7 @@ def llama_70b() -> BlockNeeds:
     return BlockNeeds(weight_bytes(span), expanded, LayerWidths.of(config), 2)
 
 
-def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits_and_12_in_bfloat16() -> None:
+def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits() -> None:
     needs = llama_70b()
     assert needs.expanded_bytes == pytest.approx(1.711e9, rel=1e-3)
     assert needs.packed_bytes == pytest.approx(0.481e9, rel=1e-3)

@@ -71,7 +71,7 @@ def test_a_file_is_its_owners_unless_it_is_given_to_all(tmp_path: Path) -> None:
     assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_is_made_is_its_owners_with_all_that_was_missing_above_it(tmp_path: Path) -> None:
+def test_a_folder_is_made_for_its_owner_alone_with_all_folders_above(tmp_path: Path) -> None:
     """``~/.local/share/swarmnet/client`` is made before ``~/.local/share/swarmnet``, which holds keys too."""
     (tmp_path / "open").mkdir(mode=0o755)
     write_whole(tmp_path / "open" / "data" / "client" / "file", b"1")
@@ -88,7 +88,7 @@ def test_a_scratch_folder_is_private_and_removed_at_the_end(tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
-def test_the_next_scratch_folder_removes_those_of_killed_processes_only(tmp_path: Path) -> None:
+def test_the_next_scratch_folder_removes_those_of_killed_processes(tmp_path: Path) -> None:
     older = tmp_path / "swarmnet-without-a-lock"
     older.mkdir()
     with (

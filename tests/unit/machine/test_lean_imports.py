@@ -114,7 +114,7 @@ def run(program: str, *arguments: str) -> Any:
     return json.loads(done.stdout or "{}")
 
 
-def test_a_host_of_any_family_goes_without_compiler_algebra_and_clusters(tmp_path: Path) -> None:
+def test_a_host_of_any_family_starts_without_compiler_and_clusters(tmp_path: Path) -> None:
     models = [str(save_tiny(family, tmp_path / family)) for family in FAMILIES]
     models += [str(write_gguf(tmp_path / "llama.gguf", "llama"))]
     seen = run(HOST, str(tmp_path / "cache"), *models)

@@ -54,7 +54,7 @@ def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     "C code has no array on the stack whose size is chosen at run time",
     off=replacing(native_code, "COMPILE", tuple(flag for flag in native_code.COMPILE if "vla" not in flag)),
 )
-def test_code_has_no_array_on_the_stack_whose_size_is_chosen_at_run_time(
+def test_code_has_no_variable_length_array_on_the_stack(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tmp_path / "array.c"

@@ -173,7 +173,7 @@ def test_keys_folders_and_locks_work_without_modes_and_owners(tmp_path: Path) ->
         assert line(started) == ".lock data file"
 
 
-def test_signals_are_handled_under_an_event_loop_without_signal_handlers(tmp_path: Path) -> None:
+def test_signals_are_handled_by_event_loops_without_signal_handlers(tmp_path: Path) -> None:
     with process(STOP) as started:
         assert line(started) == "asyncio"
         started.terminate()

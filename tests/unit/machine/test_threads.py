@@ -8,9 +8,7 @@ from swarmnet_protocols.machine.threads import compute_on
 
 
 @pytest.mark.parametrize(("wanted", "given"), [(5, 5), (None, 3)])
-def test_one_thread_computes_on_the_cores_it_is_given_and_the_others_stay_serial(
-    wanted: int | None, given: int
-) -> None:
+def test_one_thread_uses_the_cores_it_is_given_and_others_stay_serial(wanted: int | None, given: int) -> None:
     before = torch.get_num_threads()
     with ThreadPoolExecutor(1) as computing, ThreadPoolExecutor(1) as moving:
         try:

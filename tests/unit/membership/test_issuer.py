@@ -118,7 +118,7 @@ def never_count(patch: Patch) -> None:
 
 
 @defence("uses of an invite are counted", off=never_count)
-def test_an_invite_admits_its_number_of_peers_and_each_of_them_again_at_any_time(issuer: Issuer) -> None:
+def test_an_invite_admits_its_number_of_peers_at_any_time(issuer: Issuer) -> None:
     shown = invite()
     for peer in (ALICE, BOB, ALICE, BOB, ALICE):
         assert admitted(issuer, shown, peer).peer == peer
@@ -137,7 +137,7 @@ def test_uses_are_counted_across_restarts(tmp_path: Path) -> None:
     assert (tmp_path / ISSUED_NAME).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_member_that_returns_after_its_certificate_expired_uses_up_no_invite(tmp_path: Path) -> None:
+def test_a_member_with_an_expired_certificate_uses_up_no_invite(tmp_path: Path) -> None:
     rules = replace(RULES, certificate_lifetime_s=HOUR_S)
     shown = invite(replace(TERMS, uses=1, not_after=int(NOW) + 24 * HOUR_S))
     with IssuedCertificates.open(tmp_path) as ledger:
@@ -176,7 +176,7 @@ def test_an_invite_for_one_peer_admits_no_other(issuer: Issuer) -> None:
 
 
 @defence("only the authority and issuers invite", off=replacing(Rules, "trusts", yes))
-def test_an_invite_of_another_key_or_swarm_or_after_its_end_is_refused(issuer: Issuer) -> None:
+def test_an_invite_of_another_key_or_swarm_or_time_is_refused(issuer: Issuer) -> None:
     with pytest.raises(NotAuthorised, match="key that the swarm does not trust"):
         admitted(issuer, invite(key=Identity.from_seed(b"stranger")), ALICE)
     with pytest.raises(NotAuthorised, match="another swarm"):
@@ -212,7 +212,7 @@ def test_revoked_peers_get_no_certificate(issuer: Issuer) -> None:
             issuer.renew(sealed, ALICE, revoked(out), NOW)
 
 
-def test_a_certificate_is_renewed_when_two_thirds_are_over_and_not_before(issuer: Issuer) -> None:
+def test_a_certificate_is_renewed_when_two_thirds_are_over(issuer: Issuer) -> None:
     certificate = admitted(issuer, invite(), ALICE)
     sealed = issuer.renew(
         issuer.redeem(redemption(invite(), BOB), BOB, NO_REVOCATIONS, NOW), BOB, NO_REVOCATIONS, NOW
@@ -266,7 +266,7 @@ def forget_who_admitted(patch: Patch) -> None:
 
 
 @defence("a membership made with a stolen key ends with the key", off=forget_who_admitted)
-def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal(tmp_path: Path) -> None:
+def test_a_membership_made_with_a_stolen_key_ends_with_the_key(tmp_path: Path) -> None:
     renewed = certificate_by(STOLEN)
     for week in range(5):
         renewed = renewed_by(HONEST, renewed, tmp_path, now=NOW + week * HOUR_S)
@@ -279,7 +279,7 @@ def test_a_membership_made_with_a_stolen_key_ends_with_the_key_after_any_renewal
 
 
 @defence("a membership by an invite of a stolen key ends with the key", off=forget_who_admitted)
-def test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key(tmp_path: Path) -> None:
+def test_a_membership_by_an_invite_of_a_stolen_key_ends_with_the_key(tmp_path: Path) -> None:
     with IssuedCertificates.open(tmp_path) as ledger:
         issuer = Issuer(HONEST, BOTH, ledger, now=NOW)
         sealed = issuer.redeem(redemption(invite(key=STOLEN), ALICE), ALICE, NO_REVOCATIONS, NOW)
@@ -288,7 +288,7 @@ def test_a_membership_by_an_invite_that_a_stolen_key_signed_ends_with_the_key(tm
         open_certificate(sealed, rules=replace(RULES, keys={HONEST.public_key: math.inf}), now=NOW)
 
 
-def test_members_admitted_by_another_key_stay_although_a_stolen_key_renewed_them(tmp_path: Path) -> None:
+def test_members_of_another_key_stay_though_a_stolen_one_renewed_them(tmp_path: Path) -> None:
     renewed = renewed_by(STOLEN, certificate_by(HONEST), tmp_path)
     renewed = renewed_by(HONEST, renewed, tmp_path)
     without = replace(RULES, keys={HONEST.public_key: math.inf})

@@ -152,7 +152,7 @@ def test_certificates_with_impossible_content_are_not_issued(
         issue(Admittance(ALICE, roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=lifetime_s)
 
 
-def test_in_an_open_swarm_every_peer_is_a_client_and_other_roles_need_a_certificate() -> None:
+def test_every_peer_of_an_open_swarm_is_a_client_without_certificate() -> None:
     public = replace(RULES, admission=Admission.OPEN, anyone=CLIENT)
     assert admit(public, None, ALICE, CLIENT, NO_REVOCATIONS, NOW).until == math.inf
     with pytest.raises(NotAuthorised, match="takes the role host"):
@@ -168,7 +168,7 @@ def test_an_allow_list_names_its_members() -> None:
 
 
 @pytest.mark.parametrize("admission", [Admission.OPEN, Admission.ALLOW_LIST])
-def test_an_ended_certificate_does_not_take_away_roles_that_need_no_certificate(admission: Admission) -> None:
+def test_an_ended_certificate_takes_away_no_role_that_needs_none(admission: Admission) -> None:
     rules = replace(RULES, admission=admission, anyone=CLIENT, allow={ALICE: CLIENT})
     ended = certificate(roles=HOST)
     later = ended.not_after + 1.0
@@ -256,7 +256,7 @@ def test_the_longest_list_there_can_be_fits() -> None:
     ],
     ids=["not sorted", "twice", "too many dates", "a date of nothing"],
 )
-def test_a_revocation_list_with_repetitions_or_missing_dates_is_refused(change: dict[str, Any]) -> None:
+def test_a_revocation_list_with_repetitions_or_no_dates_is_refused(change: dict[str, Any]) -> None:
     message = pb.RevocationList(swarm=SWARM, serial=1, **change)
     with pytest.raises(IntegrityError, match="sorted"):
         learned(seal(b"swarmnet-revocations-1", message, AUTHORITY))

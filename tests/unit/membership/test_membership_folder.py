@@ -50,7 +50,7 @@ def test_a_certificate_counts_though_it_cannot_be_kept(tmp_path: Path) -> None:
     membership.check()
 
 
-def test_revocation_lists_of_former_keys_do_not_displace_those_of_valid_keys(tmp_path: Path) -> None:
+def test_revocations_of_former_keys_do_not_displace_valid_ones(tmp_path: Path) -> None:
     made = sorted(
         (Identity.from_seed(bytes([number])) for number in range(255)), key=lambda key: key.public_key
     )

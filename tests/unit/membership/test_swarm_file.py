@@ -287,7 +287,7 @@ def test_the_pieces_of_a_model_are_signed_with_the_file(tmp_path: Path) -> None:
     ("is_open", "chosen", "expected"),
     [(False, None, True), (True, None, False), (False, False, False), (True, True, True)],
 )
-def test_peers_of_a_swarm_with_an_authority_look_for_others_in_local_networks_unless_switched_off(
+def test_peers_of_a_swarm_with_an_authority_use_mdns_unless_it_is_off(
     tmp_path: Path, is_open: bool, chosen: bool | None, expected: bool
 ) -> None:
     created = swarm_writer.create(tmp_path, NewSwarm("lab", is_open=is_open, mdns=chosen), now=NOW)
@@ -295,7 +295,7 @@ def test_peers_of_a_swarm_with_an_authority_look_for_others_in_local_networks_un
     assert swarm_file.load(tmp_path).mdns is expected
 
 
-def test_a_file_that_does_not_name_mdns_keeps_its_id_and_switches_it_off(tmp_path: Path) -> None:
+def test_a_file_without_mdns_keeps_its_id_and_switches_it_off(tmp_path: Path) -> None:
     created = _create(tmp_path, is_open=True)
     path = tmp_path / "swarm.toml"
     assert "mdns" not in path.read_text()

@@ -48,7 +48,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_span_of_safetensors_is_never_whole_in_the_memory_of_the_cpu(
+def test_a_span_of_safetensors_is_never_whole_in_cpu_memory(
     packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")

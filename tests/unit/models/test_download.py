@@ -136,13 +136,13 @@ def test_wrong_bytes_are_not_kept_and_their_source_is_named(tmp_path: Path) -> N
         fetch(new_file(tmp_path / "alone"), liar)
 
 
-def test_what_a_slow_source_does_not_bring_is_fetched_from_another_one(tmp_path: Path) -> None:
+def test_what_a_slow_source_does_not_bring_is_fetched_from_another(tmp_path: Path) -> None:
     file = new_file(tmp_path)
     assert fetch(file, Memory("silent", delay_s=1e6), Memory("quick")) == {"quick": len(DATA)}
     assert file.path.read_bytes() == DATA
 
 
-def test_a_download_without_a_source_is_an_error_that_keeps_what_is_here(tmp_path: Path) -> None:
+def test_a_download_without_a_source_fails_and_keeps_what_is_here(tmp_path: Path) -> None:
     file = new_file(tmp_path)
     with pytest.raises(Unreachable, match="weights could not be fetched"):
         fetch(file, Memory("half", pieces=range(3)))

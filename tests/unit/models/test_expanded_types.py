@@ -75,14 +75,14 @@ def test_a_block_whose_format_is_expanded_is_the_largest(tmp_path: Path) -> None
     assert (model.largest_block(0, 3), model.largest_block(0, 2)) == (2, 0)
 
 
-def test_a_client_says_what_embeddings_take_unless_they_are_dense_anyway(tmp_path: Path) -> None:
+def test_a_client_tells_the_size_of_embeddings_that_are_not_dense(tmp_path: Path) -> None:
     model = wide(tmp_path, {"token_embd": Type.IQ3_S})
     packed = memory_notice(model, LoadOptions.picked(only_generates=True, device="cpu"))
     assert packed.startswith("IQ3_S is computed in float32: the embeddings and the head take")
     assert memory_notice(model, LoadOptions.picked(device="cpu")) == ""
 
 
-def test_a_node_says_it_before_it_loads_and_counts_it_within_its_limit(tmp_path: Path) -> None:
+def test_a_node_tells_before_it_loads_and_counts_it_in_its_limit(tmp_path: Path) -> None:
     model = wide(tmp_path, {LATE: Type.IQ3_S, "blk.": Type.Q8_0})
     config = NodeConfig(
         model=str(model.path),

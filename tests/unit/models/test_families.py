@@ -181,7 +181,7 @@ def test_a_manifest_has_the_tensors_of_the_language_model_only(case: Case) -> No
     assert len(names) == len(set(names))
 
 
-def test_families_that_do_not_work_are_refused_with_the_reason_on_the_page(tmp_path: Path) -> None:
+def test_families_that_do_not_work_are_refused_with_the_pages_reason(tmp_path: Path) -> None:
     reasons = reasons_in(tmp_path)
     for name, reason in reasons.items():
         assert REFUSED[name].architecture.split("For")[0] in reason

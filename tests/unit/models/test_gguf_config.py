@@ -111,7 +111,7 @@ def test_linear_and_yarn_scaling_are_read(tmp_path: Path) -> None:
     )
 
 
-def test_gemma_3_scales_full_attention_only_and_27b_its_queries_otherwise(tmp_path: Path) -> None:
+def test_gemma_3_scales_full_attention_only_and_27b_its_queries(tmp_path: Path) -> None:
     for blocks, expected in ((12, 32), (62, 16)):
         folder = tmp_path / str(blocks)
         folder.mkdir()
@@ -125,7 +125,7 @@ def test_gemma_3_scales_full_attention_only_and_27b_its_queries_otherwise(tmp_pa
         assert (config.query_pre_attn_scalar, config.head_dim, config.sliding_window) == (expected, 32, 512)
 
 
-def test_phi_3_has_long_and_short_factors_and_rotates_a_part_of_a_head(tmp_path: Path) -> None:
+def test_phi_3_has_two_kinds_of_factors_and_rotates_a_part_of_a_head(tmp_path: Path) -> None:
     long, short = [2.0 + index for index in range(6)], [1.0] * 6
     config = config_of(
         tmp_path, "phi3", {"rope_factors_long.weight": long, "rope_factors_short.weight": short},

@@ -80,7 +80,7 @@ def format_of(name: str) -> GGMLQuantizationType:
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
-def test_projections_of_a_quantised_file_stay_packed_and_have_its_values(family: str, made: Maker) -> None:
+def test_projections_of_a_quantised_file_stay_packed_and_exact(family: str, made: Maker) -> None:
     """Value heads of 8 columns change places within blocks of 32 weights, and rows of two formats join."""
     model = made.model(family, **QUANTISED)
     options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
@@ -128,7 +128,7 @@ def test_layer_types_follow_the_interval_in_files_without_a_list(made: Maker) ->
         assert "".join(kind[0].upper() for kind in config.layer_types) == types
 
 
-def test_qwen3_next_files_of_older_converters_have_queries_to_gates_in_one_tensor(made: Maker) -> None:
+def test_qwen3_next_files_may_have_queries_to_gates_in_one_tensor(made: Maker) -> None:
     model = made.model("qwen3_next")
     changed: dict[str, Any] = {}
     for block, layer in enumerate(model.model.layers):
@@ -139,9 +139,7 @@ def test_qwen3_next_files_of_older_converters_have_queries_to_gates_in_one_tenso
 
 
 @pytest.mark.parametrize("family", ["deepseek_v2 lite", "deepseek_v3"])
-def test_deepseek_files_of_older_converters_have_keys_and_values_in_one_tensor(
-    family: str, made: Maker
-) -> None:
+def test_deepseek_files_may_have_keys_and_values_in_one_tensor(family: str, made: Maker) -> None:
     model = made.model(family)
     config = model.config
     tensors: dict[str, Any] = {}
@@ -161,7 +159,7 @@ def test_deepseek_files_of_older_converters_have_keys_and_values_in_one_tensor(
 GROUPS = {"expert_group_count": None, "expert_group_used_count": None}
 
 
-def test_groups_of_experts_that_no_key_tells_are_those_of_known_models(made: Maker) -> None:
+def test_groups_of_experts_without_a_key_are_those_of_known_models(made: Maker) -> None:
     unknown = made.file("deepseek_v3", made.model("deepseek_v3"), keys=GROUPS)
     with pytest.raises(ConfigError, match=r"no key deepseek2\.expert_group_count") as caught:
         config_of(unknown)
@@ -177,9 +175,7 @@ def test_deepseek_v2_lite_is_known_by_its_blocks_and_experts(made: Maker) -> Non
 
 
 @pytest.mark.parametrize("keys", [{"expert_weights_norm": True}, {"expert_gating_func": 3}])
-def test_routing_that_deepseek_v2_of_transformers_does_not_do_is_refused(
-    keys: dict[str, Any], made: Maker
-) -> None:
+def test_routing_of_deepseek_v2_that_transformers_lacks_is_refused(keys: dict[str, Any], made: Maker) -> None:
     path = made.file("deepseek_v2", made.model("deepseek_v2"), keys=keys)
     with pytest.raises(ConfigError, match=rf"deepseek2\.{next(iter(keys))}") as caught:
         config_of(path)

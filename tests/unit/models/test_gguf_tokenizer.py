@@ -148,7 +148,7 @@ def test_a_control_token_is_known_by_its_name(tmp_path: Path) -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == "</s>"
 
 
-def test_an_ordinary_token_stays_part_of_the_text_whatever_keys_name_it(tmp_path: Path) -> None:
+def test_an_ordinary_token_stays_text_whatever_keys_name_it(tmp_path: Path) -> None:
     ids = {f"{key}_token_id": WORDS["tokens"].index("#") for key in ("bos", "unknown", "padding")}
     tokenizer = byte_level(tmp_path / "model.gguf", pre="gpt-2", **ids)
     assert tokenizer(WORDS["text"]).input_ids == IDS["gpt-2"]
@@ -229,7 +229,7 @@ def sentencepiece(path: Path, **fields: Any) -> Any:
     ({}, "<|end|>\nHello", ["<|end|>", SPACE, "<0x0A>", "Hello"]),
     ({"bos_token_id": None, "eos_token_id": None}, "Hello", [f"{SPACE}Hello"]),
 ])  # fmt: skip
-def test_sentencepiece_puts_a_space_before_a_text_unless_the_file_says_otherwise(
+def test_sentencepiece_puts_a_space_before_a_text_unless_told_not_to(
     fields: dict[str, Any], text: str, pieces: list[str], tmp_path: Path
 ) -> None:
     tokenizer = sentencepiece(tmp_path / "model.gguf", **fields)

@@ -49,7 +49,7 @@ def test_the_weights_and_the_config_are_those_of_transformers(yarn: bool, tmp_pa
     assert model.tokenizer()("A!!").input_ids == [32, 63]
 
 
-def test_a_chain_gives_the_tokens_of_transformers_with_experts_in_mxfp4(tmp_path: Path) -> None:
+def test_a_chain_with_experts_in_mxfp4_gives_transformers_tokens(tmp_path: Path) -> None:
     theirs = write_gpt_oss(tmp_path / "oss.gguf")
     theirs.generation_config.eos_token_id = None
     model = load(tmp_path / "oss.gguf", tmp_path)

@@ -90,7 +90,7 @@ def test_files_on_disk_are_used_while_the_hub_refuses(hub: ModelHub, tmp_path: P
         again.load_span(70, 71, **FLOAT32)
 
 
-def test_a_model_that_does_not_fit_on_the_disk_is_refused_before_it_is_fetched(
+def test_a_model_too_large_for_the_disk_is_refused_before_the_fetch(
     hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = load(tmp_path)

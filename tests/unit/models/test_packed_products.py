@@ -211,7 +211,7 @@ def test_columns_change_their_order_without_another_rounding(products: Products,
         assert_product(products.back(gradients, moved), gradients, expected.T)
 
 
-def test_a_matrix_with_another_order_of_columns_is_not_joined_or_read_by_native_code() -> None:
+def test_native_code_reads_no_matrix_with_another_order_of_columns() -> None:
     matrix = random_matrix(Format.Q4_K, 3, 512).select_columns(HALF_BLOCKS)
     with pytest.raises(ValueError, match="orders"):
         PackedTensor.joined([matrix, matrix])

@@ -142,7 +142,7 @@ def test_most_of_a_file_without_a_table_is_fetched_whole(
     "the hub alone does not vouch for a model that the swarm file names",
     off=replacing(SwarmPeers, "lists", lambda *_: False),
 )
-def test_a_model_that_the_swarm_file_names_is_fetched_whole_without_a_table(
+def test_a_model_named_by_the_swarm_file_is_fetched_without_a_table(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
     """Its hash is checked, not only what the hub sends."""
@@ -164,7 +164,7 @@ def giving_all(self: Parts, files: Files, *rest: Any, **options: Any) -> None:
 
 @defence("peers get no noted pieces", off=replacing(Parts, "_complete", giving_all))
 @pytest.mark.usefixtures("lone")
-def test_pieces_that_only_the_hub_has_confirmed_are_not_given_to_peers(tmp_path: Path) -> None:
+def test_pieces_that_only_the_hub_confirmed_are_not_given_to_peers(tmp_path: Path) -> None:
     model = load(tmp_path, None, LONE)
     model.load_span(30, 40, **FLOAT32)
     [file] = model.manifest.files

@@ -65,7 +65,7 @@ def test_the_error_is_at_most_that_of_gguf(format: Format) -> None:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_a_k_format_rounds_about_as_well_as_a_format_of_half_a_bit_more(
+def test_a_k_format_rounds_like_a_format_of_half_a_bit_more(
     format: Format, other: Format, ratio: float
 ) -> None:
     """gguf has no Python code that quantises to K formats."""
@@ -90,7 +90,7 @@ def test_weights_on_the_grid_of_the_format_stay_as_they_are(format: Format, dtyp
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-def test_a_few_rows_at_a_time_are_expanded_and_each_is_rounded_by_itself(
+def test_rows_are_expanded_a_few_at_a_time_and_rounded_alone(
     format: Format, small_panels: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = random(21, 256).bfloat16()
@@ -168,7 +168,7 @@ def test_int4_stores_the_most_sensitive_tensors_in_more_bits() -> None:
     assert int4.format_of("layers.0.mlp.gate_proj.weight", 512) == Format.Q4_K
 
 
-def test_rows_that_are_no_multiple_of_256_get_formats_of_smaller_blocks() -> None:
+def test_rows_of_no_multiple_of_256_get_formats_of_smaller_blocks() -> None:
     int4 = PRECISIONS["int4"]
     assert int4.format_of("model.layers.3.self_attn.v_proj.weight", 576) == Format.Q8_0
     assert int4.format_of("layers.0.mlp.up_proj", 576) == Format.Q5_0

@@ -68,7 +68,7 @@ def newcomer(swarm: WeightSwarm, tmp_path: Path, pieces_hash: bytes | None, name
     return model
 
 
-def test_a_second_host_of_the_same_blocks_takes_at_least_half_from_peers(
+def test_a_second_host_of_the_same_blocks_takes_half_from_peers(
     hub: ModelHub, swarm: WeightSwarm, whole: LocalModel, made: tuple[Path, bytes], tmp_path: Path
 ) -> None:
     first = load(tmp_path / "first", made[0])
@@ -122,7 +122,7 @@ def lying(model: LocalModel) -> Lying:
     return Lying(model.manifest, model._checkpoint, model.parts, model._is_verified)
 
 
-def test_a_flipped_bit_is_refused_its_source_named_and_the_piece_fetched_elsewhere(
+def test_a_piece_with_a_flipped_bit_is_refused_and_fetched_elsewhere(
     big: Path, hub: ModelHub, swarm: WeightSwarm, whole: LocalModel, made: tuple[Path, bytes], tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -159,7 +159,7 @@ def test_without_a_pieces_hash_peers_only_confirm_what_the_hub_sends(
     assert sent(hub) < 0.13
 
 
-def test_without_a_pieces_hash_and_a_hub_whole_files_are_proved_by_their_hash(
+def test_without_hub_or_pieces_hash_files_are_proved_by_their_hash(
     hub: ModelHub, swarm: WeightSwarm, whole: LocalModel, tmp_path: Path
 ) -> None:
     host = swarm.host(whole.shared())

@@ -63,7 +63,7 @@ def all_alike(patch: pytest.MonkeyPatch) -> None:
 
 
 @defence("connections in use stay, even from the address of an attacker", off=all_alike)
-def test_connections_in_use_stay_although_an_attacker_has_the_same_address() -> None:
+def test_connections_in_use_stay_beside_an_attacker_at_their_address() -> None:
     attacker, honest = connections("198.51.100.1", 9), connections("198.51.100.1", 4, since=100.0)
     assert kept([*attacker, *honest], known=honest) == peers(honest)
 
@@ -84,7 +84,7 @@ def test_a_subnet_keeps_no_more_connections_than_its_share() -> None:
     "connections of the largest subnets are closed first",
     off=replacing(subnets, "_SUBNET_BITS", {"ip4": 0, "ip6": 0}),
 )
-def test_over_the_limit_of_all_the_subnets_with_the_most_connections_lose_some_first() -> None:
+def test_over_the_total_limit_the_largest_subnets_lose_connections() -> None:
     strangerss = [
         each for net in (1, 2, 3) for host in (1, 2) for each in connections(f"10.0.{net}.{host}", 4)
     ]
@@ -94,7 +94,7 @@ def test_over_the_limit_of_all_the_subnets_with_the_most_connections_lose_some_f
     assert len(left) == 16
 
 
-def test_connections_of_peers_at_work_stay_when_strangers_exceed_the_limit_of_all() -> None:
+def test_connections_of_peers_at_work_outlast_a_flood_of_strangers() -> None:
     known = [each for net in range(4) for each in connections(f"10.1.{net}.1", 4, since=100.0)]
     strangers = [each for net in range(40) for each in connections(f"203.0.{net}.1", 1)]
     assert kept([*strangers, *known], known=known) == peers(known)

@@ -47,7 +47,7 @@ def test_a_large_payload_is_sent_no_further_than_its_credit() -> None:
     run(main())
 
 
-def test_messages_come_whole_and_at_the_rate_when_receives_are_cancelled() -> None:
+def test_messages_come_whole_at_the_rate_when_receives_are_cancelled() -> None:
     async def main() -> float:
         async with two_ends(limited_to(RATE)) as (one, other):
             listening = asyncio.create_task(other.stream.receive())

@@ -43,7 +43,7 @@ def test_a_stream_closes_when_its_messages_have_been_received() -> None:
     run(main())
 
 
-def test_a_stream_whose_last_bytes_leave_after_it_was_closed_ends_without_an_error() -> None:
+def test_a_stream_closed_before_its_last_bytes_leave_ends_well() -> None:
     """On a loop of asyncio itself: its transport forgets the loop when the last of its buffer is sent."""
 
     async def main() -> None:
@@ -76,7 +76,7 @@ def test_a_refused_peer_gets_the_reason_although_it_goes_on_sending() -> None:
     run(main())
 
 
-def test_two_peers_that_close_at_the_same_time_do_not_wait_for_each_other() -> None:
+def test_two_peers_that_close_at_once_do_not_wait_for_each_other() -> None:
     async def main() -> None:
         async with two_ends() as (one, other):
             for end in (one, other):

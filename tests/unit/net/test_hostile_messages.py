@@ -76,7 +76,7 @@ def test_messages_nested_without_end_are_not_parsed(kind: type[Protobuf]) -> Non
     shape=(1 << 30, 1 << 30),
 )
 @pytest.mark.parametrize("shape", [(1 << 30, 1 << 30), (1 << 31, 1 << 29), ((1 << 32) - 1,) * 64])
-def test_a_tensor_of_two_to_the_sixty_numbers_is_refused_by_its_header(shape: tuple[int, ...]) -> None:
+def test_a_tensor_of_two_to_the_sixty_numbers_is_refused_unread(shape: tuple[int, ...]) -> None:
     header = session_pb2.Tensor(dtype=session_pb2.DTYPE_FLOAT32, shape=shape)
     with pytest.raises(ProtocolViolation):
         decode_tensor(header, bytes(64), positions=1, hidden_size=16)
@@ -131,7 +131,7 @@ def test_a_first_message_that_drips_in_is_not_waited_for() -> None:
     with_frames(talk)
 
 
-def test_a_later_message_that_drips_in_is_waited_for_only_a_limited_time() -> None:
+def test_a_later_message_that_drips_in_is_waited_for_a_limited_time() -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
@@ -187,7 +187,7 @@ def test_a_large_message_has_to_go_on_coming() -> None:
 
 
 @defence("a message waits for memory", off=count_only)
-def test_a_message_waits_for_room_and_is_refused_where_there_never_is_any() -> None:
+def test_a_message_waits_for_room_or_is_refused_if_there_is_never_any() -> None:
     async def talk(
         reader: asyncio.StreamReader, receive: Callable[[], Awaitable[Message]], resources: ResourceManager
     ) -> None:
@@ -267,7 +267,7 @@ def test_messages_that_are_announced_and_not_sent_hold_no_memory() -> None:
 
 
 @defence("a message that stops gives way", off=replacing(framing, "STALL_S", 1e6))
-def test_a_message_that_stops_holds_memory_only_while_no_other_peer_needs_it() -> None:
+def test_a_stopped_message_holds_memory_only_while_nobody_needs_it() -> None:
     async def main() -> None:
         resources, (*greedy, honest) = host_of_messages(*(f"greedy {n}" for n in range(3)), "honest")
         held = [peer.announce(4 * MIB, 100 << 10) for peer in greedy]
@@ -285,7 +285,7 @@ def test_a_message_that_stops_holds_memory_only_while_no_other_peer_needs_it() -
     run(main())
 
 
-def test_the_beginning_of_a_message_counts_when_the_rest_does_not_come() -> None:
+def test_the_beginning_of_a_message_counts_without_the_rest() -> None:
     async def main() -> None:
         resources, (greedy, honest) = host_of_messages("greedy", "honest")
         resources.limit(Resource.MEMORY, system=6 * MIB, per_peer=6 * MIB)
@@ -304,7 +304,7 @@ def test_the_beginning_of_a_message_counts_when_the_rest_does_not_come() -> None
 
 
 @defence("messages of a peer are read at a limited rate", off=replacing(Scope, "charge", lambda *_: 0.0))
-def test_frames_are_read_at_the_rate_of_their_peer_over_all_its_streams() -> None:
+def test_frames_are_read_at_the_rate_of_their_peer_over_all_streams() -> None:
     async def main() -> None:
         resources = ResourceManager()
         resources.limit_rate(Rate.FRAMES, per_peer=RateLimit(per_s=100.0, burst=60.0))

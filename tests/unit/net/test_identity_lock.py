@@ -88,7 +88,7 @@ def test_another_identity_and_one_that_was_given_back_are_free(path: Path, tmp_p
         pass
 
 
-def test_the_holder_of_a_lock_is_not_named_where_the_system_does_not_tell(
+def test_no_holder_of_a_lock_is_named_where_the_system_tells_none(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity_lock, "_LOCKS", path.parent / "no such file")

@@ -274,7 +274,7 @@ def test_answers_without_a_record_of_the_swarm_leave_no_trace() -> None:
     "packets of one machine in the local network are read at a limited rate",
     off=replacing(local_network.ResourceManager, "limit_rate", nothing),
 )
-def test_a_machine_that_floods_the_local_network_is_not_read_and_others_are() -> None:
+def test_a_machine_that_floods_the_local_network_is_not_read() -> None:
     async def main() -> None:
         heard, listening = ear(lambda _: True)
         packet = answer("a", record=make_record(SWARM, [TCP]))

@@ -85,7 +85,7 @@ def shown(own: list[str], observed: list[str]) -> list[str]:
     return list(HolePunching(transport, transport, reachability)._my_addresses().addresses)
 
 
-def test_a_peer_shows_where_relays_see_it_with_kept_ports_first_and_its_port_of_quic() -> None:
+def test_a_peer_shows_where_relays_see_it_with_kept_ports_first() -> None:
     own = [
         f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER}",
         f"/ip4/192.168.7.5/tcp/4001/p2p/{PEER}",

@@ -99,7 +99,7 @@ def test_a_probe_dials_the_address_that_the_asker_came_from(addresses: list[str]
     assert (str(found.ip) if found is not None else "") == ip
 
 
-def test_through_a_relay_no_address_is_dialled_but_clocks_are_compared() -> None:
+def test_through_a_relay_clocks_are_compared_and_no_address_dialled() -> None:
     said = probed(["/ip4/127.0.0.1/tcp/4001/p2p/R/p2p-circuit"], [4001], ahead_s=600.0)
     assert (said.observed_ip, said.reached) == ("", ())
     assert said.behind_s == pytest.approx(600.0)
@@ -139,7 +139,7 @@ def test_only_the_ports_that_answer_as_libp2p_are_reported_as_reached(
         ("/ip4/10.1.2.3/tcp/60000", (), True),
     ],
 )
-def test_a_peer_has_ports_of_this_machine_dialled_only_in_a_swarm_of_this_machine(
+def test_ports_of_this_machine_are_dialled_only_in_its_own_swarm(
     address: str, networks: tuple[Network, ...], is_dialled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tunnel, a proxy or a punched hole makes a stranger appear on loopback."""

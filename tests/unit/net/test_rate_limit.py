@@ -266,7 +266,7 @@ def test_a_limit_is_set_and_lifted_while_messages_wait() -> None:
     assert run(main()) == 2
 
 
-def test_the_deadline_of_the_sender_is_suspended_while_the_limiter_waits() -> None:
+def test_the_senders_deadline_is_suspended_while_the_limiter_waits() -> None:
     """Reading an available message takes as long as the rate requires; waiting for a missing message times out."""
 
     async def main() -> tuple[float, float]:

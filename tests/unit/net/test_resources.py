@@ -53,7 +53,7 @@ def test_a_reservation_counts_in_every_scope_until_it_is_released() -> None:
 
 @defence("every scope has a limit", off=count_only, where="all peers")
 @pytest.mark.parametrize("where", ["session", "alice", "all peers"])
-def test_a_reservation_that_one_scope_refuses_is_held_in_none_and_names_scope_and_wait(where: str) -> None:
+def test_a_reservation_that_one_scope_refuses_is_held_in_none(where: str) -> None:
     resources = limited(2 if where == "all peers" else 9, 2 if where == "alice" else 9)
     peer = resources.peer("alice", 0.0)
     session = peer.child("session", {Resource.SESSIONS: 2} if where == "session" else {})
@@ -147,7 +147,7 @@ def test_modest_peers_do_not_wait_for_greedy_ones() -> None:
     assert modest.charge(Rate.BYTES_IN, 50, 0.0) == pytest.approx(1.6)
 
 
-def test_without_limits_of_their_own_all_peers_wait_for_the_common_rate() -> None:
+def test_without_limits_of_their_own_peers_wait_for_the_common_rate() -> None:
     resources = paced(RateLimit(100.0, 100.0), None)
     assert resources.peer("alice", 0.0).charge(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
     assert resources.peer("bob", 0.0).charge(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
@@ -329,7 +329,7 @@ def test_peers_that_change_their_subnet_are_counted_where_they_are(
     assert not any(any(scope.used.values()) for scope in (resources.system, *resources._subnets.values()))
 
 
-def test_a_reservation_that_waits_for_its_share_continues_when_others_release_theirs() -> None:
+def test_a_reservation_that_waits_goes_on_when_others_release_theirs() -> None:
     async def main() -> None:
         resources = ResourceManager()
         resources.limit(Resource.CALLS, system=100, per_peer=40)

@@ -20,7 +20,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return load_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_client_whose_transport_dies_raises_at_once_and_says_what_to_do(reference: Reference) -> None:
+def test_a_client_whose_transport_dies_raises_at_once_with_a_hint(reference: Reference) -> None:
     with tiny_swarm(reference) as tiny:
         assert greedy(tiny.model, [PROMPT], 4) == [reference.greedy(PROMPT, 4)]
         network, me = tiny.lab.network, tiny.lab.peer_id("client")

@@ -92,7 +92,7 @@ def test_late_heartbeats_are_waited_for_but_not_for_ever() -> None:
     between(serve, use)
 
 
-def test_the_timeout_is_the_least_again_after_heartbeats_were_even_for_a_while() -> None:
+def test_the_timeout_is_the_least_again_after_even_heartbeats() -> None:
     timeout = AdaptiveTimeout()
     timeout.note(1.5)  # the answer to a request
     assert timeout.seconds(2.0) == 2.0

@@ -181,7 +181,7 @@ def test_a_claim_of_no_work_gains_nothing() -> None:
 
 
 @defence("steps that take longer than announced show work", off=replacing(chain_search, "USUAL_EXCESS", 1e9))
-def test_a_host_whose_steps_take_longer_than_announced_has_work_whatever_it_reports() -> None:
+def test_a_host_slower_than_announced_has_work_whatever_it_reports() -> None:
     hosts = swarm(30)
     view = View(
         list(hosts.values()), block_s=dict.fromkeys(hosts, 1.5 * BLOCK_S), busy=dict.fromkeys(hosts, 0.0)

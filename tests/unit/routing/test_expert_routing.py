@@ -300,7 +300,7 @@ def avoid_at_once(patch: Patch) -> None:
 
 
 @defence("no peer is blamed for rows that are too large for all", off=avoid_at_once)
-def test_no_peer_is_avoided_for_rows_that_are_too_large_for_all_of_them() -> None:
+def test_no_peer_is_avoided_for_rows_that_are_too_large_for_all() -> None:
     links = [strange_link(name, largest=100.0) for name in "ab"]
     found = asyncio.run(computed(links, [2.0, 1000.0, 3.0]))
     assert found[::2] == [2.0, 3.0]
@@ -308,7 +308,7 @@ def test_no_peer_is_avoided_for_rows_that_are_too_large_for_all_of_them() -> Non
     assert [link.avoided for link in links] == [0, 0]
 
 
-def test_a_peer_is_avoided_whose_outputs_are_not_finite_where_those_of_another_are() -> None:
+def test_a_peer_is_avoided_if_its_outputs_alone_are_not_finite() -> None:
     good, bad = strange_link("good"), strange_link("bad", largest=0.5)
     good.row_s = 2 * bad.row_s
     for values in ([2.0], [2.0, 3.0, 0.1]):

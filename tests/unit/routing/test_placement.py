@@ -31,7 +31,7 @@ def test_a_gap_goes_before_a_slow_block() -> None:
     assert starts(claims, blocks=6, length=2) == {4}
 
 
-def test_a_host_raises_the_throughput_most_where_the_slowest_host_is_alone() -> None:
+def test_a_host_helps_most_where_the_slowest_host_is_alone() -> None:
     claims = [Claim(A, 0, 10, 10.0), Claim(B, 10, 20, 30.0), Claim(C, 20, 30, 30.0)]
     choice = choose_span(claims, blocks=30, length=10, rng=random.Random(1))
     with_it = [*claims, Claim(PeerId("d"), choice.start, choice.end, 30.0)]
@@ -39,7 +39,7 @@ def test_a_host_raises_the_throughput_most_where_the_slowest_host_is_alone() -> 
     assert throughput(with_it, 30) > throughput(claims, 30)
 
 
-def test_a_host_that_may_use_its_time_on_either_block_gives_it_to_the_slower_one() -> None:
+def test_a_host_gives_its_time_to_the_slower_of_two_blocks() -> None:
     assert throughput([Claim(A, 0, 1, 1.0), Claim(B, 1, 2, 3.0), Claim(C, 0, 2, 2.0)], 2) == 3.0
 
 
@@ -78,7 +78,7 @@ def test_rivals_give_way_by_peer_id_and_all_to_the_settled() -> None:
     assert resolve_claims(rival, [Claim(C, 0, 2)], blocks=4).start == 2
 
 
-def test_a_rival_with_more_blocks_than_the_model_counts_as_a_host_of_all() -> None:
+def test_a_rival_with_more_blocks_than_the_model_hosts_them_all() -> None:
     assert "every block" in resolve_claims(Claim(B, 0, 2), [Claim(A, 0, 99, settled=False)], blocks=4).reason
 
 

@@ -63,7 +63,7 @@ def moves(
     return found
 
 
-def test_an_idle_host_moves_to_blocks_short_of_hosts_at_its_second_look() -> None:
+def test_an_idle_host_moves_to_short_blocks_at_its_second_look() -> None:
     move, memory = look(SHORT, A, Remembered(), 0.0)
     assert move is None
     assert memory.shortage is not None
@@ -184,7 +184,7 @@ def test_memory_that_is_free_meanwhile_does_not_begin_the_search_anew() -> None:
     ],
     ids=["the only host of some", "one half", "the slower half", "the other half", "a host that leaves", "all that others lack"],
 )  # fmt: skip
-def test_a_host_that_may_hold_fewer_blocks_drops_those_that_the_swarm_needs_least(
+def test_a_host_that_must_shrink_drops_the_blocks_least_needed(
     others: list[Claim], length: int, kept: tuple[int, int]
 ) -> None:
     mine = Claim(A, 0, 8)
@@ -207,7 +207,7 @@ def test_a_balanced_swarm_is_left_alone() -> None:
         assert not moves([Claim(A, 0, 4), Claim(B, 4, 8, 0.96)], peer)
 
 
-def test_a_gap_is_filled_at_once_by_one_of_the_hosts_that_can_be_spared() -> None:
+def test_a_spare_host_fills_a_gap_at_once() -> None:
     claims = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 4, 6)]
     found = {
         peer: look(claims, peer, Remembered(), 0.0, length=2 if peer == C else 4)[0] for peer in (A, B, C)

@@ -63,7 +63,7 @@ def test_banned_hosts_take_turns_where_only_they_are_left() -> None:
     assert [hop.peer for hop in chain(View(hosts, banned={D: 0.0, A: 1.0, B: 2.0}))] == [A, C]
 
 
-def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_others() -> None:
+def test_hosts_that_do_not_reach_each_other_are_no_neighbours() -> None:
     hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 2, 4, 0.001), HostInfo(C, 2, 4, 5.0)]
     view = View(hosts, unreachable={pair_of(B, A): 9.0})
     assert [hop.peer for hop in chain(view)] == [A, C]
@@ -71,7 +71,7 @@ def test_hosts_that_do_not_reach_each_other_are_not_neighbours_while_there_are_o
     assert [hop.peer for hop in chain(View(hosts[:2], unreachable=view.unreachable))] == [A, B]
 
 
-def test_the_oldest_failure_is_tried_first_of_a_banned_host_and_a_pair() -> None:
+def test_the_oldest_failure_of_a_banned_host_and_pair_is_tried_first() -> None:
     hosts = [HostInfo(A, 0, 2, 0.001), HostInfo(B, 2, 4, 0.001), HostInfo(C, 2, 4, 0.001)]
     unreachable = {pair_of(A, B): 5.0}
     assert [hop.peer for hop in chain(View(hosts, banned={C: 4.0}, unreachable=unreachable))] == [A, C]
@@ -98,7 +98,7 @@ def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
     "a host that alone has its precision, and is not audited, is avoided",
     off=replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
 )
-def test_a_host_that_alone_has_its_precision_is_avoided_where_others_could_audit_each_other() -> None:
+def test_a_host_alone_in_its_precision_yields_to_auditable_ones() -> None:
     """A liar could announce a precision of its own, and no other host would compute its outputs again."""
     hosts = [
         HostInfo(A, 0, 4, 0.001, precision="q4_0"),
@@ -123,7 +123,7 @@ def test_a_busy_or_distant_host_is_avoided() -> None:
     assert chain(View(hosts, delay_s={A: 0.5, B: 0.01}))[0].peer == B
 
 
-def test_a_host_with_time_to_spare_is_preferred_although_no_step_waits_at_the_others() -> None:
+def test_a_host_with_spare_time_is_preferred_though_no_step_waits() -> None:
     """A fifth of A's time is left and two fifths of B's, the median share: B is better unless it is twice as slow. C reports nothing."""
     delays = dict.fromkeys((A, B, C), 0.001)
     for slower, best in ((1.5, B), (3, A)):
@@ -150,7 +150,7 @@ def test_the_search_is_bounded_in_a_large_swarm() -> None:
     assert len(firsts) > CANDIDATES_PER_BLOCK, "some peer ids are ahead of others"
 
 
-def test_a_host_that_fails_again_is_banned_twice_as_long_until_it_serves() -> None:
+def test_a_host_that_fails_again_is_banned_twice_as_long() -> None:
     bans = Bans()
     bans.failed(A, 0.0)
     assert [*bans.at(BAN_S - 0.1)] == [A]
@@ -222,7 +222,7 @@ def believe_coordinates(view: View, one: PeerId, other: PeerId) -> float:
     "a false coordinate brings a host no nearer than measured delays allow",
     off=replacing(View, "delay_between", believe_coordinates),
 )
-def test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow() -> None:
+def test_a_false_coordinate_beats_no_measured_delay() -> None:
     view = View([], {A: 0.01, B: 0.2}, coordinates={A: at(0.0), B: at(0.0)})
     assert view.delay_between(A, B) == pytest.approx(0.19)
     far = View([], {A: 0.01, B: 0.02}, coordinates={A: at(0.0), B: at(3.0)})
@@ -233,7 +233,7 @@ def test_a_false_coordinate_brings_a_host_no_nearer_than_measured_delays_allow()
     "an unmeasured host is no nearer than the median of the measured ones",
     off=replacing(chain_search, "median_high", min),
 )
-def test_an_unmeasured_host_is_no_nearer_than_the_median_of_the_measured_ones() -> None:
+def test_an_unmeasured_host_is_no_nearer_than_the_measured_median() -> None:
     measured = {A: 0.02, B: 0.03, C: 0.04}
     view = View([], measured, coordinates={D: at(0.0)}, own=at(0.0))
     assert view.delay_to(D) == 0.03
@@ -250,7 +250,7 @@ def test_a_host_without_room_for_caches_is_avoided() -> None:
     assert chain(View(hosts[:1], cache_free={A: 0.0}))[0].peer == A
 
 
-def test_a_host_that_does_not_reach_others_is_avoided_in_other_chains_too() -> None:
+def test_a_host_that_does_not_reach_others_is_avoided_in_all_chains() -> None:
     hosts = [
         HostInfo(A, 0, 2, 0.01),
         HostInfo(B, 0, 2, 0.02),
@@ -262,7 +262,7 @@ def test_a_host_that_does_not_reach_others_is_avoided_in_other_chains_too() -> N
         assert chain(view, seed=seed)[0].peer == B
 
 
-def test_clients_spread_over_the_best_host_and_those_that_are_little_worse() -> None:
+def test_clients_spread_over_the_best_host_and_nearly_equal_ones() -> None:
     hosts = [HostInfo(PeerId(f"p{index}"), 0, 4, 0.1 if index else 0.09) for index in range(4)]
     view = View(
         hosts,
@@ -274,7 +274,7 @@ def test_clients_spread_over_the_best_host_and_those_that_are_little_worse() -> 
     assert taken[PeerId("p0")] < 240
 
 
-def test_two_hosts_that_need_a_relay_between_them_are_avoided_as_neighbours() -> None:
+def test_two_hosts_that_need_a_relay_are_avoided_as_neighbours() -> None:
     hosts = [HostInfo(A, 0, 2, 0.01), HostInfo(B, 2, 4, 0.01), HostInfo(C, 2, 4, 0.01)]
     delays = {A: 0.01, B: 0.01, C: 0.01}
     view = View(hosts, delays, relayed=frozenset({A, B}), symmetric=frozenset({B}))

@@ -61,7 +61,7 @@ def counted(sightings: Sightings, found: Sequence[Claim], now: float = 0.0) -> d
     return {claim.peer: claim.seen for claim in sightings.counted(of_model(found), now=now)}
 
 
-def test_hosts_count_before_they_are_called_and_as_seen_once_they_have_answered() -> None:
+def test_hosts_count_before_they_are_called_and_as_seen_afterwards() -> None:
     sightings, found = Sightings(), claims("live", 3)
     assert counted(sightings, found) == {claim.peer: False for claim in found}
     answer(sightings, found[:1])
@@ -78,7 +78,7 @@ def test_a_host_that_does_not_answer_does_not_count_until_it_does() -> None:
     assert counted(sightings, [host], now=1e6) == {"host-0": True}
 
 
-def test_one_lost_call_says_nothing_about_a_host_that_has_answered_before() -> None:
+def test_one_lost_call_says_nothing_about_a_host_that_answered_before() -> None:
     sightings, [host] = Sightings(), claims("host", 1)
     answer(sightings, [host])
     sightings.failed(host.peer, now=10.0)
@@ -87,7 +87,7 @@ def test_one_lost_call_says_nothing_about_a_host_that_has_answered_before() -> N
     assert counted(sightings, [host], now=11.0) == {}
 
 
-def test_a_host_that_answers_for_other_blocks_or_another_model_is_not_seen() -> None:
+def test_a_host_with_answers_for_other_blocks_or_models_is_not_seen() -> None:
     sightings, [host] = Sightings(), claims("host", 1)
     for manifest, span in ((MODEL, (0, 2)), (b"beta", (0, 3))):
         sightings.answered(host.peer, manifest, span, "", now=0.0)
@@ -96,7 +96,7 @@ def test_a_host_that_answers_for_other_blocks_or_another_model_is_not_seen() -> 
         assert counted(sightings, [intent]) == {"host-0": True}, "its intent needs a machine only"
 
 
-def test_where_most_hosts_do_not_answer_those_that_were_not_called_do_not_count() -> None:
+def test_uncalled_hosts_do_not_count_where_most_are_silent() -> None:
     sightings, found = Sightings(), claims("invented", 100)
     others = claims("other", 2, 3, 6)
     for claim in found[:DOUBTS]:
@@ -143,7 +143,7 @@ def test_hosts_of_one_place_have_the_speed_of_one_host() -> None:
     count=2000,
 )
 @pytest.mark.parametrize("count", [20, 2_000])
-def test_the_number_of_calls_is_bounded_however_many_hosts_are_announced(count: int) -> None:
+def test_the_number_of_calls_is_bounded_whatever_is_announced(count: int) -> None:
     sightings, found = Sightings(), claims("invented", count)
     calls = [len(look(sightings, found, "none", now=30.0 * number)) for number in range(20)]
     assert max(calls) <= MAX_CALLS
@@ -162,7 +162,7 @@ def in_any_order(patch: Patch) -> None:
 
 
 @defence("hosts announced in one subnet do not hide one of another subnet", off=in_any_order, seed=0)
-def test_a_live_host_is_called_at_once_among_hundreds_that_are_announced_in_one_subnet(seed: int) -> None:
+def test_a_live_host_is_called_at_once_among_hundreds_in_one_subnet(seed: int) -> None:
     found = [*claims("invented", 400), *claims("live", 1)]
     model = of_model(found, invented="203.0.113.0/24", live="198.51.100.0/24")
     called = Sightings().to_call(model, now=0.0, rng=random.Random(seed))
@@ -176,7 +176,7 @@ def test_hosts_that_have_answered_before_are_called_first() -> None:
     assert {"live-0", "live-1"} <= set(look(sightings, found, "live", now=2 * SEEN_S))
 
 
-def test_a_host_that_does_not_answer_is_called_again_after_growing_pauses() -> None:
+def test_a_silent_host_is_called_again_after_growing_pauses() -> None:
     sightings, found = Sightings(), claims("host", 1)
     at = [now for now in range(0, 20_000, 10) if look(sightings, found, "none", now=float(now))]
     pauses = [after - before for before, after in pairwise(at)]
@@ -186,7 +186,7 @@ def test_a_host_that_does_not_answer_is_called_again_after_growing_pauses() -> N
 
 
 @defence("a host that computes something else does not count", off=replacing(Sightings, "refuted", nothing))
-def test_a_host_that_computed_wrong_outputs_does_not_count_even_if_it_answers() -> None:
+def test_a_host_with_wrong_outputs_does_not_count_even_if_it_answers() -> None:
     sightings, [host] = Sightings(), claims("host", 1)
     answer(sightings, [host])
     sightings.refuted(host.peer, now=0.0)

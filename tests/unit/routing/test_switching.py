@@ -77,7 +77,7 @@ def switches(
     return found
 
 
-def test_a_host_that_can_be_spared_switches_to_a_model_without_hosts_for_some_blocks() -> None:
+def test_a_spare_host_switches_to_a_model_with_uncovered_blocks() -> None:
     found = switches(THREE, (host("x", 0, 3),), length=3)
     assert {(switch.model, switch.start, switch.end) for switch in found} == {("beta", 3, 6)}
     assert found[0].reason == "no host had 3 of its 6 blocks, and alpha has enough hosts"
@@ -149,7 +149,7 @@ def test_hosts_that_come_count_before_they_compute() -> None:
     assert not switches(THREE, (host("x", 0, 3), host("z", 3, 6, settled=False)))
 
 
-def test_a_host_stays_for_an_hour_after_a_switch_and_for_longer_after_a_failed_one() -> None:
+def test_a_host_stays_an_hour_after_a_switch_and_longer_after_failure() -> None:
     assert not switches(THREE, (), Remembered().after_switch(SWITCH_CONFIRM_S + 1 - PAUSE_S))
     assert switches(THREE, (), Remembered().after_switch(-PAUSE_S))
     memory = Remembered().after_failure(b"b", 0.0)
@@ -170,7 +170,7 @@ def test_a_need_that_is_gone_at_the_second_look_is_forgotten() -> None:
     assert memory == Remembered()
 
 
-def test_a_host_whose_own_model_has_a_gap_or_whose_owner_takes_memory_back_does_not_switch() -> None:
+def test_a_host_whose_model_has_a_gap_or_loses_memory_does_not_switch() -> None:
     four = tuple(replace(host(name, 0, 3), may_move=True) for name in "abcd")
     beta, rng = replace(OTHER, claims=()), random.Random(0)
     memory = Remembered(need=Lasting(b"b", 0.0))
@@ -187,7 +187,7 @@ def test_a_host_whose_own_model_has_a_gap_or_whose_owner_takes_memory_back_does_
     assert kinds == {None, Kind.SWITCH}
 
 
-def test_of_hosts_that_announce_a_switch_at_once_those_with_the_lower_ids_make_it() -> None:
+def test_of_simultaneous_switches_the_hosts_of_lower_ids_make_theirs() -> None:
     switch = to_beta(BLOCKS)
     intents = tuple(replace(each, settled=False) for each in THREE)
     alpha, beta = replace(OWN, claims=THREE), replace(OTHER, claims=intents)

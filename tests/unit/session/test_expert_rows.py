@@ -118,7 +118,7 @@ def test_outputs_are_those_of_each_expert_for_its_rows() -> None:
     number=float("nan"),
 )
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_rows_that_are_not_finite_are_refused_and_such_outputs_are_no_violation(number: float) -> None:
+def test_rows_that_are_not_finite_are_refused_and_outputs_allowed(number: float) -> None:
     request = ExpertRows(0, torch.full((1, HIDDEN), number), {1: torch.tensor([0])})
     with pytest.raises(ProtocolViolation, match="not finite"):
         received(request)

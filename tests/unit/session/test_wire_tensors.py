@@ -71,7 +71,7 @@ def test_the_error_of_eight_bits_is_bounded(
         assert (error[:, block] <= bound).all()
 
 
-def test_eight_bits_are_a_quarter_of_float32_and_leave_small_channels_beside_large_ones() -> None:
+def test_eight_bits_are_a_quarter_of_float32_and_keep_small_channels() -> None:
     values = activations(100, 4096)
     assert position_bytes(torch.int8, 4096) <= 0.285 * position_bytes(torch.float32, 4096)
     error = (sent(values, torch.int8) - values)[:, 1:]
@@ -98,7 +98,7 @@ def test_hostile_eight_bit_payloads_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("wire", "slow"), [(torch.int8, [False, True]), (torch.float32, [False, False])])
-def test_long_prompts_with_eight_bits_are_encoded_beside_the_event_loop(
+def test_long_prompts_with_eight_bits_are_encoded_off_the_event_loop(
     wire: torch.dtype, slow: list[bool]
 ) -> None:
     assert [is_slow(wire, positions, 4096) for positions in (8, 256)] == slow

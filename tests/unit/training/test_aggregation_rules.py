@@ -46,7 +46,7 @@ def test_a_centered_clip_stays_near_what_the_honest_learned(attack: str, bad: in
 
 
 @pytest.mark.parametrize("attack", ["sign-flip", "constant"])
-def test_without_mixing_neighbours_liars_nearly_as_many_pull_a_clip_away(attack: str) -> None:
+def test_without_mixing_nearly_as_many_liars_pull_a_clip_away(attack: str) -> None:
     sent, honest_mean = contributions_under(attack, 7)
     weights = torch.ones(WORKERS)
     clipped = clip_to_median_norm_(sent, weights)
@@ -55,14 +55,14 @@ def test_without_mixing_neighbours_liars_nearly_as_many_pull_a_clip_away(attack:
     assert error(aggregate("centered-clip", clipped, weights), honest_mean) < 0.05
 
 
-def test_clipping_norms_to_the_median_protects_a_mean_from_scaled_contributions() -> None:
+def test_clipping_norms_protects_a_mean_from_scaled_contributions() -> None:
     sent, honest_mean = contributions_under("x1000", 7)
     weights = torch.ones(WORKERS)
     assert error(aggregate("mean", sent, weights), honest_mean) > 100
     assert error(aggregate("mean", clip_to_median_norm_(sent, weights), weights), honest_mean) < 0.3
 
 
-def test_neighbours_are_the_nearest_that_hold_more_than_half_of_the_weight() -> None:
+def test_neighbours_are_the_nearest_with_more_than_half_of_the_weight() -> None:
     rows = torch.tensor([[0.0], [1.0], [3.0], [100.0]])
     torch.testing.assert_close(
         mix_neighbours(rows, torch.ones(4)), torch.tensor([[4 / 3], [4 / 3], [4 / 3], [104 / 3]])
@@ -100,7 +100,7 @@ def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_a_median_has_the_same_bits_in_chunks_and_every_rule_with_any_number_of_threads(
+def test_rules_give_the_same_bits_in_chunks_and_with_any_thread_count(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contributions, weights = random_contributions(500), torch.ones(16)
@@ -118,7 +118,7 @@ def test_a_median_has_the_same_bits_in_chunks_and_every_rule_with_any_number_of_
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 @pytest.mark.parametrize("scale", [1e-20, 1e15])
-def test_the_aggregate_of_scaled_contributions_is_the_scaled_aggregate(name: str, scale: float) -> None:
+def test_the_aggregate_of_scaled_contributions_is_scaled_alike(name: str, scale: float) -> None:
     contributions, weights = random_contributions(), torch.ones(16)
     torch.testing.assert_close(
         aggregate(name, contributions * scale, weights) / scale, aggregate(name, contributions, weights)
@@ -126,7 +126,7 @@ def test_the_aggregate_of_scaled_contributions_is_the_scaled_aggregate(name: str
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
-def test_the_aggregate_of_equal_contributions_or_of_one_is_that_contribution(name: str) -> None:
+def test_the_aggregate_of_equal_contributions_is_that_contribution(name: str) -> None:
     row = random_contributions()[1]
     torch.testing.assert_close(aggregate(name, row.expand(5, -1), torch.ones(5)), row, rtol=1e-6, atol=0)
     assert torch.equal(aggregate(name, row[None], torch.ones(1)), row)

@@ -118,7 +118,7 @@ def test_a_residual_of_another_model_is_refused(wrong: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "fp4"])
-def test_a_mean_of_four_bits_travels_finer_so_that_what_was_fed_back_is_in_it(name: str) -> None:
+def test_a_mean_of_four_bits_travels_finer_to_hold_what_was_fed_back(name: str) -> None:
     """The relative error of the sum of all transmitted means, after fifty rounds of eight workers."""
     codec, workers, size = get_codec(name), 8, 4096
     common = vector(0, size) * vector(1, size).exp()

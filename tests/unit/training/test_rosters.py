@@ -16,7 +16,7 @@ def follower(
     )
 
 
-def test_contributors_are_chosen_before_listeners_and_members_are_sorted() -> None:
+def test_contributors_come_before_listeners_and_members_are_sorted() -> None:
     followers = [follower(D), follower(A, weight=0), follower(B)]
     roster = Roster.of(3, Candidate(C, (), weight=1.0), {}, followers, 3)
     assert [member.peer for member in roster.members] == [B, C, D]
@@ -27,7 +27,7 @@ def test_a_full_round_of_one_takes_no_follower() -> None:
     assert Roster.of(3, me, {}, [follower(A)], 1).members == (me,)
 
 
-def test_an_exchange_number_exceeds_those_of_all_members_and_belongs_to_its_round() -> None:
+def test_an_exchange_number_is_the_highest_and_belongs_to_its_round() -> None:
     me = Candidate(A, (), weight=1.0, last_exchange=3 * EXCHANGES_PER_ROUND + 5)
     later = follower(B, last_exchange=3 * EXCHANGES_PER_ROUND + 7)
     assert Roster.of(3, me, {}, [later], 2).exchange_number == 3 * EXCHANGES_PER_ROUND + 8

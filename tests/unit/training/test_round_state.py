@@ -225,7 +225,7 @@ def test_a_live_reducer_that_does_not_deliver_is_replaced(seed: int) -> None:
     assert net.now < TIMING.majority_s
 
 
-def test_a_member_that_has_not_begun_is_awaited_only_until_contribution_s(seed: int) -> None:
+def test_a_member_that_has_not_begun_is_awaited_until_contribution_s(seed: int) -> None:
     rng = random.Random(f"{seed}/absent")
     net = Net(rng.randint(3, 7), rng)
     absent = rng.randrange(len(net.rounds))
@@ -331,7 +331,7 @@ def test_the_first_coordinator_alone_discards_no_complete_round() -> None:
     assert Send(0, vote(2, DISCARD)) not in complete.tick(LATE_S)
 
 
-def test_a_proposal_from_a_member_that_is_not_the_coordinator_is_ignored() -> None:
+def test_a_proposal_from_another_than_the_coordinator_is_ignored() -> None:
     member = machine(2)
     hold_all(member)
     assert member.receive(1, Proposal(HASHES), 0.1) == []
@@ -435,7 +435,7 @@ def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
 
 
 @defence("two votes of one member are noticed", off=replacing(Votes, "count", nothing))
-def test_a_member_that_votes_for_two_outcomes_is_accused_with_both_votes() -> None:
+def test_a_member_with_two_votes_is_accused_with_both() -> None:
     coordinator, other = machine(0), machine(2)
     assert not coordinator.receive(1, Report(NOTHING_HELD, vote(1, HASHES)), 0.1)
     effects = coordinator.receive(1, vote(1, OTHER), 0.2)
@@ -473,7 +473,7 @@ def chooses_claims(patch: Patch) -> None:
 
 
 @defence("a result that a member only claims to hold is not chosen", off=chooses_claims)
-def test_a_result_that_one_member_claims_to_hold_is_not_chosen_before_it_arrives() -> None:
+def test_a_result_that_one_member_claims_is_chosen_only_on_arrival() -> None:
     coordinator = machine(0)
     coordinator.receive(1, Report(((), (), (b"f" * 32,)), None), 0.1)
     assert plans(coordinator.tick(0.4)) == {Assignment(2)}
@@ -490,7 +490,7 @@ def test_a_minority_never_decides() -> None:
     assert "1 of 3" in finish.reason
 
 
-def test_a_slice_of_a_dead_reducer_is_reassigned_unless_a_member_has_its_result() -> None:
+def test_a_slice_of_a_dead_reducer_moves_unless_its_result_is_held() -> None:
     result = b"r" * 32
     for held, planned in ((NOTHING_HELD, Assignment(0)), (((), (), (result,)), Assignment(2))):
         coordinator = machine(0)
@@ -511,7 +511,7 @@ def test_deadlines_that_contradict_each_other_are_refused(timing: dict[str, floa
         RoundTiming(**timing)
 
 
-def test_slices_cover_the_vector_and_no_other_partition_is_much_better(seed: int) -> None:
+def test_slices_cover_the_vector_and_no_partition_is_much_better(seed: int) -> None:
     rng = random.Random(seed)
     rates = [rng.choice([1e5, 1e6, 1e7, 1e8]) * rng.uniform(0.5, 1.0) for _ in range(rng.randint(2, 64))]
     count = rng.randint(1, 1 << 26)
@@ -535,7 +535,7 @@ def test_slices_cover_the_vector_and_no_other_partition_is_much_better(seed: int
         assert best_s <= busiest_s(sizes) + ALIGNMENT * len(rates) / min(rates)
 
 
-def test_a_slow_member_reduces_nothing_and_equal_members_reduce_equal_slices() -> None:
+def test_a_slow_member_reduces_nothing_and_equal_members_equal_slices() -> None:
     assert partition(64 * ALIGNMENT, [1e6] * 4) == tuple(
         (start, start + 16 * ALIGNMENT) for start in range(0, 64 * ALIGNMENT, 16 * ALIGNMENT)
     )

@@ -86,7 +86,7 @@ def test_a_payload_of_another_length_is_refused(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_no_memory_is_allocated_for_a_count_that_does_not_fit_the_payload(name: str) -> None:
+def test_no_memory_is_allocated_for_a_count_beyond_the_payload(name: str) -> None:
     with pytest.raises(ProtocolViolation, match="bytes for"):
         get_codec(name).decode(b"\0" * 120, 1 << 50)
 
@@ -199,7 +199,7 @@ def test_a_bitmap_has_a_bit_for_every_kept_value(bitmap: int) -> None:
         get_codec("topk").decode(topk_payload(places(0, 1, 2), bitmap), 3)
 
 
-def test_a_missing_bit_of_one_chunk_is_not_made_up_for_by_another_chunk() -> None:
+def test_one_chunk_does_not_make_up_for_a_missing_bit_of_another() -> None:
     codec = get_codec("topk")
     payload = bytearray(codec.encode(fixed_vector(2 * ALIGNMENT)))
     first, second = 8 + 48, 88 + 8 + 48

@@ -187,7 +187,7 @@ def test_workers_agree_bit_for_bit_after_every_round(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in INNER_STEPPED if n != "noloco"])
-def test_a_worker_that_only_applies_what_others_contributed_is_equal_to_them(name: str) -> None:
+def test_a_worker_that_only_applies_others_work_is_equal_to_them(name: str) -> None:
     swarm = Swarm(name, discarded=[4])
     onlooker = get_method(name, SETTINGS[name])
     onlooker.begin(swarm.parameters[0])
@@ -237,7 +237,7 @@ def test_progress_of_a_discarded_round_is_in_the_next_contribution() -> None:
     assert torch.equal(method.contribution(1, kept + 1), torch.full((3,), -3.0))
 
 
-def test_a_fragment_whose_round_is_discarded_falls_back_to_the_agreed_weights() -> None:
+def test_a_discarded_fragment_falls_back_to_the_agreed_weights() -> None:
     method = get_method("streaming", SETTINGS["streaming"])
     start = torch.arange(7.0)
     method.begin(start)

@@ -20,7 +20,7 @@ class TestPairs:
                 assert sorted(peer for group in groups for peer in group) == sorted(roster)
                 assert sorted(map(len, groups)) == [1] * (count % 2) + [2] * (count // 2)
 
-    def test_the_order_of_the_roster_does_not_matter_and_rounds_and_seeds_do(self) -> None:
+    def test_the_order_of_a_roster_is_irrelevant_unlike_rounds_and_seeds(self) -> None:
         roster = [f"peer-{i}" for i in range(8)]
         method, other = get_method("noloco", {"seed": 1}), get_method("noloco", {"seed": 2})
         pairs = [method.partners(round, roster, "peer-0") for round in range(30)]

@@ -34,7 +34,7 @@ def test_without_contributors_all_members_reduce() -> None:
     "members with different states do not average together",
     off=replacing(__name__, "replace", lambda terms, **_: terms),
 )
-def test_members_that_differ_on_who_is_new_or_on_the_state_do_not_average_together() -> None:
+def test_members_that_differ_on_newcomers_or_state_average_apart() -> None:
     ours = terms(anna=5.0, boris=0.0)
     assert ours.agreement() != terms(anna=5.0, boris=1.0).agreement()
     assert ours.agreement() != replace(ours, state=b"other parameters").agreement()

@@ -43,7 +43,7 @@ def slopes(method: ZeroOrder, t: int, worker: int) -> torch.Tensor:
     return method.contribution(t, torch.tensor(measured))
 
 
-def test_zeroth_order_follows_the_published_equations_and_a_log_replays_to_the_same_bits() -> None:
+def test_zeroth_order_follows_the_equations_and_replays_bit_for_bit() -> None:
     method = zeroth_order()
     theta, trace, log = torch.from_numpy(Task().start).float(), [], []
     for t in range(ROUNDS):
@@ -102,9 +102,7 @@ def test_a_log_with_anything_but_finite_slopes_is_refused(entry: torch.Tensor) -
 
 
 class TestWorker:
-    def test_a_worker_contributes_the_slopes_of_its_model_and_ends_at_the_agreed_parameters(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_worker_contributes_slopes_and_takes_the_agreed_parameters(self, tmp_path: Path) -> None:
         trainer = tiny_trainer(tmp_path, **JOB)
         worker = Replica(tiny_job(tmp_path, **JOB), trainer)
         gradient, report = trainer.gradient(0, 0, 2)

@@ -159,7 +159,7 @@ def test_a_trunk_is_shown_with_what_peers_compute_for_it() -> None:
     }
 
 
-def test_an_expert_peer_that_was_only_announced_counts_and_one_that_is_gone_does_not() -> None:
+def test_an_announced_expert_peer_counts_and_a_lost_one_does_not() -> None:
     record = HostInfo(peer("a"), 0, 0, 0.0, manifest=MODEL.manifest)
     announced = PeerObservation(
         peer("a"), NOW_S, announced=record, announced_at_s=NOW_S, experts=experts({2: {0}})

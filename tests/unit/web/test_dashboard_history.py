@@ -113,7 +113,7 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
         assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
 
 
-def test_contributions_of_a_month_include_samples_that_are_not_downsampled_yet(tmp_path: Path) -> None:
+def test_contributions_of_a_month_include_the_newest_samples(tmp_path: Path) -> None:
     start_s = NOW_S // PEERS.coarse_s * PEERS.coarse_s
     with History.open(tmp_path) as kept:
         for at_s in range(start_s + PEERS.fine_s, start_s + 2 * PEERS.coarse_s + 1, PEERS.fine_s):

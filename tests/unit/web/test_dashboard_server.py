@@ -227,7 +227,7 @@ def test_the_number_of_viewers_is_limited(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
-def test_events_are_sent_at_once_and_an_open_stream_does_not_delay_the_shutdown(tmp_path: Path) -> None:
+def test_events_are_sent_at_once_and_open_streams_delay_no_shutdown(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         async with (
             asyncio.timeout(50),

@@ -53,7 +53,7 @@ def values(node: FakeNode) -> dict[str, float]:
     }
 
 
-def test_a_node_is_alive_before_it_is_ready_and_ready_only_while_online() -> None:
+def test_a_node_is_alive_before_it_is_ready_and_ready_while_online() -> None:
     async def ask(monitor: Monitor, client: httpx.AsyncClient) -> list[tuple[int, int]]:
         answers = []
         for state in (None, "joining", "online", "paused", "leaving"):

@@ -85,7 +85,7 @@ def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_pat
         assert_near(mine[name], parameter)
 
 
-def test_workers_that_exchange_gradients_move_biases_by_the_load_of_all(tmp_path: Path) -> None:
+def test_workers_that_exchange_gradients_move_biases_by_all_loads(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path, **with_experts())
     sampler = trainer._sampler
     tokens = [trainer.corpus.train.take(sampler.batch(0, 0, slot))[:, :-1] for slot in range(2)]

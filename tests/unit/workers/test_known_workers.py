@@ -48,7 +48,7 @@ def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
     run(scenario())
 
 
-def test_excluded_workers_do_not_make_a_roster_of_newcomers_continue_the_last_one() -> None:
+def test_excluded_workers_let_no_roster_of_newcomers_continue() -> None:
     async def scenario() -> None:
         workers, _ = new_workers()
         workers.set_roster(roster(ME, "a", "b", "liar"))

@@ -34,7 +34,7 @@ def test_the_smaller_part_of_a_split_round_follows_the_larger() -> None:
     assert isinstance(catch_up(other, votes(other, MINE, MINE), same_state=True), Stay)
 
 
-def test_a_worker_that_has_not_trained_follows_the_majority_of_those_that_have() -> None:
+def test_an_untrained_worker_follows_the_majority_of_trained_ones() -> None:
     start, here, there = WorkerPosition(0, b"start"), WorkerPosition(2, b"here"), WorkerPosition(7, b"there")
     assert join(start, 0, votes(start, start, start, here)) == CatchUp(here, (PeerId("p3"),))
     assert join(start, 0, votes(here, here, there)) == CatchUp(here, (PeerId("p0"), PeerId("p1")))
@@ -51,7 +51,7 @@ def join_the_latest(patch: Patch) -> None:
 
 
 @defence("no minority moves a new worker that has trained", off=join_the_latest)
-def test_a_new_worker_moves_to_a_larger_group_and_no_minority_moves_it() -> None:
+def test_a_new_worker_moves_to_a_larger_group_and_not_to_a_minority() -> None:
     here, there = WorkerPosition(2, b"here"), WorkerPosition(1, b"there")
     liars = WorkerPosition(300, b"forged")
     assert isinstance(join(here, 2, votes(there, there, there)), CatchUp)
@@ -100,7 +100,7 @@ def test_fewer_than_half_of_the_voters_do_not_move_a_worker(
 
 
 @defence("a roster of newcomers does not continue an earlier one", off=replacing(__name__, "continued", yes))
-def test_rosters_of_newcomers_or_of_a_minority_do_not_continue_the_last_one() -> None:
+def test_rosters_of_newcomers_or_minorities_do_not_continue_the_last() -> None:
     before = [PeerId(name) for name in "abcd"]
     assert continued([], {PeerId("x"): 0})
     assert continued(before, dict.fromkeys(map(PeerId, "abcx"), 0))

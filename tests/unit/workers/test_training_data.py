@@ -311,7 +311,7 @@ def test_a_file_that_is_no_text_in_utf8_is_refused_with_the_place(
     assert caught.value.hint
 
 
-def test_compressed_json_lines_and_half_characters_in_them_are_refused(tmp_path: Path) -> None:
+def test_compressed_json_lines_and_half_characters_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     section = _section(path, format="jsonl")
     path.write_bytes(gzip.compress(b'{"text": "one"}'))

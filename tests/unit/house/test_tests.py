@@ -1,0 +1,82 @@
+"""Rules of tests, and the second run of tests of defences."""
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.defences import Defences
+from tests.support.source_code import ROOT
+
+LONGEST_NAME = 60
+
+EXAMPLE = """
+import pytest
+from hypothesis import given, strategies
+
+from tests.defences import defence, replacing
+
+LIMIT = 3
+
+@defence("tested", off=replacing(__name__, "LIMIT", 9), size=4)
+@defence("tested at another size only", off=replacing(__name__, "LIMIT", 9), size=2)
+@defence("switched off wrongly", off=lambda patch: patch.setattr(f"{__name__}.LIMIT", None), size=4)
+@pytest.mark.parametrize("size", [2, 4])
+def test_sizes(size):
+    assert min(size, LIMIT) <= 3
+
+@defence("tested by one example", off=replacing(__name__, "LIMIT", 9), size=4)
+@given(strategies.integers(0, 100))
+def test_any_size(size):
+    assert min(size, LIMIT) <= 3
+"""
+
+
+class Outcomes:
+    """A plugin that notes the outcome of each second run, by its promise."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, str] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        promise = report.nodeid.partition("[without: ")[2].partition("]")[0]
+        if report.when == "call" and promise:
+            self.all[promise] = report.outcome
+
+
+def test_a_second_run_passes_only_if_the_test_fails(tmp_path: Path) -> None:
+    file = tmp_path / "test_example.py"
+    file.write_text(EXAMPLE)
+    outcomes = Outcomes()
+    options = [
+        "--rootdir",
+        str(tmp_path),
+        "-q",
+        "--no-header",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "markers=defence",
+    ]
+    pytest.main([*options, str(file)], plugins=[Defences(), outcomes])
+    assert outcomes.all == {
+        "tested": "passed",
+        "tested at another size only": "failed",
+        "switched off wrongly": "failed",
+        "tested by one example": "passed",
+    }
+
+
+def found(pattern: str) -> list[str]:
+    return [each for path in (ROOT / "tests").rglob("*.py") for each in re.findall(pattern, path.read_text())]
+
+
+def test_names_of_tests_are_short_sentences() -> None:
+    assert [name for name in found(r"def test_(\w+)") if len(name) > LONGEST_NAME] == []
+
+
+def test_no_two_defences_have_the_same_promise() -> None:
+    promises = Counter(found(r'(?m)^@defence\(\s*"([^"]+)"'))
+    assert len(promises) > 400
+    assert [each for each, count in promises.items() if count > 1] == []
