@@ -1,27 +1,32 @@
-"""The search for the cheapest chain of hosts: a pure function of a view of the swarm and a random source.
+"""Search for the cheapest chain of hosts, as a pure function of a view and a random source.
 
-A chain covers blocks [start, end) with hops, each a host and the blocks it runs there. Its cost is the expected seconds of one decode
-step of one token::
+Clients call :func:`find_chain`. A chain is a list of hops that cover blocks [start, end). Each hop
+is a host and the blocks it runs. The cost of a chain is the expected time of one decode step of one
+token, in seconds::
 
     cost = sum over hops of (delay to the hop + queue_s + block_s * blocks / spare + penalties of the host)
            + delay from the last hop + changes of precision * PRECISION_S
 
-Delays are one-way seconds; the first and last one are to and from the client (or ``source`` and ``sink``). Delays to the client are measured,
-or estimated from network coordinates; delays between hosts are estimated, within bounds that follow from the measured ones
-(``View.delay_between``). ``queue_s`` is the wait for the host's engine, ``block_s`` the host's seconds per block, ``spare`` the share of time in which it does not
-compute: clients prefer hosts with time to spare, long before steps wait at the others. A hop may begin and end inside the span that its host
-announced.
+- Delays are one-way seconds. The first and the last delay are to and from the client (or ``source``
+  and ``sink``). Delays to the client are measured, or estimated from network coordinates. Delays
+  between hosts are estimated within bounds from the measured ones (``View.delay_between``).
+- ``queue_s`` is the wait for the host's engine. ``block_s`` is the host's time per block.
+- ``spare`` is the share of time in which the host is idle. Clients prefer hosts with time to spare,
+  long before steps wait at busy hosts.
 
-No host follows itself in a chain: hosts do not dial themselves. A chain that lost hops is searched
-anew as a whole, with the open hops among the candidates (``View.hops``). So a gap that
-only the next hop's host could fill makes that hop longer, and needs no rule of its own.
+A hop may use any part of the span that its host announced. Two consecutive hops have different
+hosts, because hosts do not dial themselves. When a chain loses hops, the whole chain is searched
+again, with the open hops among the candidates (``View.hops``). So if only the next hop's host can
+fill a gap, the search makes that hop longer and needs no extra rule.
 
 The search has three steps:
 
-1. ``credible`` replaces announced speeds and loads, which a host can falsify, by values that bound what a host gains by a false one.
-2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, so the search is bounded in a swarm of any size.
-3. ``_search`` finds the cheapest chain by dynamic programming, with costs stretched at random by up to ``MARGIN``, so clients spread over
-   chains of about equal cost.
+1. ``credible`` replaces announced speeds and loads, which a host can falsify. The new values bound
+   what a host gains from a false announcement.
+2. ``_shortlist`` keeps the ``CANDIDATES_PER_BLOCK`` cheapest hosts of each block, which bounds the
+   search in a swarm of any size.
+3. ``_search`` finds the cheapest chain by dynamic programming. Costs are stretched at random by up
+   to ``MARGIN``, so that clients spread over chains of about equal cost.
 """
 
 import math
@@ -41,46 +46,60 @@ from swarmnet_protocols.routing.coordinates import Coordinate, distance
 from swarmnet_protocols.routing.host_info import HostInfo
 
 UNKNOWN_DELAY_S = 0.15
-"""One-way seconds assumed for a peer without a measured delay. High, so that measured peers are preferred."""
+"""One-way seconds assumed for a peer without a measured delay. High, so that measured peers are
+preferred."""
 UNREACHABLE_COST_S = 10.0
-"""Seconds added between two hosts that failed to reach each other: one follows the other only if no other chain exists."""
+"""Seconds added between two hosts that failed to reach each other, so that they become neighbours
+only if no other chain exists."""
 RELAY_S = 0.05
-"""Seconds added between two hosts that need a relay: its delay, and the wait for its rate limit."""
+"""Seconds added between two hosts that need a relay, for its delay and the wait for its rate
+limit."""
 FULL_S = 0.5
-"""Seconds added for a host without free memory for KV caches, which would refuse a session or evict another one."""
+"""Seconds added for a host without free memory for KV caches. Such a host would refuse a session or
+evict another one."""
 HEADROOM = 0.1
-"""Share of free memory for KV caches below which a part of ``FULL_S`` is added."""
+"""Share of free memory for KV caches. Below this share, a part of ``FULL_S`` is added."""
 REPORTER_S = 0.1
-"""Seconds added for a host that reported that it cannot reach another one, which is alive; either may be at fault. A host whose report is false
-loses sessions itself. If the other host is at fault, all upstream hosts report it, and the term is the same for all."""
+"""Seconds added for a host that reported a live host as unreachable. Either host may be at fault. A
+host that lies about this loses sessions itself. If the other host is at fault, all upstream hosts
+report it, and all of them get the same penalty."""
 USABLE_ERROR = 0.5
-"""Error of the client's own coordinate above which it is not used for estimates."""
+"""Largest error of the client's own coordinate with which delays are estimated from it."""
 ENOUGH_DELAYS = 3
-"""Number of measured delays from which estimates are used, with the median of the measured ones as their lower bound."""
+"""Measured delays that a client needs before it estimates others. Estimates are at least the median
+of the measured delays."""
 UNAUDITED_S = 0.5
-"""Seconds added for a host in ``View.unaudited``: it is used only if the others are far slower, or would change the precision of the chain."""
+"""Seconds added for a host in ``View.unaudited``. It is used only if the other hosts are far
+slower, or would change the precision of the chain."""
 REPLACED_S = 1.0
-"""Seconds added for each open hop that does not stay: more than hosts usually differ by, since the
-KV caches of its blocks are rebuilt elsewhere; and less than ``UNREACHABLE_COST_S``, since a hop
-without a neighbour that it reaches is worth nothing."""
+"""Seconds added for each open hop that does not stay. This is more than hosts usually differ by,
+since the KV caches of its blocks are rebuilt elsewhere. It is less than ``UNREACHABLE_COST_S``,
+since a hop that no neighbour reaches is useless."""
 PRECISION_S = 1.0
-"""Seconds added where a hop computes in another precision than its upstream hop, so that chains of one precision are preferred unless far slower."""
+"""Seconds added where a hop and its upstream hop differ in precision, so that a chain of one
+precision wins unless it is far slower."""
 CANDIDATES_PER_BLOCK = 8
-"""Cheapest hosts of each block and precision that the search considers."""
+"""Number of cheapest hosts that the search considers for each block and precision."""
 PRECISIONS = 3
-"""Number of precisions, those of the most hosts, that have candidates of their own. All others count as one precision."""
+"""Number of precisions with candidates of their own, the most common first. All others share one
+list."""
 MARGIN = 0.2
-"""Share by which a chain may cost more than the cheapest, so that clients spread over equal hosts."""
+"""Largest extra cost of a chain over the cheapest one, as a share. It spreads clients over equal
+hosts."""
 LEAST_SPARE = 0.1
-"""Least share of a host's time that counts as spare, because clients know the shares of some seconds ago."""
+"""Least share of a host's time that counts as spare. Clients know the load of some seconds ago, so
+a host that looks fully busy may have time again."""
 USUAL_EXCESS = 2.0
-"""How many times its announced time a host's measured time may be before the rest counts as waits: estimates of delays deviate as much."""
+"""Ratio of measured to announced time that is still normal, since estimates of delays are wrong by
+about this factor. Time beyond it counts as waiting."""
 ENOUGH_MEASURED = 3
-"""Number of measured hosts from which their median speed replaces that of the announcements. One or two may be slow by chance."""
+"""Measured hosts needed before their median speed replaces the median of the announcements. One or
+two may be slow by chance."""
 GUARD_MARGIN = 1.5
-"""Factor by which a guard may cost more than another host and still be taken as first or last hop."""
+"""Factor by which a guard may cost more than another host and still become the first or last
+hop."""
 BAN_S = 15.0
-"""Seconds for which a host is avoided after its first failure."""
+"""Seconds of the ban after a host's first failure."""
 BAN_MAX_S = 240.0
 """Longest ban in seconds, after repeated failures."""
 
@@ -107,9 +126,10 @@ class View:
     delay_s: Mapping[PeerId, float] = field(default_factory=dict)
     queue_s: Mapping[PeerId, float] = field(default_factory=dict)
     banned: Mapping[PeerId, float] = field(default_factory=dict)
-    """Hosts that failed recently, the oldest failure first, each with its time."""
+    """Hosts that failed recently → time of the failure, the oldest first."""
     unreachable: Mapping[tuple[PeerId, PeerId], float] = field(default_factory=dict)
-    """Pairs, as made by ``pair_of``, that failed to reach each other recently, each with the time."""
+    """Pairs of hosts (``pair_of``) that recently failed to reach each other → time of the
+    failure."""
     reporters: frozenset[PeerId] = frozenset()
     """The hosts that reported such a failure."""
     block_s: Mapping[PeerId, float] = field(default_factory=dict)
@@ -119,27 +139,31 @@ class View:
     relayed: frozenset[PeerId] = frozenset()
     """Hosts that cannot be dialled."""
     symmetric: frozenset[PeerId] = frozenset()
-    """The hosts of ``relayed`` behind symmetric routers, which need a relay between them and any other host of ``relayed``."""
+    """Hosts of ``relayed`` behind symmetric routers. They reach other hosts of ``relayed`` only
+    through a relay."""
     unaudited: frozenset[PeerId] = frozenset()
-    """Hosts that announce, for blocks that other hosts also have, a precision that none of these has: none could check their outputs."""
+    """Hosts whose precision no other host of the same blocks announces, so nobody could check their
+    outputs."""
     coordinates: Mapping[PeerId, Coordinate] = field(default_factory=dict)
     """Network coordinates that hosts announced."""
     own: Coordinate | None = None
     """The network coordinate of the client."""
     cache_free: Mapping[PeerId, float] = field(default_factory=dict)
-    """Share of the memory for KV caches that is free, as hosts reported."""
+    """Free share of each host's memory for KV caches, as the host reported."""
     busy: Mapping[PeerId, float] = field(default_factory=dict)
-    """Share of the last seconds in which the host computed, as hosts reported."""
+    """Busy share of the last seconds of each host, as the host reported."""
     hops: Sequence[Hop] = ()
-    """The open hops of the chain that is searched for."""
+    """Open hops of the chain that the search replaces or extends."""
     explore: bool = False
-    """Whether an unmeasured host may count as fast as the fastest measured one, if it announces that, so that it gets measured."""
+    """Whether an unmeasured host may count as fast as the fastest measured one, if it announces
+    that speed. This is how new hosts get measured."""
 
     def delay_between(self, one: PeerId | None, other: PeerId | None) -> float:
-        """One-way seconds between two peers (None: the client).
+        """Return the one-way seconds between two peers (None: the client).
 
-        Between two hosts it is the distance of their coordinates, at least the difference and at most the sum of their delays to the client
-        (the triangle inequality), so that a host gains little by a false coordinate. Without coordinates it is the sum.
+        Between two hosts this is the distance of their coordinates, kept between the difference and
+        the sum of their delays to the client (the triangle inequality). So a host gains little by a
+        false coordinate. Without coordinates it is the sum.
         """
         if one == other:
             return 0.0
@@ -162,7 +186,10 @@ class View:
         return between_s
 
     def delay_to(self, peer: PeerId) -> float:
-        """One-way seconds to a host: measured, or estimated from coordinates as at least the median of the measured delays."""
+        """Return the one-way seconds to a host: measured, or estimated from coordinates.
+
+        An estimate is at least the median of the measured delays.
+        """
         measured_s = self.delay_s.get(peer)
         if measured_s is not None:
             return measured_s
@@ -178,21 +205,32 @@ class View:
         return median_high(self.delay_s.values())
 
     def penalty_of(self, peer: PeerId) -> float:
-        """Seconds added for a host without free memory, one that reported failures to reach others, and one that no other host can audit."""
+        """Return the seconds added for a host, the sum of up to three penalties.
+
+        - It has little or no free memory for KV caches.
+        - It reported failures to reach other hosts.
+        - No other host can audit it.
+        """
         full_s = FULL_S * max(0.0, 1 - self.cache_free.get(peer, 1.0) / HEADROOM)
         return full_s + REPORTER_S * (peer in self.reporters) + UNAUDITED_S * (peer in self.unaudited)
 
 
 def credible(view: View) -> View:
-    """``view`` with credible speeds and loads in place of announced ones, and with all delays to the client.
+    """Return ``view`` with credible speeds and loads instead of announced ones, and all delays
+    filled in.
 
-    A measured host has its measured speed. An unmeasured host has its announced speed, but at best the median of the measured hosts, or
-    of all hosts while fewer than ``ENOUGH_MEASURED`` are measured. Announcements of less than that are used unchanged, because they gain a host nothing.
-    The queue of an unmeasured host is at least the median of all queues; that of a measured host is part of its measured speed.
-    The busy share of each host is at least the median, and at least what its steps show: where they take n times as long as announced, beyond
-    ``USUAL_EXCESS``, it is not idle, or not as fast as it announced. While other hosts report a share, a host that does not counts as always busy,
-    so that clients use hosts whose load they know.
-    ``unaudited`` is filled in, since a dishonest host could announce a precision of its own to avoid audits.
+    - **Speed.** A measured host has its measured speed. An unmeasured host has its announced speed,
+      but at best the median of the measured hosts (of all hosts while fewer than
+      ``ENOUGH_MEASURED`` are measured). A slower announcement is used as it is, because it gains
+      the host nothing.
+    - **Queue.** The queue of an unmeasured host is at least the median of all queues. The queue of
+      a measured host is already part of its measured speed.
+    - **Busy share.** Each host has at least the median share. A host that takes n times its
+      announced time, beyond ``USUAL_EXCESS``, is busy or lied about its speed, so its share is
+      raised to match. While others report a share, a host that reports none counts as always busy.
+      So clients use hosts whose load they know.
+    - **Audits.** ``unaudited`` is filled in. A dishonest host could announce a precision of its own
+      to avoid audits.
     """
     announced = {host.peer: host.step_s / (host.end - host.start) for host in view.hosts if host.online}
     if not announced:
@@ -241,7 +279,7 @@ def _alone_in_precision(hosts: Iterable[HostInfo]) -> frozenset[PeerId]:
 
 
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
-    """An unordered pair of peers."""
+    """Return an unordered pair of peers."""
     return min(one, other), max(one, other)
 
 
@@ -256,17 +294,18 @@ def find_chain(
 ) -> list[Hop]:
     """Return hops that cover ``span`` in order, from ``source`` to ``sink`` (None: the client).
 
-    No host follows itself. An open hop of the view stays as it is, and is then part of the result,
-    or gives way, which costs ``REPLACED_S``. ``precision``: that of the chain so far.
+    No host follows itself. An open hop of the view either stays unchanged, and the result contains
+    it, or is replaced, which costs ``REPLACED_S``. ``precision`` is the precision of the chain so
+    far.
 
-    A chain changes hosts where the span of some host or hop begins or ends. It costs at most
-    ``1 + MARGIN`` times the cheapest such chain: each host's costs are multiplied by a random
-    factor in [1, 1 + MARGIN]. If there are guards, a first or last hop that is not one costs
-    ``GUARD_MARGIN`` times as much.
+    A chain changes hosts only where the span of a host or hop begins or ends. It costs at most ``1
+    + MARGIN`` times the cheapest such chain, because each host's costs are multiplied by a random
+    factor in [1, 1 + MARGIN]. If there are guards, any other host costs ``GUARD_MARGIN`` times as
+    much as first or last hop.
 
-    A banned host is used only where the others make no chain, or none whose neighbours reach each
-    other. The oldest failure comes first, since its cause has most likely gone: that of a banned
-    host, or of two hosts that did not reach each other.
+    Banned hosts come back only when the others make no chain, or only a chain whose neighbours
+    failed to reach each other. The search forgives the oldest failure first, since its cause has
+    most likely gone. A failure is a banned host, or two hosts that did not reach each other.
 
     Raises ``NoRoute`` with the blocks that no host covers.
     """
@@ -310,7 +349,9 @@ def _as_host(hop: Hop) -> HostInfo:
 def failed_links(
     peers: Sequence[PeerId | None], unreachable: Mapping[tuple[PeerId, PeerId], float]
 ) -> list[float]:
-    """Times at which neighbours among ``peers`` did not reach each other. None: the client."""
+    """Return the times at which neighbours among ``peers`` failed to reach each other (None: the
+    client).
+    """
     return [
         unreachable[pair_of(one, other)]
         for one, other in pairwise(peers)
@@ -323,7 +364,7 @@ def _has_some(host: HostInfo, spans: Sequence[tuple[int, int]]) -> bool:
 
 
 def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[int, int]]:
-    """The parts of ``span`` that no host covers."""
+    """Return the parts of ``span`` that no host covers."""
     gaps: list[tuple[int, int]] = []
     reached = span[0]
     for host in sorted(hosts, key=lambda host: host.start):
@@ -339,7 +380,10 @@ def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[in
 def _shortlist(
     view: View, hosts: Sequence[HostInfo], span: tuple[int, int], stretch: Mapping[PeerId, float]
 ) -> list[HostInfo]:
-    """The hosts that are among the cheapest of some block, and all guards. Stretched costs are compared, so that ties are broken at random."""
+    """Return the hosts that are among the cheapest of some block, and all guards.
+
+    Stretched costs are compared, so ties are broken at random.
+    """
 
     def price(host: HostInfo) -> float:
         cost_s = view.block_s[host.peer] + view.queue_s.get(host.peer, 0.0) + view.delay_to(host.peer)
@@ -360,7 +404,9 @@ def _shortlist(
 
 
 class _Path(NamedTuple):
-    """A chain up to a boundary of blocks: the hops of ``before``, and then ``host`` from block ``begun`` on."""
+    """A chain up to a block boundary: the hops of ``before``, then ``host`` from block ``begun``
+    on.
+    """
 
     cost: float
     host: HostInfo
@@ -373,15 +419,15 @@ class _Path(NamedTuple):
 
     @property
     def key(self) -> tuple[PeerId, bool, float, bool]:
-        """What the cheapest path is kept for, at each boundary."""
+        """The state of the path. The search keeps the cheapest path of each state at each boundary."""
         return self.host.peer, self.host.is_hop, self.factor, self.is_final
 
     def may_end(self, boundary: int) -> bool:
-        """Whether another host may go on from ``boundary``."""
+        """Tell whether another host may continue at ``boundary``."""
         return not self.is_final and (not self.host.is_hop or self.host.end == boundary)
 
     def hops(self, end: int) -> list[Hop]:
-        """All hops. The last one ends at ``end``."""
+        """Return all hops. The last one ends at ``end``."""
         earlier = self.before.hops(self.begun) if self.before is not None else []
         return [*earlier, Hop(self.host.peer, self.begun, end, self.host.addresses, self.host.precision)]
 
@@ -394,11 +440,12 @@ def _search(
     ends: tuple[PeerId | None, PeerId | None],
     precision: str | None,
 ) -> list[Hop] | None:
-    """The chain with the lowest stretched cost, by dynamic programming (the Viterbi algorithm) from boundary to boundary.
+    """Return the chain with the lowest stretched cost, None if there is no chain.
 
-    None if every chain of these hosts has a host that follows itself, the ends included. A host
-    that costs more as the last hop has two states, one that goes to the end of the span and one
-    that leaves before, since the factor of its costs must be known when a path enters it.
+    The Viterbi algorithm runs from boundary to boundary. There is no chain if every one would have
+    a host that follows itself, ``source`` and ``sink`` included. A host that costs more as last hop
+    has two states: one goes to the end of the span, the other leaves earlier. A path must know the
+    factor of its costs when it enters the host.
     """
     source, sink = ends
     delays = _Delays(view)
@@ -453,7 +500,7 @@ def _search(
 
 
 class _Delays(dict[tuple[PeerId, PeerId], float]):
-    """``View.delay_between`` of two hosts, each computed once in a search."""
+    """Cache of ``View.delay_between`` for the pairs of one search."""
 
     def __init__(self, view: View) -> None:
         super().__init__()
@@ -467,11 +514,14 @@ class _Delays(dict[tuple[PeerId, PeerId], float]):
 def _cheapest_entry(
     delays: _Delays, paths: Sequence[_Path], host: HostInfo, factor: float
 ) -> tuple[float, _Path] | None:
-    """The lowest cost at which one of ``paths``, sorted by cost, continues at ``host``, and that path; None if none does."""
+    """Return the cheapest way to continue one of ``paths`` at ``host``, as its cost and the path.
+
+    ``paths`` are sorted by cost. None if no path can continue there.
+    """
     least, best = math.inf, None
     peer, precision = host.peer, host.precision
     for path in paths:
-        if path.cost >= least:  # as are all after it
+        if path.cost >= least:  # all later paths cost more, too
             break
         before = path.host
         if before.peer != peer:
@@ -484,7 +534,7 @@ def _cheapest_entry(
 
 
 class Bans:
-    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears the history."""
+    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears it."""
 
     def __init__(self) -> None:
         self._failed: dict[PeerId, tuple[float, float]] = {}
@@ -504,6 +554,6 @@ class Bans:
         self._failed.pop(peer, None)
 
     def at(self, now: float) -> dict[PeerId, float]:
-        """The hosts that are banned at ``now``, the oldest failure first, each with its time."""
+        """Return the hosts that are banned at ``now`` → time of the failure, the oldest first."""
         banned = {peer: at for peer, (at, ban_s) in self._failed.items() if at + ban_s > now}
         return dict(sorted(banned.items(), key=lambda each: each[1]))

@@ -1,25 +1,34 @@
-"""Network coordinates: from the coordinates of two peers, any third peer estimates the delay between them without a ping.
+"""Network coordinates: estimate the delay between two peers from their coordinates, without a ping.
 
-Vivaldi (Dabek et al. 2004, "Vivaldi: A Decentralized Network Coordinate System", section 3.4 and, for heights, section 5.4). A peer has a
-position in a Euclidean space and a height, the delay of its access link. The estimated delay between peers i and j, in one-way seconds, is
+This is Vivaldi (Dabek et al. 2004, "Vivaldi: A Decentralized Network Coordinate System", section
+3.4; section 5.4 for heights). A peer has a position in a Euclidean space and a height, which is the
+delay of its access link. The estimated delay between peers i and j, in one-way seconds, is
 
     distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j        (without the adjustments a, if they make it negative)
 
-After that delay was measured as ``delay_s``, peer i moves as if a spring lay between the two::
+When peer i measures this delay as ``delay_s``, it moves as if a spring connected the two peers::
 
     w    = e_i / (e_i + e_j)                                      e: the relative error that a peer expects of its coordinate
     r    = delay_s - distance(i, j), without the adjustments      the residual
     e_i <- C w |r| / delay_s + (1 - C w) e_i
     x_i <- x_i + C w r unit(x_i - x_j)                            and h_i in proportion
 
-As in serf (hashicorp/serf, coordinate/client.go), a peer uses the median of the last three delays to each other peer, adds a share of its
-recent residuals as ``a``, and is drawn towards the origin, so that the coordinates of all peers do not drift together.
+Three details come from serf (hashicorp/serf, coordinate/client.go). A peer uses the median of its
+last three delays to each peer. It adds a share of its recent residuals as ``a``. It is drawn
+towards the origin, so that the coordinates of all peers do not drift together.
 
-Peers may announce false coordinates and delay their answers. Bounds limit how far that moves an honest peer: coordinates and delays out of range
-are not used; the error of another peer counts as at least ``MIN_ERROR``; ``a`` is half of a median, not of a mean; and one measurement moves
-a peer by at most ``MAX_STEP_S``, so that the springs to honest peers outweigh a minority. Filters that leave out unusual measurements were
-worse in simulation: attackers just within them moved peers farther, and honest peers kept wrong places. The caller should measure peers that
-it has picked itself.
+Peers may announce false coordinates and delay their answers. Four bounds limit how far this moves
+an honest peer:
+
+- Coordinates and delays out of range are ignored.
+- The error of another peer counts as at least ``MIN_ERROR``.
+- ``a`` is half of a median, not of a mean.
+- One measurement moves a peer by at most ``MAX_STEP_S``, so that the springs to honest peers
+  outweigh a minority.
+
+Filters that drop unusual measurements were worse in simulation. Attackers just inside the filter
+moved peers farther, and honest peers kept wrong places. The caller should measure peers that it has
+picked itself.
 """
 
 import math
@@ -33,24 +42,27 @@ from swarmnet_protocols.net import PeerId
 
 DIMENSIONS = 3
 MAX_DELAY_S = 5.0
-"""Longest one-way delay that is measured or estimated, in seconds. Longer ones come from stalled machines, not from the network."""
+"""Longest one-way delay that is measured or estimated, in seconds. Longer ones come from stalled
+machines, not from the network."""
 MIN_HEIGHT_S = 1e-5
 MIN_ERROR, MAX_ERROR = 0.1, 1.5
 GAIN = 0.25
 """C in the equations: the largest share of a residual that one measurement corrects."""
 MAX_STEP_S = 0.003
-"""Largest distance by which one measurement moves a peer, in seconds."""
+"""Most seconds of distance that one measurement moves a peer."""
 RECENT = 20
-"""Number of residuals over which the adjustment, half of their median, is computed."""
+"""Number of recent residuals. The adjustment is half of their median."""
 FILTERED = 3
-"""Number of the last delays to one peer whose median is used."""
+"""Number of last delays to one peer. Their median is used."""
 MAX_FILTERED_PEERS = 256
 """Peers whose last delays are remembered."""
 GRAVITY = 0.001
-"""Pull towards the origin, per second of the squared distance from it: 10 microseconds a measurement at 100 ms."""
+"""Pull towards the origin, per second of squared distance: 10 microseconds a measurement at 100
+ms."""
 
 _NEAR_S = 1e-6
-"""Distance, in seconds, below which the direction between two positions is undefined; also the least delay that is used."""
+"""Seconds of distance below which two positions have no direction. Also the shortest delay in
+use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +73,18 @@ class Coordinate:
     """Seconds along each of ``DIMENSIONS`` axes."""
     height_s: float = MIN_HEIGHT_S
     adjustment_s: float = 0.0
-    """Half the median residual: a correction for delays that no position in the space represents."""
+    """Half the median residual: a correction for delays that no position in the space
+    represents."""
     error: float = MAX_ERROR
     """Relative error that the peer expects of its estimates."""
 
     def numbers(self) -> list[float]:
-        """The numbers from which :func:`read_coordinate` reads the coordinate."""
+        """Return the coordinate as numbers for :func:`read_coordinate`."""
         return [*self.position, self.height_s, self.adjustment_s, self.error]
 
 
 def read_coordinate(numbers: Sequence[float]) -> Coordinate | None:
-    """The coordinate in ``numbers``, which a peer sent; None if their count or range is invalid."""
+    """Read a coordinate that a peer sent as ``numbers``; None if their count or range is invalid."""
     if len(numbers) != DIMENSIONS + 3:
         return None
     *position, height_s, adjustment_s, error = numbers
@@ -87,7 +100,7 @@ def read_coordinate(numbers: Sequence[float]) -> Coordinate | None:
 
 
 def distance(one: Coordinate, other: Coordinate) -> float:
-    """Estimated one-way seconds between two peers: above 0, at most ``MAX_DELAY_S``."""
+    """Return the estimated one-way seconds between two peers: above 0, at most ``MAX_DELAY_S``."""
     plain_s = _plain_distance(one, other)
     adjusted_s = plain_s + one.adjustment_s + other.adjustment_s
     return min(adjusted_s if adjusted_s > 0 else plain_s, MAX_DELAY_S)
@@ -98,7 +111,7 @@ def _plain_distance(one: Coordinate, other: Coordinate) -> float:
 
 
 class OwnCoordinate:
-    """The coordinate of this peer, corrected by every delay that it measures."""
+    """The coordinate of this peer. Every delay that the peer measures corrects it."""
 
     def __init__(self, rng: random.Random) -> None:
         self.coordinate = Coordinate()
@@ -107,7 +120,11 @@ class OwnCoordinate:
         self._delays: OrderedDict[PeerId, deque[float]] = OrderedDict()
 
     def measured(self, peer: PeerId, remote: Coordinate, delay_s: float) -> None:
-        """Correct the coordinate after the one-way delay to ``peer``, at ``remote``, was measured as ``delay_s``. A delay out of range is ignored."""
+        """Correct the coordinate after a measured one-way delay to ``peer``, whose coordinate is
+        ``remote``.
+
+        A delay out of range is ignored.
+        """
         if not 0 <= delay_s <= MAX_DELAY_S:
             return
         delays = self._delays.setdefault(peer, deque(maxlen=FILTERED))
@@ -121,7 +138,7 @@ class OwnCoordinate:
         self.coordinate = replace(moved, adjustment_s=median(self._residuals) / 2)
 
     def _direction(self) -> tuple[float, ...]:
-        """A random unit vector."""
+        """Return a random unit vector."""
         drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
         norm = math.hypot(*drawn) or 1.0
         return tuple(number / norm for number in drawn)
@@ -130,9 +147,10 @@ class OwnCoordinate:
 def corrected(
     here: Coordinate, remote: Coordinate, delay_s: float, *, direction: Sequence[float]
 ) -> Coordinate:
-    """``here`` after ``delay_s`` > 0 was measured to a peer at ``remote``, by the equations above.
+    """Return ``here`` after a measured ``delay_s`` > 0 to a peer at ``remote``, by the equations
+    above.
 
-    ``direction``: the unit vector along which two peers at the same place are moved apart.
+    ``direction`` is the unit vector that separates two peers at the same place.
     """
     error_j = max(remote.error, MIN_ERROR)
     gain = GAIN * here.error / (here.error + error_j)
@@ -148,7 +166,10 @@ _ORIGIN = Coordinate(height_s=0.0)
 
 
 def _pushed(here: Coordinate, other: Coordinate, step_s: float, direction: Sequence[float]) -> Coordinate:
-    """``here``, ``step_s`` farther from ``other``, or nearer if it is negative, and with a height grown in proportion."""
+    """Move ``here`` away from ``other`` by ``step_s`` (towards it if negative).
+
+    The height grows in proportion.
+    """
     apart_s = math.dist(here.position, other.position)
     height_s = here.height_s
     if apart_s > _NEAR_S:

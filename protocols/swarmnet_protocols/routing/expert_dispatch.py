@@ -1,13 +1,15 @@
-"""The peers that compute the experts of rows: a pure function of who holds them, with the two measures of its cost.
+"""Choose which peers compute the experts of a row, as a pure function of who holds them.
 
-Trunks divide the rows of a forward by :func:`divide`, and placements are measured by the same function (:class:`Dispatch`).
+Trunks divide the rows of a forward with :func:`divide`. :class:`Dispatch` measures placements with
+the same function.
 
-The trunk of a block computes its routing. A row is sent once to each other peer that computes some of its experts, so the first measure is
+The trunk of a block computes its routing. A row is sent once to each other peer that computes some
+of its experts, so the first measure is
 
     messages = the number of (row, block, peer other than the trunk of the block) that compute an expert of the row
 
-A row returns to its trunk after every block, even if the same peer computes its experts in the next one. The trunk waits for the peer that
-takes longest, so the second measure is
+A row returns to its trunk after every block, even if the same peer computes its experts in the next
+block. The trunk waits for the slowest peer, so the second measure is
 
     busiest = sum over blocks of the longest time of a peer / sum over blocks of the mean time, if all peers took equally long
 """
@@ -30,11 +32,16 @@ P = TypeVar("P")
 def divide(
     holders: Mapping[int, Sequence[P]], seconds: MutableMapping[P, float], row_s: Callable[[P], float]
 ) -> dict[P, list[int]]:
-    """The experts of one row that each peer computes. ``holders``: the peers that hold each of the row's experts.
+    """Divide the experts of one row among peers: peer → experts it computes.
 
-    The peer that holds most of them computes those, then the one that holds most of the rest, and so on; ties go to the peer with the fewest
-    ``seconds`` of work, to which its share is added: ``row_s`` is its time for one row of one expert. Raises ``LookupError`` for an expert
-    without a holder.
+    The peer that holds most of the experts computes all it holds. Then the peer that holds most of
+    the rest follows, and so on. Ties go to the peer with the least work so far.
+
+    - ``holders``: expert → the peers that hold it.
+    - ``seconds``: peer → its work so far. The new work is added.
+    - ``row_s``: a peer's seconds for one row of one expert.
+
+    Raises ``LookupError`` for an expert without a holder.
     """
     shares: dict[P, list[int]] = {}
     rest = list(holders)
@@ -54,18 +61,18 @@ def divide(
 
 @dataclass(frozen=True)
 class ExpertPeer:
-    """A peer that holds experts in ``memory_bytes``, and computes ``rows_per_s`` rows of one expert.
+    """A peer that holds experts in ``memory_bytes`` and computes ``rows_per_s`` rows of one expert.
 
-    Raises ``ValueError`` unless these are numbers of a peer: they may be announced.
+    Peers may announce these numbers. Raises ``ValueError`` for negative memory or an invalid speed.
     """
 
     peer: PeerId
     memory_bytes: int
     rows_per_s: float = 1.0
     trunk_of: range = range(0)
-    """The blocks of which it is the trunk; their rows reach it without a message."""
+    """Blocks whose trunk this peer is. Their rows reach it without a message."""
     is_fixed: bool = False
-    """Whether its owner has chosen its experts, which stay where they are."""
+    """Whether the owner chose the experts. They then stay where they are."""
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 0 or not 0.0 < self.rows_per_s < math.inf:
@@ -73,7 +80,7 @@ class ExpertPeer:
 
 
 class Dispatch:
-    """Divides rows among peers, and adds up messages and times."""
+    """Divides rows among peers, and adds up their messages and times."""
 
     def __init__(self, placement: Placement, peers: Sequence[ExpertPeer], blocks: int) -> None:
         self._peers = peers
@@ -83,12 +90,12 @@ class Dispatch:
             for expert in placement.get(peer.peer, ()):
                 self._holders.setdefault(expert, []).append(number)
         self.seconds = [dict.fromkeys(range(len(peers)), 0.0) for _ in range(blocks)]
-        """Seconds that each peer computes, by block and its place among the peers."""
+        """Seconds that each peer computes: ``[block][place of the peer in the list]``."""
         self.messages = 0
 
     @property
     def busiest(self) -> float:
-        """The second measure of the module docstring; 1 without rows."""
+        """The measure ``busiest`` of the module docstring; 1 without rows."""
         speed = sum(peer.rows_per_s for peer in self._peers)
         ideal = sum(
             sum(s * self._peers[number].rows_per_s for number, s in each.items()) / speed
@@ -97,9 +104,10 @@ class Dispatch:
         return sum(max(each.values()) for each in self.seconds) / ideal if ideal else 1.0
 
     def add(self, block: int, experts: Sequence[int]) -> dict[int, list[int]]:
-        """The experts of one row that each peer computes, by the peer's place among the peers.
+        """Divide the experts of one row: place of the peer in the list → experts it computes.
 
-        The trunk computes the experts that it holds; the rest is divided by :func:`divide`. Raises ``LookupError`` for an expert that no peer holds.
+        The trunk computes the experts that it holds, and :func:`divide` shares out the rest. Raises
+        ``LookupError`` for an expert that no peer holds.
         """
         holders = {expert: self._holders.get((block, expert), []) for expert in experts}
         trunks = {number for number, peer in enumerate(self._peers) if block in peer.trunk_of}

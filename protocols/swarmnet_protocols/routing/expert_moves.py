@@ -1,6 +1,7 @@
-"""Moves of experts between peers: a few loads per minute towards a wanted placement, while each expert always has a holder.
+"""Move experts between peers towards a wanted placement, a few loads per minute.
 
-A peer loads an expert while another one still holds it (make before break), into free memory or that of an expert that it drops.
+A peer loads an expert while another peer still holds it (make before break), so each expert always
+has a holder. The load goes into free memory, or into the memory of an expert that the peer drops.
 """
 
 import math
@@ -12,30 +13,39 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer, Placement
 
 MOVES_A_MINUTE = 0.05
-"""Largest share of a model's experts that peers load in a minute, because requests use the same links."""
+"""Largest share of a model's experts that peers load in a minute. With more, loads would slow down
+requests, which use the same links."""
 
 
 @dataclass(frozen=True)
 class Moves:
-    """The next moves: peers drop first, then load. No expert is dropped and loaded by the same peer."""
+    """The next moves. Peers drop first, then load. No peer drops and loads the same expert."""
 
     loads: tuple[tuple[PeerId, Expert], ...] = ()
     drops: tuple[tuple[PeerId, Expert], ...] = ()
 
 
 def most_moves(experts: int, minutes: float = 1.0) -> int:
-    """The number of experts that peers may load in ``minutes``, at least one. ``experts``: those of all blocks of the model."""
+    """Return how many experts peers may load in ``minutes``, at least one.
+
+    ``experts`` counts all blocks of the model.
+    """
     return max(1, math.floor(MOVES_A_MINUTE * experts * minutes))
 
 
 def next_moves(
     present: Placement, wanted: Placement, peers: Sequence[ExpertPeer], *, expert_bytes: int, most: int
 ) -> Moves:
-    """The next moves from ``present``, the experts that live peers have loaded, towards ``wanted``, a placement of ``place``.
+    """Return the next moves from ``present`` towards ``wanted``, a placement of ``place``.
 
-    A peer drops an expert that is not wanted there if another peer holds and keeps it, and loads one if it has memory. At most ``most`` experts
-    that some peer holds are loaded; those without a holder are all loaded. If full peers can only exchange experts with each other, one expert is
-    loaded on a third peer with free memory until its place is free. There are no moves once ``present`` is ``wanted``.
+    ``present`` is what live peers have loaded. There are no moves once ``present`` equals
+    ``wanted``.
+
+    1. A peer drops an expert that it should not have, if another peer holds and keeps it.
+    2. A peer with memory loads an expert that it should have. Experts without any holder are all
+       loaded. At most ``most`` others are.
+    3. If full peers could only exchange experts with each other, a third peer with free memory
+       loads one of the experts until its place is free.
     """
     held = {peer.peer: set(present.get(peer.peer, ())) for peer in peers}
     goal = {peer.peer: wanted.get(peer.peer, frozenset()) for peer in peers}
@@ -63,7 +73,10 @@ def next_moves(
 def _drops(
     held: dict[PeerId, set[Expert]], goal: dict[PeerId, frozenset[Expert]], room: dict[PeerId, int]
 ) -> Iterator[tuple[PeerId, Expert]]:
-    """The unwanted copies of experts of which another copy stays: a wanted one, or else that on the peer with the most free memory."""
+    """Yield the copies to drop: unwanted ones, while another copy of the expert stays.
+
+    A wanted copy stays. Without one, the copy on the peer with the most free memory stays.
+    """
     holders: dict[Expert, list[PeerId]] = {}
     for peer, experts in held.items():
         for expert in experts:
@@ -78,7 +91,10 @@ def _drops(
 def _parked(
     held: dict[PeerId, set[Expert]], goal: dict[PeerId, frozenset[Expert]], room: dict[PeerId, int]
 ) -> Iterator[tuple[PeerId, Expert]]:
-    """A load, on a peer with free memory, of an expert that a full peer must drop for one that it lacks; none if no memory is free."""
+    """Yield one load that breaks a deadlock of full peers; nothing if no memory is free.
+
+    A peer with free memory loads an expert that a full peer must drop to get a missing one.
+    """
     free = max(held, key=lambda peer: (room[peer] - len(held[peer]), peer))
     if len(held[free]) >= room[free]:
         return

@@ -1,14 +1,26 @@
-"""The experts of each peer: a pure function of their use, the peers, the present placement and a random source.
+"""Choose the experts of each peer, as a pure function of expert use, peers and a random source.
 
-``expert_dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest peer of a block. Each block is placed
-separately, because its rows begin and end at its trunk. Let w_i be the share of rows that chose expert i, T_ij that of rows that chose i and j, and
-x_ip the share of the rows of i that peer p computes: all at the trunk if it holds i, else equal shares of the holders. The estimated cost of a block is
+``expert_dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the
+busiest peer of a block. :func:`place` places each block separately, because rows begin and end at
+the trunk of the block. Let
 
-    sum over other peers p of (sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp)  +  PENALTY * (time of each p above TARGET times the mean)
+- w_i be the share of rows that chose expert i,
+- T_ij the share of rows that chose both i and j,
+- x_ip the share of the rows of i that peer p computes. The trunk computes all of them if it holds
+  i; otherwise the holders have equal shares.
 
-Counts of pairs do not give the number of peers that a row of k experts needs. For n of them on one peer it is 1, and n - PAIR * n (n - 1) / 2 is
-near 1 up to n = 4. Experts get their copies as in DeepSeek's EPLB: one more for the one with the most rows a copy, the heaviest ones
-placed first. Then copies change places while that lowers the cost (Kernighan and Lin 1970, for graphs), as MoETuner does by an integer program.
+The estimated cost of a block is
+
+    sum over other peers p of (sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp)  +  PENALTY * (time
+    of each p above TARGET times the mean)
+
+Counts of pairs do not tell how many peers a row of k experts needs. If n of its experts are on one
+peer, the true count is 1. The estimate n - PAIR * n (n - 1) / 2 is near 1 up to n = 4.
+
+Placement has two phases. First, experts get copies as in DeepSeek's EPLB: the expert with the most
+rows per copy gets one more, and the heaviest experts are placed first. Then copies change places
+while that lowers the cost (Kernighan and Lin 1970, for graphs). MoETuner solves the same problem by
+an integer program.
 """
 
 import math
@@ -23,30 +35,33 @@ from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, Placement
 from swarmnet_protocols.routing.expert_use import ExpertUse
 
 SPARE = 0.05
-"""Share of its memory that a peer keeps free, so that it can load an expert before it drops another."""
+"""Share of its memory that a peer keeps free, to load an expert before it drops another."""
 TARGET = 1.08
-"""Time of a peer in a block, relative to the mean of all peers, up to which there is no penalty, because later rows differ from the counted ones."""
+"""Time of a peer in a block, relative to the mean, up to which there is no penalty. Later rows
+differ from the counted ones, so a closer balance gains nothing."""
 PAIR = 0.7
 PENALTY = 4.0
-"""Cost, in messages per row of a block, of a peer that takes twice ``TARGET`` times the mean."""
+"""Cost of a peer that takes twice ``TARGET`` times the mean, in messages per row of a block."""
 ALONE = 0.05
-"""Cost, in messages per row of a block, if no expert has a second holder."""
+"""Cost if no expert has a second holder, in messages per row of a block."""
 RIVALS = 3
-"""Number of experts that are tried for one more copy, or for one less at a peer."""
+"""Number of experts that are tried for one more copy, or for one copy less at a peer."""
 KICKS = 20
-"""Number of random restarts for each block, each by two random exchanges, once no single change improves the placement."""
+"""Number of random restarts of each block. A restart makes two random exchanges once no single
+change improves the placement."""
 TRIED = 8
-"""Number of changes of each kind whose cost is computed in each step: those with the largest estimated gains."""
+"""Changes of each kind that are fully evaluated in each step, by largest estimated gain."""
 MOST_COPIES = 256
-"""Most copies of a block whose exchanges are compared with each other: those with the most to gain. With more, a block that many peers hold, or claim to
-hold, takes the square of it in time and memory: all of 64 peers with 128 experts took 45 s and 3.2 GB."""
+"""Most copies of a block whose exchanges are compared, by most to gain. Time and memory grow with
+the square of this number. Without the bound, 64 peers that claim all of 128 experts took 45 s and
+3.2 GB."""
 _LEAST = 1e-4
-"""Least gain of a change, in messages per row of a block."""
+"""Least gain of a change that is made, in messages per row of a block."""
 
 Floats = NDArray[np.float64]
 Holds = NDArray[np.bool_]
 Copies = tuple[tuple[int, int], ...]
-"""Experts of a block and the peers that hold them, by their places."""
+"""Pairs (expert, peer) of one block, by their places."""
 
 
 def place(
@@ -58,11 +73,17 @@ def place(
     present: Placement | None = None,
     most_loads: int | None = None,
 ) -> Placement:
-    """The experts that each peer should hold, every expert at one peer at least, in ``1 - SPARE`` of the memory where that is enough.
+    """Return the experts that each peer should hold. At least one peer holds each expert.
 
-    With ``present`` it is that placement changed: experts that no peer holds are given to peers, experts of peers that hold too many are
-    dropped or given to others, and then at most ``most_loads`` experts are given to peers that do not hold them, those first that
-    lower the cost most. Peers whose experts are fixed keep those of ``present``. Raises ``ValueError`` if the peers together have no memory for every expert, or a block has two trunks.
+    Placement uses ``1 - SPARE`` of the memory where that is enough. With ``present``, the result is
+    that placement with few changes:
+
+    1. Experts that no peer holds are given to peers.
+    2. Peers that hold too many drop experts or hand them to others.
+    3. At most ``most_loads`` further experts are loaded, those with the largest gain first.
+
+    Peers with fixed experts keep their experts of ``present``. Raises ``ValueError`` if all peers
+    together lack memory for every expert, or a block has two trunks.
     """
     peers = sorted(peers, key=lambda peer: peer.peer)
     rooms = _rooms(use, peers, expert_bytes)
@@ -90,7 +111,7 @@ def place(
 
 
 def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer], expert_bytes: int) -> list[int]:
-    """Experts that each peer may hold."""
+    """Return the number of experts that each peer may hold."""
     every = use.blocks * use.experts
     most = [min(peer.memory_bytes // expert_bytes, every) for peer in peers]
     if sum(most) < every:
@@ -100,7 +121,10 @@ def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer], expert_bytes: int) -> li
 
 
 def _quotas(rooms: Sequence[int], blocks: int, experts: int) -> NDArray[np.int64]:
-    """Experts of each block that each peer may hold, ``[blocks, peers]``: equally many of each block, as far as numbers allow."""
+    """Return how many experts of each block each peer may hold, ``[blocks, peers]``.
+
+    The numbers are as equal over the blocks as possible.
+    """
     quotas = np.array([[min(room // blocks, experts) for room in rooms]] * blocks)
     for number, room in enumerate(rooms):
         for _ in range(room - int(quotas[:, number].sum())):
@@ -114,7 +138,7 @@ def _quotas(rooms: Sequence[int], blocks: int, experts: int) -> NDArray[np.int64
 
 @dataclass(frozen=True)
 class _Change:
-    """Copies that peers drop and load, and by how much they lower the cost of a block."""
+    """Copies that peers drop and load. ``gain`` is how much they lower the cost of a block."""
 
     gain: float
     drops: Copies
@@ -122,7 +146,7 @@ class _Change:
 
 
 def _improve(blocks: Sequence["_Block"], most_loads: int | None) -> None:
-    """Make the changes that lower the cost most for an expert to load, until none does, or ``most_loads`` are reached."""
+    """Make changes in the order of gain per load, until none gains or ``most_loads`` are used up."""
     left = math.inf if most_loads is None else most_loads
     found = {number: block.best_change() for number, block in enumerate(blocks)}
     while left > 0:
@@ -140,7 +164,9 @@ def _improve(blocks: Sequence["_Block"], most_loads: int | None) -> None:
 
 
 class _Block:
-    """One block: E experts, P peers. ``hold`` ``[E, P]`` tells which peers hold which experts."""
+    """One block with E experts and P peers. ``hold`` ``[E, P]`` tells which peers hold which
+    experts.
+    """
 
     def __init__(
         self,
@@ -150,7 +176,10 @@ class _Block:
         quotas: NDArray[np.int64],
         hold: Holds,
     ) -> None:
-        """``quotas`` ``[P]``: the experts of the block that each peer may hold. Raises ``ValueError`` for a block with two trunks."""
+        """Take ``quotas`` ``[P]``, how many experts of the block each peer may hold.
+
+        Raises ``ValueError`` for a block with two trunks.
+        """
         trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
         if len(trunks) > 1:
             raise ValueError(f"block {block} has two trunks")
@@ -169,7 +198,7 @@ class _Block:
     # ---- the cost -----------------------------------------------------------------------------------------
 
     def shares(self, hold: Holds) -> Floats:
-        """The share of the rows of an expert that each of its holders computes, ``[E, P]``."""
+        """Return each holder's share of the rows of an expert, ``[E, P]``."""
         shares: Floats = hold / np.maximum(hold.sum(1, keepdims=True), 1)
         if self._trunk is not None:
             local = hold[:, self._trunk]
@@ -181,7 +210,7 @@ class _Block:
         return self._cost(hold, self._met(_meet(self._remote(hold))))
 
     def _met(self, meet: Holds) -> float:
-        """The share of rows, for each pair of their experts, that one message brings to both."""
+        """Return the share of rows whose pair of experts meets at a peer, summed over all pairs."""
         return float((self._together * meet).sum()) / 2
 
     def _cost(self, hold: Holds, met: float) -> float:
@@ -192,14 +221,14 @@ class _Block:
         return sent + float(self._excess(self._rows @ shares).sum()) + ALONE * alone
 
     def _remote(self, hold: Holds) -> Holds:
-        """The holders of each expert that the trunk lacks, ``[E, P]``."""
+        """Return the holders of each expert that the trunk lacks, ``[E, P]``."""
         if self._trunk is None:
             return hold
         remote: Holds = hold & ~hold[:, [self._trunk]]
         return remote
 
     def _excess(self, loads: Floats) -> Floats:
-        """The penalty of each peer for its share of the rows, ``[..., P]``, above ``TARGET``."""
+        """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[..., P]``."""
         excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
         return excess
 
@@ -212,7 +241,7 @@ class _Block:
             self.hold[expert, peer] = True
 
     def best_change(self) -> _Change | None:
-        """The change that lowers the cost most, or that fills free memory; None if there is none."""
+        """Return the change that lowers the cost most or fills free memory; None if there is none."""
         found = [
             change
             for change in (self._copy(), self._exchange(), self._exchange_with_trunk())
@@ -221,7 +250,8 @@ class _Block:
         return max(found, key=lambda change: change.gain / len(change.loads), default=None)
 
     def search(self, rng: random.Random) -> None:
-        """``KICKS`` times, exchange two random pairs of copies, improve the result, and keep the better placement."""
+        """``KICKS`` times, exchange two random pairs of copies, improve the result, and keep the
+        better placement."""
         best, least = self.hold.copy(), self.cost(self.hold)
         for _ in range(KICKS if len(self._quotas) > 1 else 0):
             for _ in range(2):
@@ -239,7 +269,8 @@ class _Block:
             self.hold = best.copy()
 
     def complete(self) -> None:
-        """Drop copies above the quotas, and give each expert without a holder to a peer with room."""
+        """Drop copies above the quotas, and give each expert without a holder to a peer with
+        room."""
         if not self.hold.any():
             self._fill_trunk()
         for peer in np.flatnonzero(self.hold.sum(0) > self._quotas):
@@ -258,7 +289,10 @@ class _Block:
             self.hold[expert, min(free, key=lambda peer: times[peer])] = True
 
     def _fill_trunk(self) -> None:
-        """Give the trunk the experts with the most rows, up to its share of all rows, because it computes them without a message."""
+        """Give the trunk the experts with the most rows, up to its share of all rows.
+
+        The trunk computes them without a message.
+        """
         if self._trunk is None:
             return
         order = np.argsort(-self._rows, kind="stable")
@@ -268,13 +302,13 @@ class _Block:
                 break
             self.hold[expert, self._trunk] = True
         least = len(order) - (int(self._quotas.sum()) - int(self._quotas[self._trunk]))
-        for expert in order[::-1]:  # the others have no room for these
+        for expert in order[::-1]:  # the other peers have no room for these
             if self.hold[:, self._trunk].sum() >= least:
                 break
             self.hold[expert, self._trunk] = True
 
     def _drop_spare(self) -> int:
-        """Drop the copy whose loss costs least; returns the peer that held it."""
+        """Drop the copy whose loss costs least, and return the peer that held it."""
         copies = self.hold.sum(1)
         movable = self.hold & ~self._fixed
         spare = np.flatnonzero((copies > 1) & movable.any(1))
@@ -285,7 +319,10 @@ class _Block:
         return int(peer)
 
     def _copy(self) -> _Change | None:
-        """The best further copy of an expert with many rows per copy, in free memory or in place of a copy of an expert with few."""
+        """Return the best further copy of an expert with many rows per copy.
+
+        It goes into free memory, or replaces a copy of an expert with few rows.
+        """
         copies = self.hold.sum(1)
         peers = np.flatnonzero(~self._fixed)
         local = np.zeros(len(copies), bool)
@@ -313,7 +350,10 @@ class _Block:
         return self._best(changes)
 
     def _exchange(self) -> _Change | None:
-        """The best exchange of two copies, or move of one into free memory, between peers other than the trunk."""
+        """Return the best exchange of two copies between peers other than the trunk.
+
+        A move of one copy into free memory counts as an exchange, too.
+        """
         shares = self.shares(self.hold)
         places = self.hold & ~self._fixed
         if self._trunk is not None:
@@ -363,7 +403,10 @@ class _Block:
         shares: Floats,
         loads: Floats,
     ) -> Floats:
-        """What the copies of ``experts`` at ``homes`` could gain at the best other home; infinite for free memory, which every copy may need."""
+        """Return what each copy could gain at the best other home; infinite for free memory.
+
+        Copy i is ``experts[i]`` at ``homes[i]``. Every copy may need free memory.
+        """
         rows = self._rows[experts] * shares[experts, homes]
         relief = self._excess_of(homes, loads[homes]) - self._excess_of(homes, loads[homes] - rows)
         elsewhere = np.where(self.hold, -math.inf, saved).max(1)
@@ -371,7 +414,9 @@ class _Block:
         return np.where(experts >= 0, hopes, math.inf)
 
     def _exchange_with_trunk(self) -> _Change | None:
-        """The best exchange of an expert of the trunk with one of another peer, or the best move of one to the trunk."""
+        """Return the best exchange of an expert between the trunk and another peer, or move to the
+        trunk.
+        """
         if self._trunk is None:
             return None
         trunk = self._trunk
@@ -385,7 +430,8 @@ class _Block:
         rows = self._rows[:, None] * shares
         loads = self._rows @ shares - rows[outside]  # [outside, P]
         loads[:, trunk] += self._rows[outside]
-        here = np.append(self._rows[inside], 0.0)  # the last one stands for free memory of the trunk
+        # the last entry stands for free memory of the trunk
+        here = np.append(self._rows[inside], 0.0)
         pushed = np.concatenate([near[inside], np.zeros((1, len(self._quotas)))])
         if self.hold[:, trunk].sum() >= self._quotas[trunk]:
             here, pushed = here[:-1], pushed[:-1]
@@ -411,12 +457,15 @@ class _Block:
         return self._best(changes)
 
     def _excess_of(self, peers: NDArray[np.int64], loads: Floats) -> Floats:
-        """``_excess`` of one peer for each number in ``loads``."""
+        """Return ``_excess`` of one peer for each number in ``loads``."""
         excess: Floats = PENALTY * np.maximum(loads / self._most[peers] - 1.0, 0.0)
         return excess
 
     def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
-        """Of ``changes``, pairs of drops and loads, the one with the largest gain per load; None if none lowers the cost."""
+        """Return the change with the largest gain per load; None if none lowers the cost.
+
+        ``changes`` are pairs of drops and loads.
+        """
         meet = _meet(self._remote(self.hold))
         met = self._met(meet)
         before = self._cost(self.hold, met)
@@ -428,7 +477,11 @@ class _Block:
         return max(found, key=lambda change: change.gain / len(change.loads), default=None)
 
     def _cost_after(self, drops: Copies, loads: Copies, meet: Holds, met: float) -> float:
-        """The cost after a change. ``meet``, ``met``: those before it, of which only the rows of the changed experts are computed again."""
+        """Return the cost after a change.
+
+        ``meet`` and ``met`` are the values before it. Only the rows of changed experts are computed
+        again.
+        """
         hold = self.hold.copy()
         for expert, peer in drops:
             hold[expert, peer] = False
@@ -442,14 +495,14 @@ class _Block:
 
 
 def _meet(hold: Holds) -> Holds:
-    """The pairs of experts that some peer holds together, ``[E, E]``."""
+    """Return which pairs of experts some peer holds together, ``[E, E]``."""
     numbers = hold.astype(np.float32)
     meet: Holds = numbers @ numbers.T > 0.0
     return meet
 
 
 def _largest(gains: Floats) -> list[int]:
-    """The places of the ``TRIED`` largest gains that are possible, in the flattened array."""
+    """Return the places of the ``TRIED`` largest possible gains in the flattened array."""
     flat = gains.ravel()
     count = min(TRIED, len(flat))
     if not count:

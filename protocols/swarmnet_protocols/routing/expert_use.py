@@ -1,6 +1,7 @@
-"""The use of experts: counts of the rows that choose them, alone, together and one after the other, with a half-life.
+"""Count the rows that choose experts: alone, in pairs, and one after the other, with a half-life.
 
-A row is one position of one sequence in one block. Its router chooses k of the E experts of the block.
+A row is one position of one sequence in one block. Its router chooses k of the E experts of the
+block.
 """
 
 from collections.abc import Sequence
@@ -9,16 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 HALF_LIFE_S = 60.0
-"""Seconds in which a count halves, because the most chosen experts change with the subject of the text."""
+"""Seconds in which a count halves. The most chosen experts change with the subject of the text: a
+longer time follows it late, a shorter one leaves few rows to count."""
 MAX_COUNTS = 1 << 25
-"""Most counts of a model, 128 MiB. DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
+"""Most counts of one model (128 MiB). DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
 
 
 class ExpertUse:
     """Counts of the rows of a model with ``blocks`` blocks of ``experts`` experts each."""
 
     def __init__(self, blocks: int, experts: int) -> None:
-        """Raises ``ValueError`` for a model without experts, or with more than ``MAX_COUNTS`` counts."""
+        """Start without counts. Raises ``ValueError`` without experts or above ``MAX_COUNTS``
+        counts.
+        """
         if not (blocks > 0 and experts > 0 and 2 * blocks * experts * experts <= MAX_COUNTS):
             raise ValueError(f"counts of {blocks} blocks of {experts} experts")
         self.blocks = blocks
@@ -28,11 +32,13 @@ class ExpertUse:
         self.together = np.zeros((blocks, experts, experts), np.float32)
         """Rows that chose both experts, ``[blocks, E, E]``; 0 on the diagonal."""
         self.following = np.zeros((blocks - 1, experts, experts), np.float32)
-        """Rows that chose expert i in a block and j in the next one, ``[blocks - 1, E, E]``: for guesses which experts come next."""
+        """Rows that chose expert i in a block and j in the next one, ``[blocks - 1, E, E]``. They
+        help to guess which experts come next."""
 
     def add(self, chosen: NDArray[np.integer], first_block: int = 0) -> None:
-        """Count rows of consecutive blocks: ``chosen`` ``[rows, blocks of a span, k]``, different experts for each row and block.
+        """Count rows of consecutive blocks from ``first_block`` on.
 
+        ``chosen`` is ``[rows, blocks of a span, k]``. The k experts of a row and block differ.
         Raises ``ValueError`` for blocks or experts that the model does not have.
         """
         if chosen.ndim != 3 or not 0 <= first_block <= first_block + chosen.shape[1] <= self.blocks:
@@ -53,7 +59,9 @@ class ExpertUse:
             before = of_block
 
     def part(self, blocks: Sequence[int]) -> "ExpertUse":
-        """A copy of the counts of some blocks, ascending, without those of rows from one block to the next."""
+        """Copy the counts of some blocks in ascending order, without the counts from block to
+        block.
+        """
         found = ExpertUse(len(blocks), self.experts)
         found.rows, found.together = self.rows[blocks], self.together[blocks]
         return found
@@ -66,7 +74,9 @@ class ExpertUse:
         self.following *= left
 
     def _pairs(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The number of rows with expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E, E]``."""
+        """Count the rows with expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E,
+        E]``.
+        """
         numbers = one[:, :, None] * self.experts + other[:, None, :]
         counted = np.bincount(numbers.ravel(), minlength=self.experts**2)
         return counted.reshape(self.experts, self.experts).astype(np.float32)

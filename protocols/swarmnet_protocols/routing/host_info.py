@@ -1,9 +1,9 @@
-"""What this peer knows of a host: the facts that the host announced, checked and bounded.
+"""What this peer knows of a host: announced facts, checked and bounded.
 
-``directory/host_announcements.py`` makes a ``HostInfo`` where the bytes arrive. The search for
-chains, the choice of blocks, pings and the dashboard use the same one. A fact is a claim of the
-host, and nothing follows from it alone: ``chain_search.credible`` bounds what speeds and loads are
-worth, and ``sightings.py`` counts hosts once they have answered.
+``directory/host_announcements.py`` makes a ``HostInfo`` from the bytes that arrive. The search for
+chains, the choice of blocks, pings and the dashboard all use it. Each fact is only a claim of the
+host. ``chain_search.credible`` bounds what announced speeds and loads are worth, and
+``sightings.py`` counts hosts once they have answered.
 """
 
 import math
@@ -13,33 +13,34 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.coordinates import Coordinate
 
 INCOMPATIBLE = "incompatible"
-"""The state of a host that speaks another version of the protocol, so that this peer cannot use it."""
+"""State of a host that speaks another version of the protocol. This peer cannot use it."""
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """A host with the blocks [start, end). A host of routed experts only has none: both are 0."""
+    """A host with the blocks [start, end). Both are 0 for a host that serves only routed experts."""
 
     peer: PeerId
     start: int
     end: int
     step_s: float
-    """Seconds for one token through all of its blocks; 0 if it has not measured them."""
+    """Seconds for one token through all its blocks; 0 until the host has measured them."""
     addresses: tuple[str, ...] = ()
     state: str = "online"
     """``choosing``, ``joining``, ``online``, ``leaving``, ``paused`` or ``incompatible``."""
     manifest: bytes = field(default=b"", compare=False)
-    """SHA-256 that names the model."""
+    """SHA-256 of the model's manifest."""
     is_open: bool = True
     """Whether other peers can dial it, as far as is known."""
     is_symmetric: bool = False
-    """Whether it is behind a router through which no hole is punched."""
+    """Whether the host is behind a router that allows no hole punching."""
     precision: str = ""
-    """The precision in which it computes, as in ``HostRecord``; empty if unknown."""
+    """Precision of its computation, as in ``HostRecord``; empty if unknown."""
     coordinate: Coordinate | None = field(default=None, compare=False)
     """Its network coordinate; None if unknown."""
     room: float = field(default=math.inf, compare=False)
-    """Positions of one client for which it has KV caches of all its blocks; infinite if unknown."""
+    """Positions of one client that fit into its KV caches, in all its blocks; infinite if
+    unknown."""
     version: str = field(default="", compare=False)
     """Version of its software, for people."""
     public_name: str = field(default="", compare=False)
@@ -48,7 +49,7 @@ class HostInfo:
     """Open sessions."""
     cache_bytes_free: int = field(default=0, compare=False)
     next_span: tuple[int, int] | None = field(default=None, compare=False)
-    """The blocks to which it is about to move; None unless it moves."""
+    """Blocks that the host is about to move to; None unless it moves."""
     stays: bool = field(default=False, compare=False)
     """Whether its owner has fixed its blocks."""
     may_switch: bool = field(default=False, compare=False)
@@ -56,7 +57,8 @@ class HostInfo:
     load: float = field(default=0.0, compare=False)
     """Share of the last minutes in which it computed."""
     missing_experts: str = field(default="", compare=False)
-    """The routed experts for which it waits, as ``block:experts``, with ``…`` if there are more."""
+    """Routed experts that the host waits for, as ``block:experts``; ends with ``…`` if there are
+    more."""
     sequence: int = field(default=0, compare=False)
     """Grows with every announcement of the host."""
     expires_at: float = field(default=math.inf, compare=False)
@@ -64,8 +66,8 @@ class HostInfo:
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
     is_hop: bool = False
-    """Whether this stands for an open hop in a search. It runs all of its blocks, or it does not
-    stay."""
+    """Whether this stands for an open hop in a search. Such a hop keeps all its blocks or is
+    replaced."""
 
     @property
     def online(self) -> bool:

@@ -1,4 +1,4 @@
-"""Speed estimates of hosts, from the time that steps take through whole chains."""
+"""Estimate the speed of hosts from the time that steps take through whole chains."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,32 @@ from swarmnet_protocols.routing.chain_search import Hop, View
 from swarmnet_protocols.routing.host_info import HostInfo
 
 GAIN = 0.5
-"""Share of the difference between measured and expected time that one measurement corrects."""
+"""Share of the difference between measured and expected time that one measurement corrects. A
+larger share follows noise, a smaller one follows changes late."""
 MEMORY_S = 600.0
-"""Seconds after which an estimate is dropped, so that a host that has become faster is tried again."""
+"""Seconds until an estimate is dropped, so that a host that has become faster gets another
+chance."""
 MAX_BLOCK_S = 3600.0
 
 
 class Speeds:
-    """Seconds per block of every host that took part in a measured step: normalised least mean squares (Kaczmarz's method).
+    """Seconds per block of every host in a measured step, by normalised least mean squares.
 
-    The client measures the time of a whole chain itself, and uses no reports of hops. The difference to the expected time is divided among
-    the hops in proportion to their blocks; measurements of other chains tell the hops apart.
+    The method is Kaczmarz's. The client measures whole chains itself and ignores reports of hops.
+    It divides the difference to the expected time among the hops, in proportion to their blocks.
+    Measurements of other chains tell the hops apart.
     """
 
     def __init__(self) -> None:
         self._measured: dict[PeerId, tuple[float, float]] = {}
-        """Seconds per block, and when that was measured."""
+        """Seconds per block, and the time of the measurement."""
 
     def measured(self, view: View, chain: Sequence[Hop], step_s: float, now: float) -> None:
-        """Correct the estimates after a step of one token took ``step_s`` from the client through ``chain`` and back.
+        """Correct the estimates after a step of one token through ``chain`` and back took
+        ``step_s``.
 
-        ``view`` is a result of ``credible`` with the speeds that ``at`` returned for ``now``. Hosts that it does not contain are ignored.
+        ``view`` is a result of ``credible`` with the speeds that ``at`` returned for ``now``. Hosts
+        outside ``view`` are ignored.
         """
         hops = [hop for hop in chain if hop.peer in view.block_s]
         if not hops or not 0 <= step_s < math.inf:
@@ -46,7 +51,10 @@ class Speeds:
             self._measured[hop.peer] = min(max(block_s, 0.0), MAX_BLOCK_S), now
 
     def at(self, hosts: Mapping[PeerId, HostInfo], now: float) -> dict[PeerId, float]:
-        """Seconds per block of the measured ones among ``hosts``; estimates of hosts that are gone are kept for ``MEMORY_S``."""
+        """Return the seconds per block of the measured hosts among ``hosts``.
+
+        Estimates of hosts that are gone are kept for ``MEMORY_S``.
+        """
         self._measured = {
             peer: (block_s, at)
             for peer, (block_s, at) in self._measured.items()

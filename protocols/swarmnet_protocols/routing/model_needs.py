@@ -1,13 +1,15 @@
-"""Which models of a swarm need hosts, and which can spare some: pure functions of the claims of the
-hosts of all models.
+"""Decide which models of a swarm need hosts and which can spare some.
 
-1. A host may leave its model only if its blocks are served without it: each has ``OTHER_HOSTS`` other
-   hosts, and the load of the hosts that stay is at most ``CALM``. So no model loses a block for another.
-2. A model needs hosts if some of its blocks have none, and hosts that may switch can fill them all; or
-   if its hosts are overloaded.
+Pure functions of the claims of all hosts:
 
-Between ``CALM`` and ``OVERLOADED`` a model neither gives hosts nor gets some. Otherwise hosts would go
-to and fro.
+1. A host may leave its model only if the others serve its blocks well. Each block has
+   ``OTHER_HOSTS`` other hosts, and the load of the hosts that stay is at most ``CALM``. So no model
+   loses a block to another.
+2. A model needs hosts if some of its blocks have none, and hosts that may switch can fill all of
+   them. It also needs hosts if its own are overloaded.
+
+Between ``CALM`` and ``OVERLOADED`` a model neither gives nor gets hosts. Otherwise hosts would go
+back and forth.
 """
 
 import math
@@ -21,14 +23,13 @@ from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 OTHER_HOSTS = 2
-"""Other hosts that each block of a host must have before it leaves its model, so that one of them may
-fail."""
+"""Other hosts that each block must have before its host leaves the model. One of them may fail."""
 OVERLOADED = 0.75
 """Load from which a model needs more hosts."""
 CALM = 0.5
 """Highest load of the hosts that stay when a host leaves their model."""
 RELIEVED = (OVERLOADED + CALM) / 2
-"""Load that an overloaded model is to have after hosts have switched to it."""
+"""Target load of an overloaded model after hosts have switched to it."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +58,19 @@ class ServedModel:
 
     @cached_property
     def load(self) -> float:
-        """Median load of the hosts that this host has called; 0 without any. Few false announcements do
-        not change a median."""
+        """Median load of the hosts that this host has called; 0 without any. A few false
+        announcements do not change a median.
+        """
         return median([claim.load for claim in self.outlook.staying if claim.seen] or [0.0])
 
     @cached_property
     def load_soon(self) -> float:
-        """Load once hosts that have just come or will come soon compute too: at most ``load``."""
+        """Load once hosts that have just joined, or soon will, share the work: at most ``load``."""
         work = sum(claim.load * self.speed([claim]) for claim in self.outlook.staying)
         return min(self.load, work / self.speed(self.outlook.placed)) if work else 0.0
 
     def speed(self, claims: Sequence[Claim]) -> float:
-        """Blocks per second of the hosts of ``claims`` together."""
+        """Return the blocks per second of all hosts of ``claims`` together."""
         return sum(min(claim.blocks_per_s, self.outlook.most) for claim in claims)
 
 
@@ -80,14 +82,16 @@ class Need:
     missing: int
     """Number of blocks without a host; 0 if the hosts are overloaded."""
     chance: float
-    """Probability with which each host that may switch does so between two looks, so that as many
-    switch as are needed."""
+    """Probability that each host that may switch does so between two looks. About as many switch as
+    needed."""
     reason: str
 
 
 def without_yielding(own: ServedModel, mine: Claim, others: Sequence[ServedModel]) -> list[ServedModel]:
-    """Return ``others`` without the intents of this host, and without the intents that hosts of
-    ``own`` are expected to give up."""
+    """Return ``others`` without the intents of this host and without intents that will be given up.
+
+    Of two hosts of ``own`` that intend to leave, the one with the higher peer id gives up.
+    """
     hosts = {claim.peer for claim in own.claims if claim.settled}
 
     def counts(claim: Claim) -> bool:
@@ -100,7 +104,7 @@ def without_yielding(own: ServedModel, mine: Claim, others: Sequence[ServedModel
 def may_leave_model(own: ServedModel, mine: Claim) -> bool:
     """Check whether each block of ``mine`` has ``OTHER_HOSTS`` other hosts that do not move.
 
-    Other models need not be read for it, so switches to them do not count.
+    This reads no other models, so switches to them do not count.
     """
     return _is_spare(mine, holders(_with(own.outlook.staying, mine), own.blocks))
 
@@ -108,11 +112,11 @@ def may_leave_model(own: ServedModel, mine: Claim) -> bool:
 def need_for(
     own: ServedModel, mine: Claim, candidates: Sequence[ServedModel], others: Sequence[ServedModel]
 ) -> Need | None:
-    """Return the need of one of ``candidates`` that the host of ``mine`` should meet, None if there is
-    none or the host may not leave.
+    """Return the need among ``candidates`` that the host of ``mine`` should meet.
 
-    Of several, it is the one with the fewest missing blocks. ``others`` are all other models: their
-    hosts and intents show who leaves ``own``.
+    None if no candidate needs hosts or this host may not leave. The need with the fewest missing
+    blocks comes first. ``others`` are all other models: their hosts and intents show who leaves
+    ``own``.
     """
     candidates = [model for model in candidates if model.length and model.needs_hosts]
     if not candidates or own.outlook.gaps:
@@ -139,8 +143,10 @@ def need_for(
 def _need_of(
     model: ServedModel, own: ServedModel, mine: Claim, spare: Sequence[Claim], together: Set[PeerId]
 ) -> Need | None:
-    """The need of ``model`` if the hosts of ``spare`` can meet it. ``together``: hosts of ``spare`` that
-    may leave at the same time, with the host of ``mine``."""
+    """Return the need of ``model`` if the hosts of ``spare`` can meet it.
+
+    ``together`` are the hosts of ``spare`` that may leave at the same time as the host of ``mine``.
+    """
     ratio = own.block_bytes / model.block_bytes
     if missing := len(model.outlook.gaps):
         others = [claim for claim in spare if claim.peer in together and claim.peer != mine.peer]
@@ -161,12 +167,15 @@ def _with(claims: Sequence[Claim], mine: Claim) -> list[Claim]:
 
 
 def _is_spare(claim: Claim, counts: Sequence[int]) -> bool:
-    """Whether every block of ``claim`` has ``OTHER_HOSTS`` other hosts. ``counts``: hosts of each block."""
+    """Tell whether every block of ``claim`` has ``OTHER_HOSTS`` other hosts.
+
+    ``counts`` is the number of hosts of each block.
+    """
     return all(count > OTHER_HOSTS for count in counts[max(claim.start, 0) : claim.end])
 
 
 def _spare_together(spare: Sequence[Claim], counts: Sequence[int], *, first: PeerId) -> set[PeerId]:
-    """Hosts of ``spare`` that may leave together, among them ``first``."""
+    """Return hosts of ``spare`` that may leave together. ``first`` has priority."""
     left, found = list(counts), set()
     for claim in sorted(spare, key=lambda claim: (claim.peer != first, claim.peer)):
         if _is_spare(claim, left):

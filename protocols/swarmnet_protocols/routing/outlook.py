@@ -1,8 +1,7 @@
-"""The state of a model's swarm, by the claims of its hosts: blocks without a host, shortage, and the
-plan that fills gaps.
+"""The state of a model's swarm: blocks without a host, shortage, and the plan that fills gaps.
 
-All hosts that see the same claims compute the same :class:`Outlook`, so hosts that move need no
-messages beyond the claims.
+Hosts compute an :class:`Outlook` from the claims they see. Hosts that see the same claims compute
+the same outlook, so they move without further messages.
 """
 
 import random
@@ -15,14 +14,15 @@ from swarmnet_protocols.routing.placement import choose_span
 from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed, holders
 
 DEAD_BAND = 0.05
-"""Share by which the throughput may be below the mean of all hosts before hosts move. Smaller: hosts
-move for nothing. Larger: a shortage lasts."""
+"""Share by which the throughput may be below the mean of all hosts before hosts move. With a
+smaller one, hosts move for nothing. With a larger one, a shortage lasts."""
 STEP = 0.25
-"""Share by which the demand that reveals shortages is above the present throughput."""
+"""Share by which the assumed demand exceeds the present throughput. The excess reveals
+shortages."""
 
 
 class Outlook:
-    """The state of the swarm computed from the claims of all hosts, which is the same for every host that has the same claims."""
+    """The state of the swarm as one list of claims shows it."""
 
     def __init__(self, claims: Sequence[Claim], *, blocks: int) -> None:
         self.blocks = blocks
@@ -30,13 +30,16 @@ class Outlook:
         self.most = highest_speed(claim for claim in claims if claim.settled)
         intents = {claim.peer: claim for claim in claims if not claim.settled}
         self.staying = [claim for claim in claims if claim.settled and claim.peer not in intents]
-        """Claims of the hosts that neither move nor join."""
+        """Claims of hosts that neither move nor join."""
         self.placed = [*self.staying, *intents.values()]
-        """One claim of each host: the blocks that it will have after all announced moves."""
+        """One claim per host: the blocks it will have after all announced moves."""
         self.supply = Supply(blocks, self.placed, self.most)
 
     def including(self, mine: Claim) -> "Outlook":
-        """This outlook if it has the settled claim ``mine``, else one that has it in place of others of its host: claims of a large swarm are a sample."""
+        """Return an outlook that contains the settled claim ``mine``.
+
+        A sampled outlook may lack this host, or hold an older claim of it.
+        """
         if mine in self._settled:
             return self
         others = [claim for claim in self.claims if claim.peer != mine.peer]
@@ -62,7 +65,7 @@ class Outlook:
 
     @cached_property
     def is_balanced(self) -> bool:
-        """Whether no move of any host could raise the throughput clearly."""
+        """Whether the throughput is so close to the mean that no move could raise it clearly."""
         return self.throughput >= (1 - DEAD_BAND) * self.mean
 
     @cached_property
@@ -72,7 +75,7 @@ class Outlook:
 
     @cached_property
     def served(self) -> float:
-        """Blocks per second that are served at this demand."""
+        """Blocks per second that hosts serve at this demand."""
         return self.supply.served(self.demand)
 
     @cached_property
@@ -87,12 +90,15 @@ class Outlook:
 
     @cached_property
     def repairs(self) -> dict[PeerId, Claim]:
-        """The claims of the hosts that move to fill the gaps; none if no moves leave fewer blocks without a host."""
+        """The claims of the hosts that move to fill gaps. Empty if no move leaves fewer gaps."""
         return _repairs(self)
 
 
 def _repairs(outlook: Outlook) -> dict[PeerId, Claim]:
-    """A plan that fills gaps with few moves: first hosts that leave no gap, then neighbours of a gap, each shifting towards it."""
+    """Return a plan that fills gaps with few moves.
+
+    Hosts that leave no gap move first. Then neighbours of a gap shift towards it.
+    """
     blocks = outlook.blocks
     placed = {
         claim.peer: replace(claim, start=max(claim.start, 0), end=min(claim.end, blocks))
@@ -127,7 +133,7 @@ def _repairs(outlook: Outlook) -> dict[PeerId, Claim]:
 
 
 def _rate_without(claim: Claim, rates: Sequence[float], most: float) -> float:
-    """Tokens per second of the slowest block of ``claim`` without its host."""
+    """Return the tokens per second of the slowest block of ``claim`` without its host."""
     own = min(claim.blocks_per_s, most) / (claim.end - claim.start)
     return min(rates[claim.start : claim.end]) - own
 
@@ -135,7 +141,10 @@ def _rate_without(claim: Claim, rates: Sequence[float], most: float) -> float:
 def _shifted(
     placed: Mapping[PeerId, Claim], movable: Set[PeerId], blocks: int, direction: int
 ) -> dict[PeerId, Claim]:
-    """The claims after each host behind a gap has moved to the beginning of the gap, from block 0 (``direction`` 1) or from the last block (-1)."""
+    """Return the claims after each host behind a gap has moved to the beginning of the gap.
+
+    ``direction`` is 1 to begin at block 0 and -1 to begin at the last block.
+    """
 
     def mirrored(claim: Claim) -> Claim:
         return claim if direction > 0 else replace(claim, start=blocks - claim.end, end=blocks - claim.start)

@@ -1,9 +1,10 @@
-"""The choice of blocks of a joining host: a pure function of the claims of all hosts and a random source.
+"""Choose the blocks of a joining host, as a pure function of all claims and a random source.
 
-In Petals (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models Over The Internet", section 3.2) a host takes
-the weakest span of all, so hosts that join with the same view of the swarm take the same blocks. Here a host draws a few spans at random and
-takes the one that gives the swarm the most throughput: on a stale view, a choice among few is better than one among all (Mitzenmacher 2000,
-"How Useful Is Old Information?").
+In Petals (Borzunov et al. 2023, "Distributed Inference and Fine-tuning of Large Language Models
+Over The Internet", section 3.2) a host takes the weakest span of all. So hosts that join with the
+same view of the swarm take the same blocks. Here a host draws a few spans at random and takes the
+one with the most throughput. On a stale view, a choice among a few is better than a choice among
+all (Mitzenmacher 2000, "How Useful Is Old Information?").
 """
 
 import random
@@ -13,14 +14,16 @@ from dataclasses import dataclass
 from swarmnet_protocols.routing.throughput import ROUNDING, Claim, Supply, highest_speed, usual_speed
 
 DRAWS = 8
-"""Spans that a joining host compares. With more, it finds a better one on a fresh view, and more often the one that other hosts find on a stale view."""
+"""Number of spans that a joining host compares. With more, it finds a better span on a fresh view.
+On a stale view it more often picks the span that other hosts pick, too."""
 MAX_RIVALS = 16
-"""Most joining hosts whose choices a host computes before its own: each choice takes milliseconds in a large swarm."""
+"""Most joining hosts whose choices a host computes before its own. Each choice takes milliseconds
+in a large swarm."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Blocks [start, end) for a host, and the reason in one sentence for its owner."""
+    """Blocks [start, end) for a host. ``reason`` is one sentence for its owner."""
 
     start: int
     end: int
@@ -28,11 +31,12 @@ class Choice:
 
 
 def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: random.Random) -> Choice:
-    """The span of ``length`` blocks for a host that joins the hosts of ``claims``.
+    """Choose ``length`` blocks for a host that joins the hosts of ``claims``.
 
-    While blocks have no host, only spans are possible that leave the fewest such blocks, in the fewest pieces, so that hosts of any length
-    fit beside it. At most ``DRAWS`` possible spans are drawn with ``rng``. The result is the one with which the swarm has the highest
-    throughput, and among equals the one with the slowest block. Raises ``ValueError`` unless 0 < length <= blocks.
+    While some blocks have no host, only spans that leave the fewest gaps, in the fewest pieces, are
+    candidates. A host of any length then fits next to the new one. At most ``DRAWS`` candidates are
+    drawn with ``rng``. The one with the highest throughput wins; ties go to the span with the
+    slowest block. Raises ``ValueError`` unless 0 < length <= blocks.
     """
     if not 0 < length <= blocks:
         raise ValueError(f"a span of {length} in a model of {blocks} blocks")
@@ -56,19 +60,21 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
 
 
 def draw(blocks: int, length: int, rng: random.Random) -> list[int]:
-    """``DRAWS`` starts of spans of ``length`` blocks.
+    """Draw ``DRAWS`` starts of spans of ``length`` blocks.
 
-    Starts are drawn beyond both ends and then clamped, so that the first and last blocks are covered as often as the others.
+    Starts beyond both ends are drawn, too, and then clamped. So the first and last blocks are
+    covered as often as the others.
     """
     return [min(max(rng.randrange(1 - length, blocks), 0), blocks - length) for _ in range(DRAWS)]
 
 
 def resolve_claims(mine: Claim, others: Sequence[Claim], *, blocks: int) -> Choice:
-    """The span to claim, which may be that of ``mine``, after the claims of other joining hosts have arrived.
+    """Return the span to claim after the claims of other joining hosts have arrived.
 
-    Hosts that chose at the same time choose again in the order of their peer ids, after the settled ones. Each draws with its peer id as
-    the seed, so all hosts that see the same claims compute the same placement without further messages, and a host that joins again
-    draws the same spans, whose weights it may still have.
+    The result may be the span of ``mine``. Hosts that chose at the same time choose again, in the
+    order of their peer ids, after the settled hosts. Each draws with its peer id as seed. So all
+    hosts that see the same claims compute the same placement. A host that joins again draws the
+    same spans, and may still have their weights.
     """
     placed = [claim for claim in others if claim.settled]
     rivals = sorted(
@@ -83,7 +89,11 @@ def resolve_claims(mine: Claim, others: Sequence[Claim], *, blocks: int) -> Choi
 
 
 def closing(rates: Sequence[float], length: int) -> list[int]:
-    """The starts of the spans that leave the fewest blocks without a host, in the fewest pieces; none if every block has a host."""
+    """Return the starts of the spans that leave the fewest blocks without a host, in the fewest
+    pieces.
+
+    Empty if every block has a host.
+    """
     if all(rates):
         return []
     found: list[int] = []
@@ -101,7 +111,10 @@ def closing(rates: Sequence[float], length: int) -> list[int]:
 
 
 def _reason(rates: Sequence[float], before: float, after: float) -> str:
-    """The reason for choosing a span whose blocks have these rates, and which raises the throughput from ``before`` to ``after``."""
+    """Return the reason for a span, in one sentence.
+
+    ``rates`` belong to its blocks; the span raises the throughput from ``before`` to ``after``.
+    """
     gaps = sum(not rate for rate in rates)
     if gaps == len(rates):
         return "no other host has these blocks"

@@ -1,24 +1,25 @@
-"""Where a host should be: one decision for moves between blocks and switches between models.
+"""Decide where a host should be: at other blocks, or at another model.
 
-:func:`should_relocate` is a pure function of one look at the swarm, the host's memory, the time and a
-random source. A host stays, shrinks, grows, moves to other blocks, or switches to another model:
+:func:`should_relocate` is a pure function of one look at the swarm, the host's memory, the time and
+a random source. A host stays, shrinks, grows, moves to other blocks, or switches to another model:
 
-1. **Shrink.** A host whose owner allows fewer blocks than it serves drops some at once: blocks that
-   other hosts have, and of these the ones that the swarm needs least.
+1. **Shrink.** If the owner allows fewer blocks than the host serves, the host drops some at once.
+   It drops blocks that other hosts have, and first the ones that the swarm needs least.
 2. **Gaps.** Hosts fill blocks without a host at once. All hosts compute the same plan
    (``Outlook.repairs``), and each carries out its own part.
-3. **Shortage.** Without gaps, hosts move to raise the throughput. A shortage is a demand above the
-   present throughput, but not above the mean of all hosts, that would not be served. A host moves only
-   to blocks where much more of its time is of use at that demand. It grows where its owner allows more
-   blocks and the swarm gains by it.
-4. **Other models.** A host that its own model can spare switches to a model that needs hosts
+3. **Shortage.** Without gaps, hosts move to raise the throughput. A shortage is demand that would
+   not be served: above the present throughput, but at most the mean of all hosts. A host moves only
+   to blocks where the swarm can use much more of its time at that demand. It grows if its owner
+   allows more blocks and the swarm gains.
+4. **Other models.** A host that its model can spare switches to a model that needs hosts
    (``model_needs.py``).
 
-A shortage or a need counts after the host has found it for a while. A host relocates once per
-``PAUSE_S``, except to fill a gap. It draws, so that all hosts together relocate at most as much as is
-missing between two looks, when they see what others have announced.
+A host acts on a shortage or a need only after it has seen it for a while. It relocates once per
+``PAUSE_S``, except to fill a gap. Hosts draw lots, so that all together relocate at most as much as
+is missing between two looks. At the next look they see what others have announced.
 
-Before the host leaves its blocks, it looks again (:func:`is_confirmed`): others may have left since.
+Before a host leaves its blocks it looks again (:func:`is_confirmed`), since other hosts may have
+left meanwhile.
 """
 
 import math
@@ -46,34 +47,34 @@ LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's
 intents."""
 CONFIRM_S = 150.0
-"""Seconds for which a host finds the same shortage before it moves: shorter ones are often records
-that are late."""
+"""Seconds that a host must see the same shortage before it moves. Shorter ones are often late
+records."""
 SWITCH_CONFIRM_S = 300.0
-"""Seconds for which a host finds the same need of another model before it switches: a host that is
+"""Seconds that a host must see the same need of another model before it switches. A host that is
 restarted is back by then."""
 PAUSE_S = 3600.0
 """Seconds after a move or switch until a host relocates again, unless a block has no host."""
 RETRY_S = 6 * 3600.0
 """Seconds after a failed switch until a host tries the same model again."""
 GAP_WAIT_S = 60.0
-"""Seconds after which hosts outside the plan fill a gap as well: hosts of the plan may be gone, or may
+"""Seconds after which hosts outside the plan fill a gap, too. Hosts of the plan may be gone, or may
 not follow it."""
 GAP_PAUSE_S = 60.0
-"""Seconds after a move until a host moves to fill a gap."""
+"""Seconds after a move until a host may move to fill a gap."""
 FEW_HOSTS = 100
-"""Number of hosts up to which all search for better blocks before they draw who moves: a single search
-often finds none. In a larger swarm hosts draw first, because each search takes milliseconds, and a
-sample of the claims shows shortages by chance."""
+"""Largest swarm where all hosts search for better blocks before they draw who moves. There, a
+single search often finds none. In a larger swarm hosts draw first: each search takes milliseconds,
+and a sample of the claims shows shortages by chance."""
 USEFUL = 0.5
-"""Least share of a host's time, or of the shortage, that a move must put to more use. If it does not,
-``RAISE`` must hold."""
+"""Least share of a host's time, or of the shortage, that a move must put to better use. If it does
+not, ``RAISE`` must hold."""
 RAISE = 0.1
 """Least share by which a move must raise the throughput if ``USEFUL`` does not hold. Only moves in
 small swarms raise it so much."""
 
 
 class Kind(Enum):
-    """What a host that does not stay does. It announces each kind before it acts."""
+    """What a host does that does not stay. It announces each kind before it acts."""
 
     SHRINK = auto()
     """Serve some of the present blocks."""
@@ -87,18 +88,18 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Relocation:
-    """The blocks [start, end) that a host shall serve next, and the reason in one sentence for its
-    owner."""
+    """The blocks [start, end) that a host serves next. ``reason`` is one sentence for its owner."""
 
     kind: Kind
     start: int
     end: int
     reason: str
     fills_gap: bool = False
-    """Whether the model cannot be served without this move. The host then neither waits for its
-    sessions nor stays because it is the last host of its blocks."""
+    """Whether the model cannot be served without this move. The host then waits neither for its
+    sessions nor for another host of its blocks."""
     manifest: bytes = b""
-    """The model to which the host switches; it chooses its blocks again when it has left."""
+    """Manifest of the model that the host switches to. The host chooses its blocks again when it
+    has left."""
     model: str = ""
     """The name of that model."""
 
@@ -118,7 +119,7 @@ class Relocation:
 
 @dataclass(frozen=True)
 class Lasting(Generic[T]):
-    """What a host has found at each look since a time."""
+    """A finding that every look since ``since`` has confirmed."""
 
     what: T
     since: float
@@ -126,10 +127,11 @@ class Lasting(Generic[T]):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a host remembers between two looks. Times are in seconds of the clock that gives ``now``."""
+    """What a host remembers between two looks. Times are in seconds of the clock that gives
+    ``now``."""
 
     relocated_at: float = -math.inf
-    """When the host last decided to move, or last left a model."""
+    """When the host last decided to move or left a model."""
     gap_since: float = math.inf
     """Time of the first of the consecutive looks that found blocks without a host."""
     shortage: Lasting[Span] | None = None
@@ -154,8 +156,8 @@ class Look:
     """What a host sees of the swarm at one time."""
 
     own: ServedModel
-    """Its model. The claims may be a sample without the host's own. When the host must shrink, they
-    include every host of its blocks."""
+    """The host's model. Its claims may be a sample without this host. When the host must shrink,
+    they include every host of its blocks."""
     mine: Claim
     """The host's settled claim."""
     length: int
@@ -168,13 +170,12 @@ class Look:
         return self.mine.end - self.mine.start
 
     def of(self, claims: Sequence[Claim]) -> "Look":
-        """This look with no other hosts of the own model than those of ``claims``."""
+        """Return this look with only ``claims`` as other hosts of the own model."""
         return replace(self, own=replace(self.own, claims=[self.mine, *claims]))
 
 
 def may_switch(look: Look, memory: Remembered, *, now: float) -> bool:
-    """Check whether the host could switch if another model needed hosts, so that its caller reads the
-    other models."""
+    """Check whether the host could switch at all. Only then does the caller read the other models."""
     return (
         look.mine.may_switch and now >= memory.relocated_at + PAUSE_S and may_leave_model(look.own, look.mine)
     )
@@ -183,9 +184,9 @@ def may_switch(look: Look, memory: Remembered, *, now: float) -> bool:
 def should_relocate(
     look: Look, memory: Remembered, *, now: float, rng: random.Random
 ) -> tuple[Relocation | None, Remembered]:
-    """Return what the host of ``look`` does, None to stay, and its memory for the next look.
+    """Return what the host of ``look`` does (None: stay), and its memory for the next look.
 
-    The caller announces the result at once, as a claim that is not settled, and asks
+    The caller announces the result at once, as a claim that is not settled. It asks
     :func:`is_confirmed` before the host leaves blocks.
     """
     relocation = None
@@ -200,10 +201,10 @@ def should_relocate(
 
 
 def staying(look: Look, relocation: Relocation) -> list[Claim]:
-    """Return the settled claims of other hosts of the own model that will still be there.
+    """Return the settled claims of other hosts of the own model that will stay.
 
-    Of two hosts that would leave the same blocks at once, the one with the lower peer id leaves. A host
-    that switches does not count on hosts that move.
+    Of two hosts that would leave the same blocks at once, the one with the lower peer id leaves. A
+    host that switches does not count on hosts that move.
     """
     mine, own = look.mine, look.own
     if relocation.is_switch:
@@ -218,10 +219,10 @@ def staying(look: Look, relocation: Relocation) -> list[Claim]:
 
 
 def blocks_to_leave(look: Look, relocation: Relocation, *, kept: Span = (0, 0)) -> list[int]:
-    """Return the blocks that other hosts must have: those of the host but ``kept`` [start, end).
+    """Return the blocks of this host, except ``kept`` [start, end), that other hosts must have.
 
-    A move that fills a gap needs no host for blocks that no other host claims. The plan has others
-    shift there.
+    A move that fills a gap needs no host for blocks that no other host claims. The plan shifts
+    other hosts there.
     """
     mine, blocks = look.mine, look.own.blocks
     left = [
@@ -234,10 +235,10 @@ def blocks_to_leave(look: Look, relocation: Relocation, *, kept: Span = (0, 0)) 
 
 
 def is_confirmed(look: Look, relocation: Relocation, left: Collection[int]) -> bool:
-    """Check whether the host may still leave the blocks ``left``, now that others can have read its
-    intent.
+    """Check whether the host may still leave the blocks ``left``, now that others had time to read
+    its intent.
 
-    Hosts of its model with higher peer ids that have announced to leave, too, are expected to stay.
+    Hosts of its model with higher peer ids that also announced to leave are expected to stay.
     """
     if relocation.is_switch:
         before = without_yielding(look.own, look.mine, look.others)
@@ -291,7 +292,8 @@ def _among_blocks(
     memory = replace(memory, gap_since=math.inf)
     if outlook.is_balanced or now < memory.relocated_at + PAUSE_S:
         return None, replace(memory, shortage=None)
-    # With this probability, all hosts together move at most as much as is missing, or one host, between two looks.
+    # With this probability, all hosts together move at most as much as is missing, or one host,
+    # between two looks.
     chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.mean)
     is_large = len(outlook.placed) > FEW_HOSTS
     last = memory.shortage
@@ -309,7 +311,7 @@ def _among_blocks(
 
 
 def _to(mine: Claim, start: int, end: int, reason: str, *, fills_gap: bool = False) -> Relocation:
-    """The relocation of the host of ``mine`` to other blocks, or to more blocks around its own."""
+    """Return the relocation of the host of ``mine`` to other blocks, or to more around its own."""
     kind = Kind.GROW if start <= mine.start and mine.end <= end else Kind.MOVE
     return Relocation(kind, start, end, reason, fills_gap)
 
@@ -317,16 +319,22 @@ def _to(mine: Claim, start: int, end: int, reason: str, *, fills_gap: bool = Fal
 def _target(
     outlook: Outlook, mine: Claim, last: Span | None, length: int, rng: random.Random
 ) -> tuple[Span | None, float]:
-    """The span of the last look, if the host of ``mine`` would still help there, or the best of a few drawn at random; None if none helps.
+    """Return the span where the host of ``mine`` helps most, and the share of its time that gains
+    there.
 
-    The second value is the share of the host's time that is of more use there.
+    The span of the last look wins if the host would still help there. Otherwise a few spans are
+    drawn at random. The span is None if none helps.
     """
     speed = min(mine.blocks_per_s, outlook.most)
     without = outlook.supply.copy()
     without.add(mine.start, mine.end, -speed)
 
     def gain(span: Span) -> tuple[float, float]:
-        """The throughput with the host on ``span``, and the additional blocks per second that are served; zeros for too little gain or an unsafe move."""
+        """Return the throughput with the host on ``span``, and how many more blocks per second are
+        served.
+
+        Both are 0 if the gain is too small or the move is unsafe.
+        """
         if not _is_safe(outlook, mine, *span):
             return 0.0, 0.0
         after = without.copy()
@@ -340,7 +348,7 @@ def _target(
 
     if last is not None and last[1] - last[0] <= length and (known := gain(last)[1]):
         return last, known / speed
-    # Where it grows, it leaves no block.
+    # A host that grows leaves no block.
     grown = _spans_around(mine, length, outlook.blocks) if length > mine.end - mine.start else ()
     drawn = dict.fromkeys([*grown, *draw(outlook.blocks, length, rng)])
     gains = {(start, start + length): gain((start, start + length)) for start in drawn}
@@ -350,21 +358,26 @@ def _target(
 
 
 def _spans_around(mine: Claim, length: int, blocks: int) -> range:
-    """The starts of the spans of ``length`` blocks that contain those of ``mine``."""
+    """Return the starts of the spans of ``length`` blocks that contain the span of ``mine``."""
     return range(max(mine.end - length, 0), min(mine.start, blocks - length) + 1)
 
 
 def shrink(outlook: Outlook, mine: Claim, length: int) -> Relocation:
-    """The move of the host of ``mine`` to ``length`` of its own blocks, which are fewer than it has.
+    """Return the move of the host of ``mine`` to ``length`` of its own blocks, fewer than it has.
 
-    It drops those without which the fewest blocks have no host, and among these choices the swarm has the highest throughput. ``outlook`` includes ``mine``.
+    The choice leaves the fewest blocks without a host, then the highest throughput. ``outlook``
+    includes ``mine``.
     """
     speed = min(mine.blocks_per_s, outlook.most)
     without = outlook.supply.copy()
     without.add(mine.start, mine.end, -speed)
 
     def loss(start: int) -> tuple[int, float, float]:
-        """If the host keeps ``length`` blocks from ``start`` on: the blocks without a host, and, negative, the throughput and the slowest block."""
+        """Return the cost of keeping ``length`` blocks from ``start`` on, to be minimised.
+
+        The parts are: blocks without a host, negative throughput, negative rate of the slowest
+        block.
+        """
         after = without.copy()
         after.add(start, start + length, speed)
         rates = after.rates()
@@ -375,7 +388,7 @@ def shrink(outlook: Outlook, mine: Claim, length: int) -> Relocation:
 
 
 def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
-    """Whether all blocks of ``mine`` outside of [start, end) have another staying host."""
+    """Tell whether all blocks of ``mine`` outside [start, end) have another staying host."""
     return all(
         start <= block < end or outlook.holders[block] > 1
         for block in range(max(mine.start, 0), min(mine.end, outlook.blocks))
@@ -385,7 +398,11 @@ def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
 def _fill(
     outlook: Outlook, mine: Claim, memory: Remembered, length: int, now: float, rng: random.Random
 ) -> Relocation | None:
-    """The move of the host of ``mine`` to fill a gap: by growing, by the plan, or, if the hosts of the plan do not move, at random."""
+    """Return the move of the host of ``mine`` that fills a gap; None to stay.
+
+    The host grows if it can, else follows the plan. If the hosts of the plan do not move, it moves
+    at random.
+    """
     gaps = set(outlook.gaps)
     if length > mine.end - mine.start:
         starts = _spans_around(mine, length, outlook.blocks)

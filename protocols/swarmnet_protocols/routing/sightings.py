@@ -1,18 +1,17 @@
-"""Which announced hosts count: a pure function of their claims and of what this peer has seen of
-them itself.
+"""Decide which announced hosts count, from their claims and from what this peer has seen itself.
 
-A signed record is a claim. Any peer can sign records of hosts that do not exist, at no cost, and
-renew them for ever. So a peer calls a few of the hosts that it reads about, and its decisions rest
-on who answers:
+A signed record is only a claim. Any peer can sign records of hosts that do not exist, at no cost,
+and renew them for ever. So a peer calls a few of the announced hosts, and its decisions rest on who
+answers:
 
 1. **Whom to call** (``Sightings.to_call``). Each block should have ``LEAST_SEEN`` hosts that this
-   peer has seen, and one more host is drawn at each look. The number of calls does not grow with
-   the number of records.
+   peer has seen. One more host is drawn at each look. The number of calls does not grow with the
+   number of records.
 2. **Who counts** (``Sightings.counted``). A host that does not answer does not count. A host that
-   was not called counts, unless most hosts that were called for one of its blocks do not answer.
-3. **Places.** Identities are free and networks are not. Hosts that were reached in one subnet count
-   as one host where the question is whether others have a block (``throughput.holders``), and have
-   the speed of one host (``sharing``).
+   was not called counts, unless most called hosts of one of its blocks do not answer.
+3. **Places.** Identities are free, networks are not. Hosts in one subnet count as one host when the
+   question is who else has a block (``throughput.holders``). Together they have the speed of one
+   host (``sharing``).
 """
 
 import math
@@ -26,25 +25,25 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 SEEN_S = 300.0
-"""Seconds for which an answer counts. A machine that answers once, leaves, and has its record
-renewed elsewhere counts that long. With a smaller value, peers call each other more often."""
+"""Seconds that an answer counts. A machine that answers once and leaves counts that long, if
+somebody renews its record. With a smaller value, peers call each other more often."""
 LEAST_SEEN = 2
 """Hosts of each block that a peer wants to have seen. With one, the end of that host would look
 like a block without hosts."""
 MAX_CALLS = 8
-"""Most calls at one look. More find a live host among invented ones sooner; each goes to an address
-that a liar may choose."""
+"""Most calls at one look. With more, a live host among invented ones is found sooner. But a liar
+may choose where each call goes."""
 DOUBTS = 3
-"""Hosts of a block that may fail to answer within ``SEEN_S``, beyond those that answer, before
-hosts that were not called do not count there. After an outage, honest hosts leave that many stale
-records."""
+"""Hosts of a block that may fail within ``SEEN_S``, beyond the hosts that answer. With more
+failures, hosts that were not called do not count there. After an outage, honest hosts leave about
+that many stale records."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
-"""Seconds until a host that does not answer is called again: after the first time, doubled each
-time, and at most."""
+"""Seconds until a silent host is called again: the first pause, doubled each time, and the
+longest."""
 REFUTED_S = 3600.0
-"""Seconds for which a host that computed wrong outputs does not count, even if it answers."""
+"""Seconds that a host with wrong outputs does not count, even if it answers."""
 MAX_KNOWN = 4096
-"""Most hosts that a peer remembers, those called last."""
+"""Most hosts that a peer remembers. It forgets the one it called longest ago."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,10 @@ class Sighting:
     span: tuple[int, int] = (0, 0)
     """The blocks [start, end) that it named."""
     place: str = ""
-    """The subnet where it was reached; empty for an own network of this peer, or if unknown."""
+    """Subnet where the host was reached; empty if unknown, or for this peer's own network."""
     failed_at: float = -math.inf
     failures: int = 0
-    """Calls in a row that it did not answer."""
+    """Consecutive calls that the host did not answer."""
     refuted_at: float = -math.inf
     """When it computed wrong outputs."""
 
@@ -70,8 +69,9 @@ class Sighting:
         return self.answered_at > -math.inf
 
     def has_failed(self, now: float) -> bool:
-        """Whether the host must not count. One lost call does not show that of a host that has
-        answered before."""
+        """Tell whether the host must not count. One lost call does not suffice if it has answered
+        before.
+        """
         return self.failures > self.is_known or now < self.refuted_at + REFUTED_S
 
     def may_call(self, now: float) -> bool:
@@ -79,8 +79,10 @@ class Sighting:
         return now >= max(self.failed_at + pause_s * self.has_failed(now), self.refuted_at + REFUTED_S)
 
     def shows(self, claim: Claim, manifest: bytes, now: float, *, for_s: float = SEEN_S) -> bool:
-        """Whether the host answered within ``for_s`` that it has the blocks of ``claim``, or at all
-        if the claim is an intent."""
+        """Tell whether the host answered within ``for_s`` that it has the blocks of ``claim``.
+
+        For an intent, any answer is enough.
+        """
         if self.has_failed(now) or now >= self.answered_at + for_s:
             return False
         has_blocks = self.span[0] <= claim.start < claim.end <= self.span[1]
@@ -98,7 +100,7 @@ class ModelClaims:
     blocks: int
     claims: Sequence[Claim]
     subnets: Mapping[PeerId, str] = field(default_factory=dict)
-    """The subnet that each host announces, where it announces one."""
+    """Subnets that hosts announce."""
 
 
 class Sightings:
@@ -113,7 +115,7 @@ class Sightings:
     def answered(
         self, peer: PeerId, manifest: bytes, span: tuple[int, int], place: str, *, now: float
     ) -> None:
-        """Note that a host answered, with the model and the blocks that it named, from ``place``."""
+        """Note that a host answered from ``place``, and which model and blocks it named."""
         refuted_at = self.of(peer).refuted_at
         self._note(peer, Sighting(now, manifest, span, place, refuted_at=refuted_at))
 
@@ -123,7 +125,7 @@ class Sightings:
         self._note(peer, replace(before, failed_at=now, failures=before.failures + 1))
 
     def refuted(self, peer: PeerId, *, now: float) -> None:
-        """Note that a host computed wrong outputs, or none, of blocks that it claims."""
+        """Note that a host computed wrong outputs, or none, for blocks that it claims."""
         self._note(peer, replace(self.of(peer), refuted_at=now))
 
     def _note(self, peer: PeerId, sighting: Sighting) -> None:
@@ -133,12 +135,13 @@ class Sightings:
             self._known.popitem(last=False)
 
     def counted(self, model: ModelClaims, *, now: float) -> list[Claim]:
-        """The claims that count, each with ``seen`` and ``place``."""
+        """Return the claims that count, with ``seen`` and ``place`` filled in."""
         seen, unknown, failed = list[Claim](), list[Claim](), list[Claim]()
         for claim in model.claims:
             sighting = self.of(claim.peer)
             if sighting.has_failed(now):
-                # Those found out before are known one by one, and say nothing about the hosts that are left.
+                # Older failures are known one by one. They say nothing about the hosts that are
+                # left.
                 failed += [claim] if now < sighting.failed_at + SEEN_S else []
             elif sighting.shows(claim, model.manifest, now):
                 seen.append(replace(claim, seen=True, place=sighting.place))
@@ -158,10 +161,10 @@ class Sightings:
     def to_call(
         self, model: ModelClaims, *, now: float, rng: random.Random, most: int = MAX_CALLS, extra: int = 1
     ) -> list[PeerId]:
-        """Up to ``most`` hosts to call: those that give each block ``LEAST_SEEN`` hosts, and
-        ``extra`` others.
+        """Return up to ``most`` hosts to call, so that each block gets ``LEAST_SEEN`` hosts, and
+        ``extra`` more.
 
-        Hosts that have answered before come first, then one of each announced subnet in turn.
+        Hosts that have answered before come first, then one host of each announced subnet in turn.
         """
         fresh, stale = list[Claim](), list[Claim]()
         for claim in model.claims:
@@ -180,8 +183,9 @@ class Sightings:
 
 
 def sharing(claims: Sequence[Claim]) -> list[Claim]:
-    """``claims`` with the speeds that count: the hosts of one place have the mean speed of one host
-    together."""
+    """Return ``claims`` with the speeds that count: all hosts of one place share the mean speed of
+    one.
+    """
     hosts = defaultdict[str, set[PeerId]](set)
     for claim in claims:
         if claim.place:
@@ -193,8 +197,10 @@ def sharing(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def covering(claims: Iterable[Claim], counts: Sequence[int], *, least: int, most: int) -> list[PeerId]:
-    """The first hosts of ``claims``, at most ``most``, that give each block ``least`` hosts beyond
-    what ``counts`` says it has."""
+    """Return the first hosts of ``claims`` that give each block ``least`` hosts, at most ``most``.
+
+    ``counts`` is the number of hosts that each block already has.
+    """
     found, counts = dict[PeerId, None](), list(counts)
     for claim in claims:
         if len(found) == most:
@@ -208,7 +214,7 @@ def covering(claims: Iterable[Claim], counts: Sequence[int], *, least: int, most
 
 
 def in_turn(claims: Collection[Claim], subnets: Mapping[PeerId, str], rng: random.Random) -> list[Claim]:
-    """``claims`` in a random order, one of each subnet, then another one of each, and so on."""
+    """Return ``claims`` in random order: one of each subnet, then another of each, and so on."""
     by_subnet = defaultdict[str, list[Claim]](list)
     for claim in rng.sample(list(claims), len(claims)):
         by_subnet[subnets.get(claim.peer, "") or claim.peer].append(claim)

@@ -1,14 +1,16 @@
-"""The throughput of a swarm: the tokens per second of all its hosts, each of which may spend its time on any blocks of its span.
+"""The throughput of a swarm: tokens per second of all hosts, which divide their time among their
+blocks.
 
-A host computes ``blocks_per_s`` single-token steps of one block per second. By the max-flow min-cut theorem, the most tokens per second that
-all hosts together can compute is
+A host computes ``blocks_per_s`` single-token steps of one block per second. By the max-flow min-cut
+theorem, all hosts together compute at most this many tokens per second:
 
     min over sets S of blocks of (sum of blocks_per_s over the hosts that have a block of S) / |S|
 
-Because hosts have spans of blocks, no solver is needed. To serve ``demand`` tokens per second on every block, the blocks are filled in order,
-each from the hosts whose spans end first: no other division serves more in total (Glover 1967, "Maximum Matching in a Convex Bipartite
-Graph"), and a block that falls short shows a set with a smaller ratio. Blocks between two bounds of spans have the same hosts and are filled
-as one.
+Hosts have contiguous spans, so no solver is needed. To serve ``demand`` tokens per second on every
+block, :class:`Supply` fills the blocks in order, each from the hosts whose spans end first. No
+other division serves more in total (Glover 1967, "Maximum Matching in a Convex Bipartite Graph"). A
+block that falls short shows a set with a smaller ratio. Blocks between two bounds of spans have the
+same hosts and are filled as one.
 """
 
 import math
@@ -23,19 +25,22 @@ from statistics import median
 from swarmnet_protocols.net import PeerId
 
 MAX_SPEED = 10.0
-"""Highest speed with which a claim counts, in multiples of the median of all claims: by a false speed, a host could keep others away from its blocks."""
+"""Highest speed that counts, in multiples of the median of all claims. With a false speed, a host
+could keep others away from its blocks."""
 FASTEST = 0.1
-"""Share of the claims, the fastest ones, that count only as fast as the slowest of them: so a few false speeds count no more than true ones."""
+"""Share of the fastest claims that count only as fast as the slowest of them. So a few false speeds
+count no more than true ones."""
 ROUNDING = 1e-9
 """Relative difference below which two throughputs count as equal."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Blocks [start, end) that a host serves, or intends to, at ``blocks_per_s`` single-token steps of one block per second.
+    """Blocks [start, end) that a host serves or intends to serve.
 
-    ``settled``: whether it serves them or has chosen them for good. A host that moves has two claims: a settled claim to the blocks that
-    it still serves, and another claim to the blocks that it will serve.
+    ``blocks_per_s`` counts single-token steps of one block. ``settled`` is true if the host serves
+    the blocks or has chosen them for good. A host that moves has two claims: a settled one for the
+    blocks that it still serves, and another for the blocks that it will serve.
     """
 
     peer: PeerId
@@ -50,18 +55,24 @@ class Claim:
     load: float = 0.0
     """Share of the last minutes in which the host computed."""
     seen: bool = True
-    """Whether the reader has called the host, and it answered that it has these blocks: see ``sightings.py``."""
+    """Whether the reader has called the host and it confirmed these blocks (``sightings.py``)."""
     place: str = ""
-    """The subnet where the reader reached the host. Hosts of one place count as one host; empty: the host counts for itself."""
+    """Subnet where the reader reached the host. Hosts of one place count as one host; empty counts
+    alone."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:
-    """The median of the claimed speeds, which is assumed for a host whose speed is not measured; 1 without claims."""
+    """Return the median claimed speed, assumed for a host without a measured speed; 1 without
+    claims.
+    """
     return median([claim.blocks_per_s for claim in claims] or [1.0])
 
 
 def highest_speed(claims: Iterable[Claim]) -> float:
-    """The speed as which faster claims count: the 90th percentile (nearest rank), which ten claims or more have, but at most ``MAX_SPEED`` medians."""
+    """Return the speed that faster claims are cut to, at most ``MAX_SPEED`` medians.
+
+    This is the 90th percentile (nearest rank). With fewer than ten claims it is the highest speed.
+    """
     speeds = sorted(claim.blocks_per_s for claim in claims)
     if not speeds:
         return MAX_SPEED
@@ -69,7 +80,7 @@ def highest_speed(claims: Iterable[Claim]) -> float:
 
 
 def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
-    """The number of hosts of each block; all hosts of one place are one host."""
+    """Return the number of hosts of each block. All hosts of one place are one host."""
     changes = [0] * (blocks + 1)
     shared = defaultdict[str, list[tuple[int, int]]](list)
     for claim in claims:
@@ -90,17 +101,20 @@ def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
 
 
 def throughput(claims: Iterable[Claim], blocks: int) -> float:
-    """Tokens per second that the hosts of ``claims`` can compute together; 0 if one of the model's ``blocks`` has no host."""
+    """Return the tokens per second of the hosts of ``claims`` together; 0 if a block has no host."""
     return Supply(blocks, claims).throughput()
 
 
 class Supply:
-    """The speeds of hosts, in blocks per second, by their spans. Claims are clipped to the model's blocks and to ``most`` blocks per second each."""
+    """The speeds of hosts by their spans, in blocks per second.
+
+    Claims are clipped to the model's blocks, and to ``most`` blocks per second each.
+    """
 
     def __init__(self, blocks: int, claims: Iterable[Claim] = (), most: float = float("inf")) -> None:
         self.blocks = blocks
         self._by_start: dict[int, dict[int, float]] = {}
-        """For each first block of a span, the ends of the spans that start there, each with the summed speed of its hosts."""
+        """First block of a span → end of the span → summed speed of its hosts."""
         bounds = {0, blocks}
         for claim in claims:
             start, end = max(claim.start, 0), min(claim.end, blocks)
@@ -109,10 +123,10 @@ class Supply:
                 ends = self._by_start.setdefault(start, {})
                 ends[end] = ends.get(end, 0.0) + min(claim.blocks_per_s, most)
         self._bounds = sorted(bounds)
-        """All starts and ends of spans, in order: the blocks between two of them are in the same spans, and are filled as one."""
+        """All starts and ends of spans, sorted. Blocks between two of them have the same hosts."""
 
     def add(self, start: int, end: int, blocks_per_s: float) -> None:
-        """Add a host of blocks [start, end); remove one, if its speed is negative."""
+        """Add a host of blocks [start, end), or remove one with a negative speed."""
         start, end = max(start, 0), min(end, self.blocks)
         if start >= end:
             return
@@ -133,11 +147,13 @@ class Supply:
 
     @property
     def mean(self) -> float:
-        """The throughput if every host had every block: no placement of these hosts has a higher one."""
+        """The throughput if every host had every block. No placement of these hosts has a higher
+        one.
+        """
         return sum(sum(ends.values()) for ends in self._by_start.values()) / self.blocks
 
     def rates(self) -> list[float]:
-        """Tokens per second of each block if every host spends the same time on each of its blocks."""
+        """Return the tokens per second of each block if hosts divide their time equally."""
         rates = [0.0] * self.blocks
         for start, ends in self._by_start.items():
             for end, blocks_per_s in ends.items():
@@ -146,7 +162,10 @@ class Supply:
         return rates
 
     def throughput(self) -> float:
-        """The least ratio of the module's equation, found by Dinkelbach's method: each filling that falls short yields a smaller ratio."""
+        """Return the least ratio of the module's equation, by Dinkelbach's method.
+
+        Each filling that falls short yields a smaller ratio.
+        """
         demand = self.mean
         while demand > 0.0:
             ratio = self._tightest(*self._filled(demand), demand)
@@ -156,19 +175,24 @@ class Supply:
         return demand
 
     def served(self, demand: float) -> float:
-        """The most blocks per second that the hosts can spend if each block takes at most ``demand`` tokens per second."""
+        """Return the most blocks per second that hosts can spend with ``demand`` tokens per second
+        a block.
+        """
         return sum(self._filled(demand)[0])
 
     def can_give(self, demand: float) -> bool:
-        """Whether the throughput is at least ``demand``. Takes a fraction of the time of ``throughput``."""
+        """Tell whether the throughput is at least ``demand``. Much faster than ``throughput``."""
         return self.served(demand) >= self.blocks * demand * (1 - ROUNDING)
 
     def _filled(self, demand: float) -> tuple[list[float], list[int]]:
-        """The division of the hosts' time that serves the most, if each block takes at most ``demand`` tokens per second.
+        """Return the division of the hosts' time that serves the most, up to ``demand`` tokens per
+        second.
 
-        For each part between two bounds: the blocks per second spent on it, and the last end of the spans whose hosts spend them.
+        For each part between two bounds: the blocks per second spent on it, and the last end of the
+        spans whose hosts spend them.
         """
-        left: dict[int, float] = {}  # blocks per second that the hosts of spans with this end have left
+        # blocks per second that the hosts of spans with this end have left
+        left: dict[int, float] = {}
         open_ends: list[int] = []  # of spans with something left, as a heap
         taken: list[float] = []
         furthest: list[int] = []
@@ -196,11 +220,14 @@ class Supply:
         return taken, furthest
 
     def _tightest(self, taken: Sequence[float], furthest: Sequence[int], demand: float) -> float:
-        """The smallest ratio among the cuts that keep ``demand`` tokens per second from some block; ``demand`` if none does."""
+        """Return the smallest ratio of the cuts that keep a block below ``demand``; ``demand`` if
+        none does.
+        """
         smallest = demand
         for part, (start, end) in enumerate(pairwise(self._bounds)):
             if taken[part] < (end - start) * demand * (1 - ROUNDING):
-                # The cut: these blocks and, of those before them, all that took from a host which also has a block of the cut.
+                # The cut contains these blocks, and all earlier blocks served by a host that also
+                # has a block of the cut.
                 total, size, first = taken[part], end - start, start
                 for earlier in range(part - 1, -1, -1):
                     if furthest[earlier] > first:
