@@ -1,1 +1,1 @@
-"""Parts of this machine, not of the network: files, clocks, devices, threads, compiled code."""
+"""This machine rather than the network: files, clocks, devices, threads, compiled code."""

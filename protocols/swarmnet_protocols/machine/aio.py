@@ -1,4 +1,4 @@
-"""Helpers for asyncio: wait for the first or all of several coroutines, with deadlines and clean cancellation; a supervisor of loops."""
+"""Helpers for asyncio: races, deadlines, clean cancellation, and a supervisor of loops."""
 
 import asyncio
 import logging
@@ -10,15 +10,18 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 RESTART_S = 1.0
-"""First pause before a loop that failed begins again. It doubles with each failure in a row."""
+"""Seconds until a failed loop restarts. The pause doubles with each failure in a row."""
 MAX_RESTART_S = 60.0
-"""Longest pause before a loop begins again. A loop that ran for longer than this starts over with the first pause."""
+"""Longest pause in seconds before a restart.
+
+After a run longer than this, the next failure waits for the first pause again.
+"""
 
 
 async def race(*runners: Coroutine[Any, Any, T]) -> T:
     """Run all until the first ends, and cancel the others. Returns its result or raises its error.
 
-    If several end at once, the first of the arguments counts.
+    If several end at once, the first of the arguments wins.
     """
     tasks = [asyncio.ensure_future(runner) for runner in runners]
     try:
@@ -29,10 +32,12 @@ async def race(*runners: Coroutine[Any, Any, T]) -> T:
 
 
 async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:
-    """The result of ``attempt`` by ``when`` on the clock of the loop. Raises ``TimeoutError``.
+    """Return the result of ``attempt`` by ``when`` on the clock of the loop.
 
-    A process that was stopped sees the timeout before it sees what arrived meanwhile, so ``attempt`` is called once more after it. It must
-    lose nothing when it is cancelled.
+    A process that was stopped sees the timeout before it sees what arrived meanwhile. So
+    ``attempt`` is called once more after the timeout. It must lose nothing when it is cancelled.
+
+    Raises ``TimeoutError``.
     """
     try:
         async with asyncio.timeout_at(when):
@@ -56,8 +61,8 @@ async def all_of(*runners: Coroutine[Any, Any, T]) -> list[T]:
 async def persist(name: str, loop: Callable[[], Awaitable[T]]) -> T:
     """Run ``loop`` until it returns. After an error, log it under ``name`` and run the loop again.
 
-    For loops that a process lives on: announcements, reservations, checks of limits. An unforeseen error, such as one from
-    data of a peer, ends neither the loop for good nor the process.
+    For loops that must never stop: announcements, reservations, checks of limits. An unforeseen
+    error, for example from a peer's data, ends neither the loop nor the process.
     """
     clock, pause_s = asyncio.get_running_loop().time, RESTART_S
     while True:
@@ -73,7 +78,7 @@ async def persist(name: str, loop: Callable[[], Awaitable[T]]) -> T:
 
 
 async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
-    """Cancel tasks and wait until they have ended. Their errors are ignored."""
+    """Cancel tasks and wait until they have ended. Ignores their errors."""
     pending = [task for task in tasks if task is not None]
     for task in pending:
         task.cancel()
@@ -81,5 +86,8 @@ async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
 
 
 def start_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> Callable[[], T]:
-    """Start ``coroutine`` on ``loop`` from another thread; the function that is returned waits for its result and raises its error."""
+    """Start ``coroutine`` on ``loop`` from another thread.
+
+    The returned function waits for the result, or raises the error.
+    """
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result

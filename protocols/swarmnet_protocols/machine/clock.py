@@ -1,11 +1,10 @@
-"""The wall clock. This is the only module that reads it: code that sets or checks an expiry takes a
-``Clock``."""
+"""The wall clock. Only this module reads it: all other code takes a ``Clock``."""
 
 import time
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Seconds since the Unix epoch."""
+"""Returns seconds since the Unix epoch."""
 
 MAX_CLOCK_ERROR_S = 300.0
 """Clock error in seconds that the expiries of records and certificates tolerate."""
@@ -13,7 +12,7 @@ SET_CLOCK = "sudo timedatectl set-ntp true"
 
 
 def clock_advice(behind_s: float) -> str:
-    """Advice for a clock that is ``behind_s`` behind the peers' clocks (negative: ahead).
+    """Return advice if this clock is ``behind_s`` behind the peers' clocks (negative: ahead).
 
     Empty within ``MAX_CLOCK_ERROR_S``.
     """

@@ -1,4 +1,4 @@
-"""The devices, precision and GPU memory limit that the user chose, and the free memory of the devices."""
+"""The user's choice of devices, precision and GPU memory limit, and the free memory of devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +8,25 @@ import torch
 from swarmnet_protocols.errors import ConfigError
 
 MOST_SHARE = 0.95
-"""Share of a device's memory that may be filled: a driver that has none left ends other programs."""
+"""Share of a device's memory that may be filled. A full driver ends other programs."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def has_accelerator() -> bool:
-    """Whether torch can compute on a GPU of this machine. Allocates nothing there."""
+    """Return whether torch can compute on a GPU of this machine. Allocates nothing there."""
     return torch.cuda.is_available() or torch.backends.mps.is_available()
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto``: CUDA, else MPS, else the CPU. Raises ``ConfigError`` if it does not exist."""
+    """Return the named device. ``auto`` picks CUDA, else MPS, else the CPU.
+
+    Raises ``ConfigError`` if the device does not exist.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        return torch.empty(0, device=name).device  # cuda has a number
+        return torch.empty(0, device=name).device  # adds the number to ``cuda``
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"this machine has no device {name}", hint="use --device auto or --device cpu"
@@ -32,17 +35,17 @@ def pick_device(name: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Card:
-    """The memory of one accelerator; ``name`` is for people."""
+    """The memory of one accelerator. ``name`` is for people."""
 
     device: torch.device
     name: str
     total_bytes: int
     free_bytes: int
-    """Bytes that no program uses, at the time of looking."""
+    """Bytes that no program used when this was read."""
 
 
 def cards_of(devices: Sequence[torch.device]) -> list[Card]:
-    """The memory of each accelerator among ``devices``; a CPU has no memory of its own."""
+    """Return the memory of each accelerator among ``devices``. A CPU has no memory of its own."""
     return [_card(device) for device in devices if device.type in ("cuda", "mps")]
 
 
@@ -55,12 +58,18 @@ def _card(device: torch.device) -> Card:
 
 
 def allowed_bytes(most: float | None, total_bytes: int) -> int:
-    """The bytes of a device that a limit allows: a share if at most 1, else bytes; None: ``MOST_SHARE`` of it."""
+    """Return how many bytes of a device ``most`` allows.
+
+    ``most`` is a share if at most 1, else bytes. None means ``MOST_SHARE``.
+    """
     return int(_share(most, total_bytes) * total_bytes)
 
 
 def release_device_memory() -> None:
-    """Return freed memory of accelerators to their drivers. What the driver keeps for a process that computes stays until it ends."""
+    """Return freed accelerator memory to the drivers.
+
+    The driver's own memory for a computing process stays until the process ends.
+    """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
@@ -68,10 +77,11 @@ def release_device_memory() -> None:
 
 
 def limit_memory(device: torch.device, most: float | None) -> None:
-    """Limit the memory that this process allocates on ``device`` to ``most``: a share if at most 1, else bytes; None: ``MOST_SHARE`` of it.
+    """Limit the memory that this process allocates on ``device``.
 
-    Existing allocations stay. Beyond the limit PyTorch raises its out-of-memory error. The driver's own memory, some hundred MB, is not
-    counted. Does nothing for a CPU.
+    ``most`` is a share if at most 1, else bytes. None means ``MOST_SHARE``. Existing allocations
+    stay. Beyond the limit PyTorch raises its out-of-memory error. The limit does not count the
+    driver's own memory, some hundred MB. Does nothing for a CPU.
     """
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -89,7 +99,11 @@ def _share(most: float | None, total_bytes: int) -> float:
 
 
 def pick_devices(names: str) -> list[torch.device]:
-    """The devices of names with commas between them: one as ``pick_device``, or several CUDA devices. Raises ``ConfigError``."""
+    """Return the devices with these names.
+
+    ``names`` is one name as for ``pick_device``, or several CUDA devices with commas between them.
+    Raises ``ConfigError``.
+    """
     found = [pick_device(name) for name in names.split(",")]
     if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
         raise ConfigError(f"{names} are not several GPUs", hint="use --device cuda:0,cuda:1, for example")
@@ -97,7 +111,11 @@ def pick_devices(names: str) -> list[torch.device]:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The precision of that name; ``auto``: bfloat16 on an accelerator; float32, which is exact and no slower, on a CPU."""
+    """Return the named precision.
+
+    ``auto`` picks bfloat16 on an accelerator. On a CPU it picks float32, which is exact and no
+    slower.
+    """
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if name not in DTYPES:

@@ -11,18 +11,18 @@ from pathlib import Path
 from swarmnet_protocols.machine.platform import is_ours, lock, sync
 
 MAX_SOCKET_PATH_BYTES = 100
-"""Longest path of a unix socket in bytes: Linux takes 107, macOS 103."""
+"""Longest path of a unix socket in bytes. Linux accepts 107, macOS 103."""
 _SCRATCH_PREFIX = "swarmnet-"
 _LOCK_NAME = ".lock"
-"""File in a scratch folder that its process keeps locked."""
+"""File in a scratch folder. Its process keeps it locked."""
 
 
 @contextmanager
 def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool = True) -> Iterator[Path]:
-    """A new file next to ``path`` that replaces it when the context ends without an error.
+    """Yield a new file next to ``path`` that replaces it if the context ends without an error.
 
-    Its name begins with ``prefix`` until then. ``durable``: it survives a loss of power. Raises
-    ``OSError``.
+    The name of the new file begins with ``prefix``. ``durable``: the result survives a loss of
+    power. Raises ``OSError``.
     """
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=prefix)  # 0600
     os.close(descriptor)
@@ -40,8 +40,10 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:
-    """Replace the content of ``path`` by ``data`` atomically. Creates its folder. Raises
-    ``OSError``."""
+    """Replace the content of ``path`` by ``data`` atomically.
+
+    Creates its folder. Raises ``OSError``.
+    """
     make_private(path.parent)
     with replacing(path, mode=mode, durable=durable) as fresh:
         fresh.write_bytes(data)
@@ -56,10 +58,10 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
-    """A new folder with mode 0700 in ``parent``, by default the system's temporary directory;
-    removed when the context ends.
+    """Yield a new folder with mode 0700, and remove it when the context ends.
 
-    First removes the scratch folders in ``parent`` whose processes were killed. Raises ``OSError``.
+    The folder is in ``parent``, by default the system's temporary directory. First removes the
+    scratch folders in ``parent`` whose processes were killed. Raises ``OSError``.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -67,9 +69,9 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
     try:
         fresh = folder / (_LOCK_NAME + ".new")
         with fresh.open("wb") as file:
-            # Renamed only once it is locked: a file of this name without a lock belongs to a
-            # process that has ended.
-            # a file system without locks: the folder stays if the process is killed
+            # The lock file gets its name only once it is locked: an unlocked file of this name
+            # belongs to a process that has ended. On a file system without locks the folder stays
+            # if the process is killed.
             with suppress(OSError):
                 lock(file.fileno())
                 fresh.rename(folder / _LOCK_NAME)

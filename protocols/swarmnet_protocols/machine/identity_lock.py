@@ -1,4 +1,7 @@
-"""A lock on the identity file: one process at a time is reachable under an identity. Two would share one peer's messages."""
+"""A lock on the identity file: only one process at a time is reachable under an identity.
+
+Two such processes would share one peer's messages.
+"""
 
 import os
 import sys
@@ -14,10 +17,13 @@ _LOCKS = Path("/proc/locks")
 
 @contextmanager
 def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
-    """Hold the lock on the identity file ``path`` while the context is open. The kernel releases it if the process dies.
+    """Hold the lock on the identity file ``path`` while the context is open.
 
-    ``alone``: for a process that can be dialled; processes that only dial share the lock. Raises ``ConfigError``, with the pid of the
-    holder where the system tells it, if the lock is held by another process in a way that excludes this one.
+    The kernel releases the lock if the process dies. ``alone``: this process can be dialled, so it
+    needs the lock for itself. Processes that only dial share the lock.
+
+    Raises ``ConfigError`` if another process holds the lock. The message names its pid where the
+    system tells it.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY)
@@ -45,7 +51,7 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
 
 
 def _holders(descriptor: int) -> list[int]:
-    """The processes that hold a lock on a file, if the system tells: Linux does."""
+    """Return the processes that hold a lock on a file. Only Linux tells them."""
     if sys.platform != "linux":
         return []
     info = os.fstat(descriptor)

@@ -1,9 +1,10 @@
-"""Imports transformers and hivemind without the parts that swarmnet does not use: half the start
-time of a node and 100 MB.
+"""Imports transformers and hivemind without the parts that swarmnet does not use.
 
-Their packages import torch's compiler, sympy, scipy, trainers and distributed frameworks.
-Measurements are in decision record 0011. Only for processes of swarmnet itself: the libraries
-behave as usual afterwards, but import the rest when it is first used.
+This saves half the start time of a node and 100 MB: the packages would import torch's compiler,
+sympy, scipy, trainers and distributed frameworks. Decision record 0011 has the measurements.
+
+Only for processes of swarmnet itself. The libraries behave as usual afterwards, but import the rest
+when it is first used.
 """
 
 import gc
@@ -21,25 +22,29 @@ from swarmnet_protocols.errors import ConfigError
 _HIDDEN_PACKAGES = ("scipy", "PIL")
 """Optional dependencies of transformers: for losses of object detectors, and for images."""
 _DEVICE_PACKAGE = "accelerate"
-"""transformers needs this package to place weights on an accelerator. It is hidden on machines
-without one."""
+"""The package that transformers needs to place weights on an accelerator.
+
+Hidden on machines without an accelerator.
+"""
 
 _COMPILER = "torch._dynamo"
 
 
 class _Package(types.ModuleType):
-    """A package without its ``__init__``. Submodules are imported on access; any other attribute
-    runs the ``__init__``."""
+    """A package whose ``__init__`` has not run.
+
+    Accessing a submodule imports it. Accessing any other attribute runs the ``__init__``.
+    """
 
     _importing = threading.RLock()
-    """One thread at a time runs an ``__init__``, so that no other sees half of a package."""
+    """Lets one thread at a time run an ``__init__``, so that no thread sees half a package."""
     _entered = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__spec__ is None or self.__spec__.loader is None:
             raise AttributeError(name)
         submodule = f"{self.__name__}.{name}"
-        if submodule in sys.modules:  # becomes an attribute at the end of its import
+        if submodule in sys.modules:  # the import sets the attribute when it ends
             raise AttributeError(name)
         if importlib.util.find_spec(submodule) is not None:
             return importlib.import_module(submodule)
@@ -58,7 +63,7 @@ class _Package(types.ModuleType):
 def prepare_package(name: str, **stand_ins: object) -> None:
     """Let ``import name.x.y`` import that module without the package's ``__init__``.
 
-    ``stand_ins``: attributes of the package that submodules need. Called before the first import.
+    ``stand_ins``: attributes of the package that submodules need. Call it before the first import.
     Idempotent. Raises ``ConfigError`` if the package is not installed.
     """
     if name in sys.modules:
@@ -82,9 +87,10 @@ def import_transformers() -> None:
 
     transformers reads thousands of files twice to make its lazy import tables. Here it makes them
     only when somebody uses an attribute of the package that is not a module. torch's compiler works
-    afterwards, but without the exceptions that transformers registers in it. All objects that exist
-    at the end are frozen (``gc.freeze``): collecting them would take a fifth of a node's start, and
-    later delay tokens by 0.15 s now and then.
+    afterwards, but without the exceptions that transformers registers in it.
+
+    All objects that exist at the end are frozen (``gc.freeze``). Collecting them would take a fifth
+    of a node's start, and would later delay tokens by 0.15 s now and then.
     """
     if "transformers.modeling_utils" in sys.modules:
         return
@@ -95,7 +101,7 @@ def import_transformers() -> None:
 
         torch.distributed.is_available = _no
         unused = _HIDDEN_PACKAGES if has_accelerator() else (*_HIDDEN_PACKAGES, _DEVICE_PACKAGE)
-        # transformers remembers which packages it has found.
+        # transformers remembers which packages it has found, so hiding them later has no effect.
         hidden = () if "transformers" in sys.modules else unused
         prepare_package("transformers", __version__=version("transformers"))
         prepare_package("transformers.models")
@@ -109,8 +115,10 @@ def import_transformers() -> None:
 
 @contextmanager
 def _frozen() -> Iterator[None]:
-    """Exclude all objects that exist at the end from garbage collection. Of 300,000, hardly any
-    ever become garbage."""
+    """Exclude all objects that exist at the end from garbage collection.
+
+    Hardly any of these 300,000 objects ever become garbage.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +131,7 @@ def _frozen() -> Iterator[None]:
 
 @contextmanager
 def _without_compiler() -> Iterator[None]:
-    """Replace decorators of torch's compiler by ones that do nothing and do not import it."""
+    """Replace the decorators of torch's compiler by stubs that do not import the compiler."""
     if _COMPILER in sys.modules:
         yield
         return
@@ -138,7 +146,7 @@ def _without_compiler() -> Iterator[None]:
 
 @contextmanager
 def _no_second_package() -> Iterator[None]:
-    """Keep transformers from replacing its package in ``sys.modules`` by the whole one."""
+    """Keep transformers from replacing its package in ``sys.modules`` by the whole package."""
     from transformers import utils
 
     direct_import = utils.direct_transformers_import
@@ -151,7 +159,7 @@ def _no_second_package() -> Iterator[None]:
 
 @contextmanager
 def _hidden(names: tuple[str, ...]) -> Iterator[None]:
-    """Make packages that are not imported yet look as if they were not installed."""
+    """Make packages look as if they were not installed, unless they are already imported."""
     hidden = [name for name in names if name not in sys.modules]
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None makes their import fail
     try:
@@ -162,7 +170,7 @@ def _hidden(names: tuple[str, ...]) -> Iterator[None]:
 
 
 def _mark(function: Any = None, *_: object, **__: object) -> Any:
-    """A decorator that does nothing, with or without arguments."""
+    """Do nothing, as a decorator with or without arguments."""
     return _mark if function is None else function
 
 

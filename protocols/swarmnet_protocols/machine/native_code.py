@@ -1,4 +1,4 @@
-"""Compiles C code of swarmnet with the machine's compiler at first use, and caches the library."""
+"""Compiles swarmnet's C code with the machine's compiler at first use, and caches the library."""
 
 import ctypes
 import hashlib
@@ -16,7 +16,8 @@ _log = logging.getLogger(__name__)
 
 COMPILE = (
     *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c"),
-    # Sizes come from models that others have made: no array on the stack has such a size, and a write beyond one ends the process.
+    # Sizes come from models that others made. So no array on the stack has such a size, and a write
+    # beyond an array ends the process.
     *("-Werror=vla", "-fstack-protector-strong", "-fstack-clash-protection"),
 )
 LINK = ("-shared", "-Wl,-z,defs")
@@ -30,7 +31,10 @@ class _Unavailable(Exception):
 def load(
     source: Path, cache_dir: Path, *, headers: Sequence[Path] = (), compiler: str = "cc"
 ) -> ctypes.CDLL | None:
-    """The library compiled from one file, which may include ``headers``; None, with a warning, if it cannot be compiled."""
+    """Compile and load one C file, which may include ``headers``.
+
+    Returns None and logs a warning if it cannot be compiled.
+    """
     try:
         return ctypes.CDLL(str(_built(source, headers, cache_dir / "native", compiler)))
     except (_Unavailable, OSError, subprocess.SubprocessError) as error:
@@ -39,7 +43,8 @@ def load(
 
 
 def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
-    """The path of the library. Its name has the hash of its inputs and its own."""
+    """Return the path of the library. Its name has the hash of its inputs and the hash of its
+    bytes."""
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")
@@ -70,7 +75,7 @@ def _hash_of(library: Path) -> str:
 
 
 def _openmp_of_torch() -> Path:
-    """torch's OpenMP library. Threads of a second one would compete with its threads for the cores."""
+    """Return torch's OpenMP library. A second one would compete with its threads for the cores."""
     import torch
 
     found = list(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
@@ -80,7 +85,7 @@ def _openmp_of_torch() -> Path:
 
 
 def _processor() -> list[str]:
-    """The processor features that ``-march=native`` uses."""
+    """Return the processor features that ``-march=native`` uses."""
     lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     return [line for line in lines if line.startswith(("model", "flags", "CPU", "Features"))]
 

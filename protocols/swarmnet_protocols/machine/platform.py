@@ -1,8 +1,8 @@
-"""What differs between Linux, macOS and Windows: files and their locks, limits on open files,
-ports, signals, event loops, child processes.
+"""The differences between Linux, macOS and Windows.
 
-Other modules ask here; they import neither ``fcntl`` nor ``resource``, and branch on
-``sys.platform`` only for what they alone do.
+They concern files and their locks, limits on open files, ports, signals, event loops and child
+processes. Other modules import neither ``fcntl`` nor ``resource``. They branch on ``sys.platform``
+only for what they alone do.
 """
 
 import asyncio
@@ -27,34 +27,37 @@ else:
     import resource  # noqa: TID251
 
 HAS_UNIX_SOCKETS = sys.platform != "win32"
-"""Whether asyncio and gRPC have unix sockets here."""
+"""Whether asyncio and gRPC support unix sockets here."""
 LOCK_START = 1 << 30
-"""Where the bytes begin that a lock holds on Windows: behind the end of the file, since no other
-process may read locked bytes."""
+"""First byte that a lock covers on Windows.
+
+It is behind the end of the file, because no other process may read locked bytes.
+"""
 LOCK_BYTES = 64
-"""Processes that can share a lock on Windows: each holds one of these bytes, and a process that is
-alone holds all."""
+"""Most processes that can share a lock on Windows.
+
+A sharing process locks one of these bytes. An exclusive process locks all of them.
+"""
 FOLDER_LOCK = ".lock"
 _POLL_S = 0.05
-"""Period at which a lock is tried on Windows, which has no wait without a limit."""
+"""Seconds between two tries of a lock on Windows, which cannot wait without a limit."""
 
 APART: Mapping[str, Any]
 if sys.platform == "win32":
     APART = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP}
 else:
     APART = {"start_new_session": True}
-"""Arguments of ``subprocess.Popen`` for a child that Ctrl-C does not reach: its parent ends it."""
+"""Arguments of ``subprocess.Popen`` for a child that Ctrl-C does not reach. Its parent ends it."""
 
 
 # ---- files --------------------------------------------------------------------------------------------
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
-    """Lock an open file until its close or the end of the process. ``shared``: others may share the
-    lock.
+    """Lock an open file until it is closed or the process ends.
 
-    Raises ``BlockingIOError`` if the lock is held, unless ``wait``, and ``OSError`` on a file
-    system without locks.
+    ``shared``: others may share the lock. Raises ``BlockingIOError`` if the lock is held, unless
+    ``wait``. Raises ``OSError`` on a file system without locks.
     """
     if sys.platform == "win32":
         while not _try_lock_bytes(descriptor, shared):
@@ -69,8 +72,10 @@ def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
 if sys.platform == "win32":
 
     def _try_lock_bytes(descriptor: int, shared: bool) -> bool:
-        """Windows' C library locks ranges of bytes, for one process each: a sharer takes any byte,
-        one that is alone takes all."""
+        """Try to lock bytes of a file, because Windows' C library has no shared locks.
+
+        A sharing process locks any one byte. An exclusive process locks all bytes.
+        """
         starts = random.sample(range(LOCK_BYTES), LOCK_BYTES) if shared else [0]
         for start in starts:
             os.lseek(descriptor, LOCK_START + start, os.SEEK_SET)
@@ -83,8 +88,8 @@ if sys.platform == "win32":
 
 
 def folder_descriptor(folder: Path) -> int:
-    """Open a descriptor that can lock ``folder``: the folder's own, on Windows that of
-    ``FOLDER_LOCK`` in it.
+    """Open a descriptor that can lock ``folder``. On Windows it opens ``FOLDER_LOCK`` in the
+    folder.
 
     Raises ``OSError``.
     """
@@ -94,8 +99,10 @@ def folder_descriptor(folder: Path) -> int:
 
 
 def sync(path: Path) -> None:
-    """Flush a file or a folder to the disk; Windows does so for folders by itself. Raises
-    ``OSError``."""
+    """Flush a file or a folder to the disk. Windows flushes folders by itself.
+
+    Raises ``OSError``.
+    """
     if sys.platform == "win32":
         if path.is_dir():
             return
@@ -110,16 +117,20 @@ def sync(path: Path) -> None:
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to the user of this process. Windows: True; there, access lists of the
-    folders above decide."""
+    """Return whether a file belongs to the user of this process.
+
+    True on Windows, where the access lists of the folders above decide.
+    """
     if sys.platform == "win32":
         return True
     return status.st_uid == os.geteuid()
 
 
 def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IRWXO) -> int:
-    """The permission bits of a file in ``mask``, by default of all other users. 0 on Windows, where
-    modes say nothing."""
+    """Return the permission bits of a file in ``mask``, by default those of all other users.
+
+    0 on Windows, where modes say nothing.
+    """
     return 0 if sys.platform == "win32" else stat.S_IMODE(status.st_mode) & mask
 
 
@@ -127,11 +138,10 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 
 
 def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
-    """Let a socket listen on a port whose connections have just ended, but not where another
-    listens.
+    """Let a socket listen on a port right after its connections ended, unless another listens
+    there.
 
-    ``is_shared``: sockets of this user for which ``share_port`` was called may have the same port,
-    except on Windows.
+    ``is_shared``: sockets that called ``share_port`` may have the same port, except on Windows.
     """
     if sys.platform == "win32":  # SO_REUSEADDR would take the port of another process
         end.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
@@ -142,7 +152,7 @@ def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
 
 
 def share_port(end: socket.socket) -> None:
-    """Let several sockets of this user have one port, if each of them asks for it."""
+    """Let several sockets of this user have one port, if each of them calls this."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if sys.platform != "win32":
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -152,10 +162,9 @@ def share_port(end: socket.socket) -> None:
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the limit on open files of this process and its children to ``count``, as far as the
-    hard limit allows.
+    """Raise the limit on open files of this process and its children to ``count``.
 
-    Windows limits no sockets, and streams are sockets.
+    The hard limit caps ``count``. Windows limits no sockets, and streams are sockets.
     """
     if sys.platform != "win32":
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,14 +174,14 @@ def allow_open_files(count: int) -> None:
 
 
 def return_freed_memory() -> None:
-    """Return what the C library keeps of freed memory to the system; takes some milliseconds."""
+    """Return freed memory that the C library keeps to the system. Takes some milliseconds."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """The fastest event loop of the system."""
+    """Return a new event loop, the fastest of the system."""
     if sys.platform == "win32":
         return asyncio.new_event_loop()
     import uvloop  # noqa: TID251
@@ -183,7 +192,9 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def on_stop_signals(action: Callable[[], object]) -> None:
     """Call ``action`` on the running loop at SIGINT (Ctrl-C), SIGTERM and, on Windows, Ctrl-Break.
-    Needs the main thread."""
+
+    Needs the main thread.
+    """
     loop = asyncio.get_running_loop()
     if sys.platform == "win32":
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGBREAK):

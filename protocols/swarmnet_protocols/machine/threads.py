@@ -1,8 +1,8 @@
 """Thread settings of torch: one thread of a process computes on several cores, all others on one.
 
-A second thread with a parallel operation would get its own OpenMP pool. libgomp would then have
-more threads than cores and hardly spin between operations, and decoding would take nearly twice as
-long (23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores).
+A second thread with parallel operations would get its own OpenMP pool. libgomp would then have more
+threads than cores and would hardly spin between operations. Decoding would take nearly twice as
+long: 23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores.
 """
 
 import asyncio
@@ -12,8 +12,7 @@ import torch
 
 
 def stay_serial() -> int:
-    """Make torch operations of this thread use no other threads. Returns the number they would have
-    used."""
+    """Make torch operations of this thread use one core. Returns the number of threads before."""
     threads = (
         torch.get_num_threads()
     )  # also initializes this thread's setting, which would overwrite it later
@@ -22,10 +21,9 @@ def stay_serial() -> int:
 
 
 async def compute_on(computing: Executor, *serial: Executor, threads: int | None) -> int:
-    """Let the thread of ``computing`` use ``threads`` cores, by default all; this thread and
-    ``serial``'s use one.
+    """Let the thread of ``computing`` use ``threads`` cores, by default all.
 
-    Returns the number of all cores.
+    This thread and the threads of ``serial`` use one core each. Returns the number of all cores.
     """
     loop = asyncio.get_running_loop()
     every_core = stay_serial()

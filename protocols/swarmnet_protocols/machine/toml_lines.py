@@ -1,12 +1,13 @@
-"""The line of a key in a TOML file, for error messages."""
+"""Finds the line of a key in a TOML file, for error messages."""
 
 import re
 
 
 def line_of(text: str, section: str, key: str, index: int = 0) -> int:
-    """The line of ``key`` in ``section`` or of the table of that name, else of the section's header, else 1.
+    """Return the line of ``key`` in ``section``, or of the table with that name.
 
-    ``index``: which table of an array of tables.
+    Without such a key, returns the line of the section's header. Without a section, returns 1.
+    ``index`` selects one table of an array of tables.
     """
     here, found = ("", 0), 1
     tables: dict[str, int] = {}

@@ -1,11 +1,10 @@
-"""A circuit: a stream to a peer through a relay, authenticated and encrypted end to end with Noise
-(pattern XX).
+"""A circuit: a stream to a peer through a relay, encrypted end to end with Noise (pattern XX).
 
-Both ends exchange Noise messages as payloads of a stream that the relay forwards. In the handshake
-each end signs its static Noise key with its identity key, as in libp2p's Noise, so the relay cannot
-impersonate either end. Afterwards one end of a socket pair carries the stream's plain bytes, as
-p2pd's socket does for a direct stream. Two tasks encrypt and decrypt between the other end of the
-socket pair and the relay.
+1. Both ends exchange Noise messages as payloads of a stream that the relay forwards.
+2. In the handshake each end signs its static Noise key with its identity key, as in libp2p's Noise.
+   So the relay cannot impersonate either end.
+3. Afterwards one end of a socket pair carries the plain bytes of the stream, as p2pd's socket does
+   for a direct stream. Two tasks encrypt and decrypt between the other end and the relay.
 """
 
 import asyncio
@@ -35,7 +34,7 @@ _PROLOGUE = b"swarmnet-circuit/1"
 _SIGNED = b"swarmnet-circuit-static-key:"
 _TAG_BYTES = 16
 MAX_PLAIN_BYTES = (1 << 16) - 1 - _TAG_BYTES
-"""Plain bytes of one Noise message, which has at most 65,535."""
+"""Most plain bytes in one Noise message: a message has at most 65,535 bytes, its tag included."""
 MAX_HANDSHAKE_BYTES = 4096
 _NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError, ValueError)
 
@@ -43,8 +42,8 @@ _NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 class CircuitEnd:
     """One end of the Noise handshake and of the encryption after it.
 
-    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``; the other one
-    ``take_hello``, ``reply`` and ``take_confirmation``.
+    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``. The other end
+    calls ``take_hello``, ``reply`` and ``take_confirmation``.
     """
 
     def __init__(self, identity: Identity, *, connects: bool) -> None:
@@ -64,42 +63,46 @@ class CircuitEnd:
         self._handshake = self._noise.noise_protocol.handshake_state
 
     def hello(self, protocol_id: str) -> bytes:
-        """The first message, from the end that opens the circuit, with the protocol id of the
-        stream. It is not encrypted."""
+        """Return the opener's first message. It names the protocol of the stream, unencrypted."""
         return self._write(protocol_id.encode())
 
     def take_hello(self, message: bytes) -> str:
-        """The protocol id of the stream. Raises ``ProtocolViolation``."""
+        """Return the protocol id of the stream. Raises ``ProtocolViolation``."""
         return self._read(message).decode(errors="replace")
 
     def reply(self, *, is_supported: bool) -> bytes:
-        """The second message, from the end that accepts the circuit, with its proof and whether it
-        serves the protocol.
+        """Return the accepting end's message: its proof, and whether it serves the protocol.
 
-        Raises ``ProtocolViolation`` if the first one had an unusable key.
+        Raises ``ProtocolViolation`` if the first message had an unusable key.
         """
         return self._write(self._proof(is_unsupported=not is_supported))
 
     def take_reply(self, message: bytes, peer: PeerId) -> bool:
-        """Whether the other end serves the protocol. Raises ``ProtocolViolation``, and
-        ``IntegrityError`` if the other end is not ``peer``."""
+        """Return whether the other end serves the protocol.
+
+        Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``.
+        """
         return not self._check(self._read(message), peer).is_unsupported
 
     def confirm(self) -> bytes:
-        """The third message, from the end that opens the circuit, with its proof. It authenticates
-        the first two."""
+        """Return the opener's proof, the third message. It authenticates the first two."""
         return self._write(self._proof())
 
     def take_confirmation(self, message: bytes, peer: PeerId) -> None:
-        """Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``."""
+        """Check the opener's proof.
+
+        Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``.
+        """
         self._check(self._read(message), peer)
 
     def encrypt(self, plain: bytes) -> bytes:
         return bytes(self._noise.encrypt(plain))
 
     def decrypt(self, message: bytes) -> bytes:
-        """Raises ``IntegrityError`` for a message that was changed, left out or repeated on the
-        way."""
+        """Decrypt the next message.
+
+        Raises ``IntegrityError`` if a message was changed, left out or repeated on the way.
+        """
         try:
             return bytes(self._noise.decrypt(message))
         except _NOISE_ERRORS as error:
@@ -112,7 +115,7 @@ class CircuitEnd:
     def _write(self, payload: bytes) -> bytes:
         try:
             return bytes(self._noise.write_message(payload))
-        except _NOISE_ERRORS as error:  # a key of the other end that is a point of low order
+        except _NOISE_ERRORS as error:  # the other end's key is a point of low order
             raise ProtocolViolation("the Noise handshake of a circuit failed") from error
 
     def _read(self, message: bytes) -> bytes:
@@ -132,8 +135,10 @@ class CircuitEnd:
 
 
 async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, Any, None]]:
-    """The pipe for the plain bytes of a circuit over ``stream``, and a coroutine that encrypts and
-    decrypts until either side closes."""
+    """Return a pipe for the plain bytes of a circuit, and a coroutine that carries them.
+
+    The coroutine encrypts and decrypts between the pipe and ``stream`` until either side closes.
+    """
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
@@ -146,7 +151,7 @@ async def _carry(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
     decrypting = asyncio.create_task(_decrypt(stream, end, plain))
     try:
         await asyncio.wait((encrypting, decrypting), return_when=asyncio.FIRST_COMPLETED)
-        plain.writer.close()  # after what was decrypted has been read
+        plain.writer.close()  # after the reader has read what was decrypted
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await plain.closed()

@@ -20,31 +20,31 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 _log = logging.getLogger(__name__)
 
 MAX_ASKED = 3
-"""Most peers that are asked to dial this one. The majority decides, so that one false answer does
-not."""
+"""Most peers that are asked to dial this one. The majority decides, so one false answer cannot."""
 ASK_S = 6.0
-"""Timeout in seconds for one probe, connecting included."""
+"""Timeout in seconds for one probe, including the connection."""
 FIRST_RESERVATION_S = 5.0
 """Seconds that the start waits for the first reservation."""
 CHECK_S = 2.0
-"""Period at which the addresses of this machine and its forwarded ports are compared with those
-before."""
+"""Seconds between two checks for changed addresses of this machine and changed forwarded ports."""
 UNKNOWN_S = 60.0
 """Seconds until peers are asked again, after the start and while no peer has answered."""
 AGAIN_S = 600.0
-"""Period at which peers are asked again although nothing changed."""
+"""Seconds until peers are asked again although nothing changed."""
 
 
 def judge(answers: Sequence[Probed]) -> bool | None:
-    """Whether this peer can be dialled, by the majority of the answers; False on a tie, None
-    without answers."""
+    """Return whether most answers say that this peer can be dialled.
+
+    False on a tie; None without answers.
+    """
     if not answers:
         return None
     return sum(bool(each.reached) for each in answers) * 2 > len(answers)
 
 
 class Reachability:
-    """The reach of this peer, as far as it is known."""
+    """What this peer knows about its own reachability."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reachability:
         address_of: Callable[[PeerId], Awaitable[str]],
         was_dialled: Callable[[], Awaitable[bool]],
     ) -> None:
-        """``was_dialled``: whether a peer of another machine has dialled this one."""
+        """``was_dialled`` returns whether a peer on another machine has dialled this one."""
         self._transport = transport
         self._guarded = guarded
         self._bootstrap = tuple(bootstrap)
@@ -63,23 +63,23 @@ class Reachability:
         self.more_relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
         """Finds the multiaddrs of relays, in addition to the bootstrap peers."""
         self.on_change: Callable[[bool], None] = lambda _: None
-        """Called with ``is_open`` after peers were asked."""
+        """Called with ``is_open`` after each round of probes."""
         self._reservations = Reservations(guarded, self._candidates, address_of)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
-        """What peers that were asked have said; None before any has answered."""
+        """What the asked peers have said; None until one has answered."""
         self._asks_if_dialled = was_dialled
         self._was_dialled = False
         self._is_forwarded = False
 
     @property
     def is_open(self) -> bool:
-        """Whether other peers can dial this one, as far as is known."""
+        """Whether other peers can dial this one. True while unknown."""
         return self._is_open is not False
 
     @property
     def is_surely_open(self) -> bool:
-        """Whether other peers have dialled this one."""
+        """Whether other peers have dialled this one when asked."""
         return self._is_open is True
 
     @property
@@ -92,7 +92,7 @@ class Reachability:
 
     @property
     def nat(self) -> str:
-        """See ``Reach.nat``."""
+        """The kind of router in front of this peer: see ``Reach.nat``."""
         observed = [
             each.observed
             for each in self._reservations.held
@@ -112,11 +112,11 @@ class Reachability:
         return tuple(each.relay for each in self._reservations.held)
 
     async def find_out(self) -> None:
-        """Ask peers to dial this one; reserve at relays if they cannot."""
+        """Ask peers to dial this one. If they cannot, reserve at relays."""
         ports = ports_of(self._transport.own_addresses())
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
         replies = await asyncio.gather(*(self._ask(each, ports) for each in asked))
-        # A peer that dialled nothing, as through a relay, has no opinion.
+        # A peer that dialled nothing has no opinion. It may see only a relay's address.
         answers = [each for each in replies if each is not None and each.observed_ip]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
         self._was_dialled = self._is_open is None and await self._asks_if_dialled()
@@ -139,8 +139,11 @@ class Reachability:
             await self._release()
 
     async def keep(self) -> None:
-        """Repeat ``find_out`` when the addresses of this machine change or its router forwards a
-        port, and every ``AGAIN_S``, until cancelled."""
+        """Repeat ``find_out`` until cancelled.
+
+        It runs when this machine's addresses change, when its router forwards a port, and every
+        ``AGAIN_S``.
+        """
         try:
             await persist("the check whether peers can dial this one", self._watch)
         finally:
@@ -158,8 +161,8 @@ class Reachability:
                 again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
-        """The addresses of this machine, and the ports on which it listens or which its router
-        forwards to it."""
+        """Return this machine's addresses, and the ports it listens on or its router forwards to
+        it."""
         return own_interfaces(), set(ports_of(self._transport.own_addresses()))
 
     async def _release(self) -> None:
@@ -178,7 +181,7 @@ class Reachability:
             return None
 
     async def answers(self, address: str) -> bool:
-        """Whether the peer at a multiaddr answers as a peer of this swarm that may be a relay."""
+        """Return whether a member of this swarm that may relay answers at a multiaddr."""
         return await self._ask(address, ()) is not None
 
     async def _candidates(self) -> Sequence[str]:

@@ -1,6 +1,6 @@
 """Probes: a peer dials another peer's ports and tells it the time.
 
-So the other peer learns whether it can be reached and whether its clock is right.
+The other peer learns whether it can be reached and whether its clock is right.
 """
 
 import asyncio
@@ -18,23 +18,27 @@ from swarmnet_protocols.wire import probe_pb2 as pb
 
 MAX_PORTS = 4
 DIAL_S = 2.5
-"""Timeout for dialling one port."""
+"""Timeout in seconds for dialling one port."""
 HELLO = b"\x13/multistream/1.0.0\n"
 """The first bytes that libp2p sends on a TCP connection."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """The reply of one peer."""
+    """One peer's reply to a probe."""
 
     peer: PeerId
     observed_ip: str
-    """The local IP address of the connection that the peer dialled; empty if it dialled none, as
-    through a relay."""
+    """The IP address of this machine that the peer dialled.
+
+    Empty if the peer dialled nothing, for example because it sees only a relay's address.
+    """
     reached: tuple[int, ...]
     behind_s: float
-    """How far the clock of this machine is behind the peer's; negative: ahead. Accurate to half the
-    round trip."""
+    """Seconds that this machine's clock is behind the peer's; negative if ahead.
+
+    Accurate to half the round trip.
+    """
     round_trip_s: float
 
 
@@ -47,8 +51,8 @@ class Probes:
         clock: Clock,
         networks: Callable[[], Sequence[Network]] = tuple,
     ) -> None:
-        """``addresses_of``: the multiaddrs that a peer is connected from. ``networks``: see
-        ``may_dial_back``."""
+        """``addresses_of`` returns the multiaddrs that a peer is connected from. For ``networks``
+        see ``may_dial_back``."""
         self._addresses_of = addresses_of
         self._clock = clock
         self._networks = networks
@@ -56,11 +60,11 @@ class Probes:
     async def answer(self, stream: TypedStream[pb.ProbeReply, pb.ProbeRequest]) -> None:
         """Serve one probe.
 
-        Only the address that the peer is connected from is dialled, if ``may_dial_back`` allows it.
-        So a peer cannot aim probes at other machines, nor at services of this one.
+        Dials only the address that the peer is connected from, if ``may_dial_back`` allows it. So a
+        peer cannot aim probes at other machines, nor at services of this one.
 
-        Raises ``ResourceLimitReached`` while another probe of this peer, or too many of all peers,
-        are being served.
+        Raises ``ResourceLimitReached`` while another probe of this peer is being served, or too
+        many probes of all peers.
         """
         request, _ = await stream.receive()
         ports = list(dict.fromkeys(request.ports))
@@ -81,12 +85,12 @@ class Probes:
 
 
 def direct_address(addresses: Iterable[str]) -> Multiaddr | None:
-    """The first multiaddr that does not lead through a relay; None if there is none."""
+    """Return the first multiaddr that does not lead through a relay, or None."""
     return next((each for each in parse_multiaddrs(addresses) if not each.is_relayed), None)
 
 
 async def speaks_libp2p(host: str, port: int) -> bool:
-    """Whether a TCP port accepts within ``DIAL_S`` and sends the first bytes of libp2p."""
+    """Return whether a TCP port accepts within ``DIAL_S`` and sends the first bytes of libp2p."""
     writer = None
     try:
         async with asyncio.timeout(DIAL_S):
@@ -105,7 +109,7 @@ async def probe(
     """Ask the other side of a PROBE stream to dial ``ports`` of this machine. Closes the stream.
 
     Raises ``StreamEnded``, ``DeadlineExceeded`` without a reply, and ``ProtocolViolation`` for an
-    invalid one.
+    invalid reply.
     """
     asked = clock()
     reply, _ = await stream.ask(pb.ProbeRequest(ports=ports[:MAX_PORTS]))
@@ -113,7 +117,7 @@ async def probe(
     observed_ip = parse_ip(reply.observed_ip)
     if observed_ip is None and reply.observed_ip:
         raise ProtocolViolation("an observed address is an IP address")
-    # The reply has the time of its sending, after the dials.
+    # The peer reads its clock after its dials, just before it sends the reply.
     return Probed(
         stream.peer,
         str(observed_ip) if observed_ip is not None else "",
@@ -124,6 +128,6 @@ async def probe(
 
 
 def ports_of(addresses: Iterable[str]) -> list[int]:
-    """The distinct TCP ports of multiaddrs that do not lead through a relay."""
+    """Return the distinct TCP ports of multiaddrs that do not lead through a relay."""
     found = (each.port for each in parse_multiaddrs(addresses) if each.kind == "tcp" and not each.is_relayed)
     return list(dict.fromkeys(found))

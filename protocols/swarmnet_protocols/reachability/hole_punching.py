@@ -1,10 +1,13 @@
-"""Hole punching: two peers that are connected through a relay make a direct connection, through the
-routers of both.
+"""Hole punching: two peers behind routers replace their circuit by a direct connection.
 
-As in DCUtR (Seemann, Inden and Vyzovitis, "Decentralized Hole Punching", 2022): the two exchange
-their external addresses over the circuit and measure the round trip; half of it after a start
-message, both dial. Over QUIC both are clients, and either connection will do; half a second later,
-over TCP, by simultaneous open. If one of the two can be dialled, only the other one dials.
+As in DCUtR (Seemann, Inden and Vyzovitis, "Decentralized Hole Punching", 2022):
+
+1. The two peers exchange their external addresses over the circuit and measure the round trip.
+2. The first peer sends a start message. Half a round trip later both dial.
+3. Over QUIC both dial as clients, and either connection will do. Half a second later both try a TCP
+   simultaneous open.
+
+If one of the two can be dialled, only the other one dials.
 """
 
 import asyncio
@@ -31,14 +34,14 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 _log = logging.getLogger(__name__)
 
 DIAL_S = 3.0
-"""Timeout for dialling, of both transports together."""
+"""Timeout in seconds for dialling over both transports together."""
 TCP_AFTER_S = 0.5
-"""Head start of QUIC."""
+"""Head start of QUIC in seconds."""
 CHECK_S = 0.05
-"""Period of the check whether the other side's dial has succeeded."""
+"""Seconds between two checks whether the other side's dial has succeeded."""
 TRIES = 3
 PAUSE_S = 7.0
-"""Pause between tries. libp2p refuses to dial an address for 5 to 6 s after it failed."""
+"""Seconds between two tries. libp2p refuses to dial an address for 5 to 6 s after a failure."""
 AGAIN_S = 120.0
 """Seconds until a peer that was not reached is tried again."""
 MAX_AT_ONCE = 16
@@ -47,8 +50,10 @@ MAX_REMEMBERED = 1024
 
 @dataclass
 class PunchCounters:
-    """Hole punchings that this peer began, by result, and the seconds that the successful ones
-    took, agreement included."""
+    """Results of the hole punching that this peer began.
+
+    ``total_s``: seconds that the successful ones took, including the agreement.
+    """
 
     succeeded: int = 0
     failed: int = 0
@@ -75,8 +80,10 @@ class HolePunching:
         await cancel(*self._running.values())
 
     def _begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
-        """Try to reach ``peer`` directly, in the background, unless that was tried lately. Returns
-        the first try while it lasts."""
+        """Try to reach ``peer`` directly, in the background, unless that was tried lately.
+
+        Returns the first try while it runs, else None.
+        """
         now = asyncio.get_running_loop().time()
         if peer in self._first_tries:
             return self._first_tries[peer]
@@ -94,7 +101,7 @@ class HolePunching:
         return first
 
     async def _persist(self, peer: PeerId, first: "asyncio.Task[bool]") -> None:
-        """Try again if the first try fails."""
+        """Repeat a failed first try."""
         try:
             is_done = await first
             for _ in range(TRIES - 1):
@@ -106,8 +113,7 @@ class HolePunching:
             await cancel(first)
 
     async def _try(self, peer: PeerId) -> bool:
-        """One try. Returns whether no further try is needed: the peer is connected, or does not
-        agree."""
+        """Try once. Return whether to stop trying: the peer is connected, or does not agree."""
         clock = asyncio.get_running_loop().time
         began = clock()
         try:
@@ -151,8 +157,11 @@ class HolePunching:
         await self._dial(stream.peer, mine, request.addresses, serves=True)
 
     def _my_addresses(self) -> pb.PunchAddresses:
-        """The external addresses of this peer: what relays observed, and the UDP port that most
-        routers keep."""
+        """Return the external addresses of this peer.
+
+        They are the addresses that relays observed. If none is a UDP address, the listening UDP
+        port is added, because most routers keep it.
+        """
         if self._reachability.is_surely_open:
             public = [
                 each.without_peer()
@@ -162,8 +171,8 @@ class HolePunching:
             return pb.PunchAddresses(addresses=map(str, public[:MAX_DIALLED]), is_open=True)
         own = self._own_addresses()
         observed = list(dict.fromkeys(each.without_peer() for each in self._transport.observed_addresses()))
-        # The mapping of a connection that was not dialled from the listening port is of no use, so
-        # it comes last.
+        # Connections that were not dialled from the listening port have another mapping in the
+        # router. Their addresses are of no use, so they come last.
         observed.sort(
             key=lambda each: not any((each.kind, each.port) == (mine.kind, mine.port) for mine in own)
         )
@@ -176,15 +185,17 @@ class HolePunching:
         return pb.PunchAddresses(addresses=map(str, observed[:MAX_DIALLED]))
 
     def _own_addresses(self) -> list[Multiaddr]:
-        """The addresses on which this peer listens for other machines."""
+        """Return the addresses on which this peer listens for other machines."""
         own = parse_multiaddrs(self._transport.own_addresses())
         return [each for each in own if not each.is_relayed and not each.ip.is_loopback]
 
     async def _dial(
         self, peer: PeerId, mine: pb.PunchAddresses, theirs: pb.PunchAddresses, *, serves: bool
     ) -> bool:
-        """Dial ``peer`` at the moment agreed upon. ``serves``: this end acts as the server of a
-        simultaneous open. Returns whether it is connected."""
+        """Dial ``peer`` at the agreed moment. Returns whether it is connected.
+
+        ``serves``: this end acts as the server of a simultaneous open.
+        """
         named = [each for each in parse_multiaddrs(theirs.addresses[:MAX_DIALLED]) if not each.is_relayed]
         addresses = self._transport.direct.permitted(peer, list(map(str, named)))
         attempts = []
@@ -231,19 +242,19 @@ class HolePunching:
                 else:
                     await dial_through(reader, writer, address, dial, forwarded)
 
-        # Lasts as long as the connection, and so longer than this attempt.
+        # The endpoint runs this task, because the connection outlives this attempt.
         self._transport.direct.endpoint.start(use())
 
 
 def _first(addresses: Iterable[Multiaddr], kind: str, version: int) -> Multiaddr | None:
-    """The first address over ``kind`` of this version of IP."""
+    """Return the first address over ``kind`` with this IP version, or None."""
     return next((each for each in addresses if each.kind == kind and each.ip.version == version), None)
 
 
 def describe(
     reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
 ) -> Reach:
-    """The reach of this peer, from all modules of this folder."""
+    """Collect the reachability of this peer from all modules of this folder."""
     counters = punching.counters
     return Reach(
         kind=reachability.kind,

@@ -2,15 +2,15 @@
 
 The life of a circuit:
 
-1. A peer asks for it, and the relay announces it on the target's reservation.
+1. A peer asks for a circuit. The relay announces it on the target's reservation.
 2. The target accepts.
 3. The first peer confirms with its first payload. From then on the relay forwards.
 
-Limits: ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each peer, and
-the rate in bytes that the owner sets. A confirmed circuit has no limit of time or bytes, because it
-may carry a session. An unconfirmed circuit costs its opener nothing, so a target has few of them,
-for seconds. When a target has no room for another circuit, the relay ends a circuit of the subnet
-with the most, and there of the peer with the most.
+The limits are ``Resource.RELAY_RESERVATIONS`` and ``Resource.CIRCUITS``, in total and for each
+peer, and the byte rate that the owner sets. A confirmed circuit may carry a session, so neither its
+time nor its bytes are limited. An unconfirmed circuit costs its opener nothing, so a target has few
+of them, for seconds. When a target has no room for another circuit, the relay ends one: it picks
+the subnet with the most circuits, and in it the peer with the most.
 """
 
 import asyncio
@@ -39,20 +39,22 @@ _log = logging.getLogger(__name__)
 RelayStream = TypedStream[pb.RelayReply, pb.RelayRequest]
 
 HEARTBEAT_S = 1.0
-"""Period of the heartbeats on a reservation, in both directions."""
+"""Seconds between two heartbeats on a reservation, in both directions."""
 CIRCUIT_ID_BYTES = 16
 OPEN_S = 3.0
-"""Timeout for the reserved peer to accept a circuit, and again for the other peer to confirm it."""
+"""Timeout in seconds for the reserved peer to accept a circuit, and for the other to confirm it."""
 MAX_UNCONFIRMED = 32
-"""Most circuits to one peer that are not confirmed. Each takes a Noise handshake of that peer, and
-a round trip or two."""
+"""Most unconfirmed circuits to one peer.
+
+Each costs that peer a Noise handshake, and lasts a round trip or two.
+"""
 
 
 @dataclass(eq=False)
 class _Circuit:
     """A circuit from the opener of ``source`` to ``target``.
 
-    ``accepted`` is the stream and the payload that the target accepts with.
+    ``accepted`` resolves to the stream and the payload with which the target accepts.
     """
 
     source: Stream
@@ -67,7 +69,7 @@ class _Circuit:
         return subnet_of(self.source.address) or self.source.peer
 
     def end(self) -> None:
-        """Free its place at once, and end it."""
+        """Free the circuit's place at once, and end the circuit."""
         for each in self.reservations:
             each.release()
         if not self.accepted.done():
@@ -78,11 +80,11 @@ class _Circuit:
 
 
 def circuit_to_end(circuits: Sequence[_Circuit]) -> _Circuit | None:
-    """The circuit that makes room for another: of the subnet, and there of the peer, with the most.
-    The oldest unconfirmed one, else the newest.
+    """Return the circuit that should end to make room for another.
 
-    Honest peers confirm within a round trip or two, so the oldest unconfirmed circuit is the least
-    likely to be theirs.
+    It belongs to the subnet with the most circuits, and there to the peer with the most. The oldest
+    unconfirmed circuit goes first, then the newest confirmed one. Honest peers confirm within a
+    round trip or two, so the oldest unconfirmed circuit is the least likely to be theirs.
     """
     places = (
         Place(each.subnet, each.source.peer, 1, (1.0, -number) if each.is_confirmed else (0.0, number), each)
@@ -92,8 +94,10 @@ def circuit_to_end(circuits: Sequence[_Circuit]) -> _Circuit | None:
 
 
 def has_larger_share(holder: _Circuit, other: Stream, circuits: Sequence[_Circuit]) -> bool:
-    """Whether the subnet of ``holder`` has more of the circuits than that of ``other``, or its peer
-    more than the other in the same subnet."""
+    """Return whether the subnet of ``holder`` has more circuits than the subnet of ``other``.
+
+    Within one subnet, compares the two peers instead.
+    """
     subnets = Counter(each.subnet for each in circuits)
     peers = Counter(each.source.peer for each in circuits)
     subnet = subnet_of(other.address) or other.peer
@@ -103,7 +107,7 @@ def has_larger_share(holder: _Circuit, other: Stream, circuits: Sequence[_Circui
 
 
 class Relay:
-    """Serves RELAY on a transport, as long as ``is_open`` says that this peer can be dialled."""
+    """Serves RELAY on a transport while ``is_open`` says that this peer can be dialled."""
 
     def __init__(self, transport: Transport, is_open: Callable[[], bool], link: LinkLimiter) -> None:
         self._transport = transport
@@ -111,12 +115,12 @@ class Relay:
         self._link = link
         self._reserved: dict[PeerId, RelayStream] = {}
         self._circuits: dict[bytes, _Circuit] = {}
-        """Circuits that are made or open, by id, oldest first."""
+        """Circuits that are being made or are open, by id, oldest first."""
         self._waiting: defaultdict[PeerId, deque[asyncio.Future[None]]] = defaultdict(deque)
         """Peers that wait for a circuit, by its target."""
         self._slots = SubnetSlots(transport.resources.system, Resource.RELAY_RESERVATIONS)
         self.circuits = 0
-        """Circuits open now."""
+        """Number of open circuits."""
         self.forwarded_bytes = 0
 
     @property
@@ -146,10 +150,10 @@ class Relay:
                 raise ProtocolViolation("a stream with a relay begins with a request")
 
     async def _hold(self, stream: RelayStream) -> None:
-        """A reservation, until either side ends it."""
+        """Hold a reservation until either side ends it."""
         with self._slots.slot(stream.stream):
             if (earlier := self._reserved.get(stream.peer)) is not None:
-                # its owner has reserved again: the path of the earlier stream is gone
+                # The owner has reserved again, so the path of the earlier stream is gone.
                 earlier.close()
             self._reserved[stream.peer] = stream
             try:
@@ -159,7 +163,7 @@ class Relay:
                     stream.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
                 )
                 try:
-                    # It returns no heartbeats. Any other message ends the reservation.
+                    # ``receive`` skips heartbeats. Any other message ends the reservation.
                     await stream.receive()
                 finally:
                     await cancel(heartbeats)
@@ -168,7 +172,7 @@ class Relay:
                     del self._reserved[stream.peer]
 
     async def _connect(self, stream: Stream, target: PeerId, hello: bytes) -> None:
-        """A circuit from the opener of ``stream`` to ``target``, until one of them ends it."""
+        """Carry a circuit from the opener of ``stream`` to ``target`` until one of them ends it."""
         reserved = self._reserved.get(target)
         if reserved is None or target == stream.peer:
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "this peer has no reservation here")
@@ -204,8 +208,10 @@ class Relay:
                 circuit.over.set()
 
     async def _wait_for_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> None:
-        """Wait until ``target`` has room for one more circuit. Raises ``Refusal`` when that takes
-        longer than ``OPEN_S``."""
+        """Wait until ``target`` has room for one more circuit.
+
+        Raises ``Refusal`` when that takes longer than ``OPEN_S``.
+        """
         try:
             async with asyncio.timeout(OPEN_S):
                 while not self._make_room(target, reserved, newcomer):
@@ -216,12 +222,14 @@ class Relay:
             raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer") from error
 
     def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> bool:
-        """Whether ``target`` has room for one more circuit: if need be, that of a peer with a
-        larger share ends."""
+        """Return whether ``target`` has room for one more circuit.
+
+        If it is full, ends a circuit of a peer with a larger share.
+        """
         circuits = [each for each in self._circuits.values() if each.target == target]
         unconfirmed = [each for each in circuits if not each.is_confirmed]
         if newcomer.scope.available(Resource.CIRCUITS) < 1:
-            return True  # it may not have another one at all, and is refused
+            return True  # the newcomer is at its own limit, so the reservation refuses it
         if len(unconfirmed) >= MAX_UNCONFIRMED:
             counted = unconfirmed
         elif reserved.scope.available(Resource.CIRCUITS) < 1:
@@ -235,7 +243,7 @@ class Relay:
         return True
 
     def _has_room(self, target: PeerId) -> None:
-        """The next peer that waits for a circuit to ``target`` looks again."""
+        """Wake the next peer that waits for a circuit to ``target``."""
         waiting = self._waiting[target]
         while waiting:
             if not (turn := waiting.popleft()).done():
@@ -244,8 +252,7 @@ class Relay:
         del self._waiting[target]
 
     async def _accept(self, stream: Stream, circuit_id: bytes, reply: bytes) -> None:
-        """Join the stream of a reserved peer to the circuit that it accepts, until the circuit
-        ends."""
+        """Join a reserved peer's stream to the circuit it accepts, until the circuit ends."""
         circuit = self._circuits.get(circuit_id)
         if circuit is None or circuit.target != stream.peer or circuit.accepted.done():
             raise Refusal(refusal_pb2.REASON_NOT_RESERVED, "there is no such circuit")

@@ -1,4 +1,4 @@
-"""Reservations at relays: the streams through which a peer that cannot be dialled is reached."""
+"""Reservations at relays: the streams through which others reach a peer that cannot be dialled."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,17 @@ from swarmnet_protocols.wire import relay_pb2 as pb
 _log = logging.getLogger(__name__)
 
 WANTED = 2
-"""Relays at which a peer reserves. When one leaves, the other still forwards while a third is found."""
+"""Relays at which a peer reserves. When one leaves, the other forwards until a third is found."""
 OPEN_S = 4.0
-"""Timeout for reaching a relay, the membership handshake included."""
+"""Timeout in seconds for reaching a relay, including the membership handshake."""
 RETRY_S = 1.0
-"""First pause before a relay is tried again. It doubles with every failure."""
+"""Seconds until a failed relay is tried again. The pause doubles with every failure."""
 MAX_RETRY_S = 30.0
 
 
 @dataclass(frozen=True)
 class RelayReservation:
-    """A reservation that is held."""
+    """A reservation that a relay holds for this peer."""
 
     relay: PeerId
     address: str
@@ -47,8 +47,11 @@ class Reservations:
         candidates: Callable[[], Awaitable[Sequence[str]]],
         address_of: Callable[[PeerId], Awaitable[str]],
     ) -> None:
-        """``candidates``: the multiaddrs of possible relays, with ``/p2p/ID``, the preferred ones first. ``address_of``: the multiaddr over
-        which a peer is connected.
+        """Make an object without reservations; ``run`` reserves.
+
+        - ``candidates`` returns the multiaddrs of possible relays, with ``/p2p/ID``, preferred ones
+          first.
+        - ``address_of`` returns the multiaddr over which a peer is connected.
         """
         self._transport = transport
         self._candidates = candidates
@@ -56,10 +59,12 @@ class Reservations:
         self._held: dict[PeerId, RelayReservation] = {}
         self._attempts: dict[PeerId, asyncio.Task[bool]] = {}
         self._pauses: dict[PeerId, tuple[float, float]] = {}
-        """Relays that failed: when each may be tried again, and the pause after its next failure."""
+        """Relays that failed: when each may be tried again, and the pause after its next failure.
+        """
         self._changed = asyncio.Event()
         self.on_incoming: Callable[[RelayReservation, pb.Incoming, bytes], None] = lambda *_: None
-        """Called with each circuit that another peer wants, and the first message of its handshake."""
+        """Called with each circuit that another peer wants, and the first message of its handshake.
+        """
 
     @property
     def held(self) -> Sequence[RelayReservation]:
@@ -69,7 +74,7 @@ class Reservations:
         return relay in self._held
 
     async def wait_for_one(self, within_s: float) -> bool:
-        """Whether a reservation is held, at the latest after ``within_s``."""
+        """Wait for a reservation, at most ``within_s``. Returns whether one is held."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not self._held:
@@ -77,7 +82,7 @@ class Reservations:
         return bool(self._held)
 
     async def run(self) -> None:
-        """Reserve, and reserve elsewhere when a relay is lost, until cancelled."""
+        """Keep ``WANTED`` reservations until cancelled. Replaces a relay that is lost."""
         try:
             while True:
                 self._changed.clear()
@@ -106,10 +111,10 @@ class Reservations:
     def _ended(self, peer: PeerId, attempt: "asyncio.Task[bool]") -> None:
         del self._attempts[peer]
         if not attempt.cancelled() and attempt.result():
-            self._changed.set()  # after an attempt that failed, the next one waits for ``RETRY_S``
+            self._changed.set()  # after a failure ``run`` waits for ``RETRY_S`` instead
 
     async def _hold(self, peer: PeerId, address: str) -> bool:
-        """Reserve at one relay, and keep the reservation until it is lost. Returns whether it was held at all."""
+        """Hold a reservation at one relay until it is lost. Returns whether it was granted."""
         try:
             stream = await RELAY.open(self._transport, peer, addresses=[address], deadline_s=OPEN_S)
             with contextlib.closing(stream):

@@ -1,5 +1,4 @@
-"""Chooses the path of every stream: direct where there is a connection or one can be made,
-otherwise through a relay."""
+"""Chooses the path of every stream: direct where possible, otherwise through a relay."""
 
 import asyncio
 import contextlib
@@ -37,25 +36,23 @@ _log = logging.getLogger(__name__)
 HEAD_START_S = 0.3
 """Seconds that direct addresses are tried alone. After that, a relay is asked as well."""
 PUNCH_WAIT_S = 1.5
-"""Most seconds that a stream of ``_WORTH_A_PUNCH`` waits for a direct connection that is being
-made."""
+"""Most seconds that a stream of ``_WORTH_A_PUNCH`` waits for a hole punch in progress."""
 ACCEPT_S = 5.0
-"""Timeout for each message of the handshake of a circuit that comes in."""
+"""Timeout in seconds for each handshake message of an incoming circuit."""
 MAX_OBSERVERS = 4
-"""Relays whose observed address of this peer is remembered: the latest ones."""
+"""Most relays whose observed address of this peer is remembered; the latest stay."""
 MAX_REMEMBERED = 256
-"""Peers whose circuit addresses are remembered, for streams that are opened without addresses."""
+"""Most peers whose circuit addresses are remembered, for streams opened without addresses."""
 _WORTH_A_PUNCH = frozenset(each.id for each in (SESSION, LINK, PASS, ADAPTER, EXCHANGE, STATE))
 """Protocols whose streams are long-lived or carry many bytes."""
 
 
 class RoutedTransport(TransportWrapper):
-    """A transport that reaches other peers, and is reached by them, through relays where no direct
-    connection is possible.
+    """A transport that uses relays where no direct connection is possible, in both directions.
 
-    It lies below the membership handshake, which also runs over circuits. Circuits themselves are
-    requested over the transport above that handshake (:meth:`use_relays`), so that only members use
-    the relays of a private swarm.
+    The membership handshake runs above this transport, also over circuits. Circuits themselves are
+    requested over the transport above that handshake (:meth:`use_relays`). So only members use the
+    relays of a private swarm.
     """
 
     def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
@@ -64,35 +61,39 @@ class RoutedTransport(TransportWrapper):
         self._identity = identity
         self._guarded: Transport = direct
         self._accepting = Counter[PeerId]()
-        """Incoming circuits whose handshakes run, by relay. A relay that announces more than an
-        honest one does is not answered."""
+        """Incoming circuits with a handshake in progress, by relay.
+
+        A relay that announces more than an honest one would gets no answer.
+        """
         self.reservations: Reservations | None = None
-        """The relay reservations of this peer, if it cannot be dialled."""
+        """The relay reservations of this peer; None if it can be dialled."""
         self.external_addresses: tuple[str, ...] = ()
-        """Addresses where other peers have reached this peer, in addition to its listen
-        addresses."""
+        """Addresses where other peers have reached this peer, in addition to its listen addresses.
+        """
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
-        """The relays of peers, from the last circuits to them."""
+        """The relays of each peer, from the last circuits to it."""
         self.observed: dict[PeerId, Multiaddr] = {}
-        """The address of this peer as each relay saw it last."""
+        """The address of this peer as each relay last saw it."""
         self.describe_reach: Callable[[], Reach] = Reach
         self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
-        """Streams through relays that this peer opened, and that are open now."""
+        """Open streams through relays that this peer opened, by peer."""
         self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
-        """Begins to make a direct connection to a peer, unless that failed lately. Returns the
-        first try while it lasts."""
+        """Starts hole punching to a peer, unless that failed lately.
+
+        Returns the first try while it runs, else None.
+        """
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
-        """The multiaddrs that this peer listens on, and the multiaddrs that its router forwards."""
+        """Return the multiaddrs that this peer listens on, and those that its router forwards."""
         return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:
-        """As ``Transport.addresses``: external and own addresses, or own and circuit addresses of a
-        peer that cannot be dialled.
+        """Return the addresses that other peers can use, as ``Transport.addresses``.
 
-        Loopback addresses are left out if there are others.
+        These are external and own addresses. If this peer cannot be dialled, they are own and
+        circuit addresses. Loopback addresses are left out if there are others.
         """
         own = sorted(self.own_addresses(), key=_by_reach)
         others = [each for each in own if not is_loopback(each)]
@@ -112,7 +113,7 @@ class RoutedTransport(TransportWrapper):
         await self.direct.connect(peer, addresses, deadline_s=deadline_s)
 
     def observed_addresses(self) -> Sequence[Multiaddr]:
-        """This peer's addresses, as its own relays and other peers' relays see them."""
+        """Return this peer's addresses, as its own relays and other peers' relays see them."""
         held = self.reservations.held if self.reservations is not None else ()
         return [
             each for each in (*(one.observed for one in held), *self.observed.values()) if each is not None
@@ -123,8 +124,11 @@ class RoutedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As ``Transport.open``. An existing connection is used; otherwise direct addresses are
-        dialled, with a head start over relays."""
+        """Open a stream, as ``Transport.open``.
+
+        Uses an existing connection if there is one. Otherwise dials direct addresses first, and
+        asks relays after ``HEAD_START_S``.
+        """
         circuits = self._circuits(peer, addresses)
         if not circuits:
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
@@ -176,7 +180,7 @@ class RoutedTransport(TransportWrapper):
     async def _open_circuit(
         self, peer: PeerId, protocol: ProtocolSpec, circuits: Sequence[tuple[PeerId, str]], deadline_s: float
     ) -> Stream:
-        """A stream through the first relay that reaches ``peer``. Raises ``PeerUnreachable``."""
+        """Open a stream through the first relay that works. Raises ``PeerUnreachable``."""
         reasons = []
         try:
             async with asyncio.timeout(deadline_s):
@@ -221,7 +225,7 @@ class RoutedTransport(TransportWrapper):
         except BaseException:
             stream.close()
             raise
-        # The bytes are counted on the stream with the relay.
+        # The stream with the relay already counts the bytes.
         opened = self.direct.endpoint.open(pipe, peer, protocol, link=LinkLimiter())
         self.direct.endpoint.start(self._carry(opened, carry))
         return opened
@@ -237,17 +241,19 @@ class RoutedTransport(TransportWrapper):
 
     @property
     def circuits(self) -> int:
-        """Streams through relays that this peer opened, and that are open now."""
+        """Number of open streams through relays that this peer opened."""
         return sum(map(len, self._circuits_to.values()))
 
     def connected_directly(self, peer: PeerId) -> None:
-        """Report a direct connection to ``peer``, so that users of its streams through relays open
-        them again (``Stream.path_improved``)."""
+        """Report a direct connection to ``peer`` to the users of its streams through relays.
+
+        They open their streams again (``Stream.path_improved``).
+        """
         for stream in self._circuits_to.get(peer, ()):
             stream.improved.set()
 
     def _observe(self, relay: PeerId, address: str) -> None:
-        """Note the multiaddr of this peer as ``relay`` sees it, if it is one."""
+        """Note this peer's address as ``relay`` sees it. Ignores an invalid multiaddr."""
         self.observed.pop(relay, None)
         if (parsed := parse_multiaddr(address)) is None:
             return
@@ -256,9 +262,9 @@ class RoutedTransport(TransportWrapper):
             del self.observed[next(iter(self.observed))]
 
     def _circuits(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[tuple[PeerId, str]]:
-        """The relays of ``peer`` that may be asked, each with its address.
+        """Return the relays of ``peer`` that may be asked, each with its address.
 
-        They come from ``addresses``, or from memory where it names none.
+        They come from ``addresses``. Without addresses they come from memory.
         """
         if not addresses:
             return self._relays_of.get(peer, ())
@@ -279,7 +285,8 @@ class RoutedTransport(TransportWrapper):
             reservations.on_incoming = self._on_incoming
 
     def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
-        # some are confirmed on their way
+        # Twice the limit: the relay counts a circuit as confirmed before the confirmation arrives
+        # here.
         if self._accepting[reservation.relay] < 2 * MAX_UNCONFIRMED:
             self.direct.endpoint.start(self._accept(reservation, incoming, hello))
 
@@ -292,7 +299,7 @@ class RoutedTransport(TransportWrapper):
                     stream, end, protocol_id = await self._answer(reservation, incoming, hello)
             finally:
                 self._accepting[reservation.relay] -= 1
-                self._accepting += Counter()  # drops relays without any
+                self._accepting += Counter()  # drops relays with a count of zero
             with contextlib.closing(stream):
                 if protocol_id:
                     source = PeerId(incoming.source)
@@ -303,10 +310,10 @@ class RoutedTransport(TransportWrapper):
     async def _answer(
         self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes
     ) -> tuple[Stream, CircuitEnd, str]:
-        """The stream of an accepted circuit after its handshake, and the protocol id.
+        """Return the stream of an accepted circuit after its handshake, and the protocol id.
 
-        The id is empty if this peer does not serve it. Raises ``ValueError`` for a source that is
-        not a peer id.
+        The id is empty if this peer does not serve the protocol. Raises ``ValueError`` if the
+        source is not a peer id.
         """
         source = PeerId(incoming.source)
         public_key_of(source)
@@ -338,7 +345,7 @@ class RoutedTransport(TransportWrapper):
 
 
 def _by_reach(address: str) -> tuple[bool, bool]:
-    """IPv4 before IPv6, TCP before QUIC: more networks carry the first ones."""
+    """Sort key: IPv4 before IPv6, TCP before QUIC, because more networks carry the first ones."""
     return "/ip6/" in address, "/udp/" in address
 
 
@@ -347,7 +354,7 @@ def _has_succeeded(task: "asyncio.Task[Stream]") -> bool:
 
 
 async def _discard(task: "asyncio.Task[Stream]") -> None:
-    """Cancel an attempt, and close its stream if it has succeeded."""
+    """Cancel an attempt. If it has succeeded, close its stream."""
     await cancel(task)
     if _has_succeeded(task):
         task.result().close()

@@ -1,10 +1,15 @@
-"""TCP simultaneous open (RFC 9293, section 3.5): two peers behind routers connect to each other at the same moment.
+"""TCP simultaneous open (RFC 9293, section 3.5): two peers behind routers connect to each other.
 
-Each router accepts the other's SYN because its own host has sent one to that address. Both ends have then called ``connect``, and p2pd
-has no option to make one of them act as the server. So this process makes the connection, from the port on which p2pd listens, and forwards
-its bytes to the local p2pd: at one end to p2pd's listening port, at the other end from a port that p2pd is asked to dial.
+Both call ``connect`` at the same moment. Each router accepts the other's SYN because its own host
+has sent one to that address. Both ends are then TCP clients, and p2pd cannot make one of them act
+as the server. So this process makes the connection, from the port on which p2pd listens, and
+forwards its bytes to the local p2pd:
 
-p2pd sees such a peer on loopback. ``forwarded`` tells the endpoint where the peer really is, so that limits count it there.
+- One end connects to p2pd's listening port.
+- The other end asks p2pd to dial a local port.
+
+p2pd sees such a peer on loopback. ``forwarded`` tells the endpoint the real address of the peer, so
+that limits count the right one.
 """
 
 import asyncio
@@ -21,7 +26,10 @@ _CHUNK_BYTES = 64 << 10
 async def simultaneous_open(
     local_port: int, address: Multiaddr, *, within_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A TCP connection from ``local_port`` to ``address``, whose end does the same. Raises ``OSError`` or ``TimeoutError``."""
+    """Connect from ``local_port`` to ``address`` while that end does the same.
+
+    Raises ``OSError`` or ``TimeoutError``.
+    """
     family = socket.AF_INET6 if address.ip.version == 6 else socket.AF_INET
     end = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -43,7 +51,10 @@ async def serve_at(
     listening_port: int,
     forwarded: dict[str, str],
 ) -> None:
-    """Forward between a connection with ``remote`` and the p2pd that listens on ``listening_port``, until one side closes."""
+    """Forward between a connection with ``remote`` and the local p2pd until one side closes.
+
+    Connects to p2pd's ``listening_port``.
+    """
     loopback = "127.0.0.1" if remote.ip.version == 4 else "::1"
     try:
         local_reader, local_writer = await asyncio.open_connection(loopback, listening_port)
@@ -61,9 +72,9 @@ async def dial_through(
     dial: Callable[[str], Awaitable[None]],
     forwarded: dict[str, str],
 ) -> None:
-    """Have ``dial`` connect p2pd to a local multiaddr, and forward between that and a connection with ``remote`` until one side closes.
+    """Have ``dial`` connect p2pd to a local multiaddr, and forward it to ``remote``.
 
-    Raises what ``dial`` raises.
+    Returns when one side closes. Raises what ``dial`` raises.
     """
     accepted: asyncio.Future[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = (
         asyncio.get_running_loop().create_future()
@@ -93,7 +104,8 @@ async def dial_through(
 
 @contextlib.contextmanager
 def _forwarding(local: tuple[str, int], remote: Multiaddr, forwarded: dict[str, str]) -> Iterator[str]:
-    """The multiaddr of the socket ``local``, which stands for ``remote`` while the context is open."""
+    """Let the socket ``local`` stand for ``remote`` while the context is open. Yields its
+    multiaddr."""
     host, port, *_ = local
     address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
     forwarded[address] = str(remote)
