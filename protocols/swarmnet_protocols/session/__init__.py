@@ -1,1 +1,4 @@
-"""The data that clients and hosts share for inference and training passes: steps, activation logs, links, adapters, passes."""
+"""The data that clients and hosts share for inference and training passes.
+
+It covers steps, activation logs, links, adapters and passes.
+"""

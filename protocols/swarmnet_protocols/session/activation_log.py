@@ -1,16 +1,22 @@
-"""The activation log: what one hop has sent down the chain, kept so that a failed hop behind it can be replaced.
+"""The activation log: what one hop has sent, kept so that a failed hop behind it can be replaced.
 
-A log belongs to one hop (the client has one too, of token ids). It feeds the downstream hop, and while that has a standby, the standby too. It
-has two parts:
+Each hop has a log. The client has one of token ids. A log feeds the downstream hop, and its standby
+if there is one. It has two parts:
 
-1. Pending steps, as they were sent. A *survivor*, a downstream hop that keeps its KV caches while its upstream is replaced, may lack any
-   number of the latest steps.
-2. The compacted part: one growing buffer for each sequence; forked sequences share the memory of their common positions. Steps that the client
-   has acknowledged were computed by every hop, so only a *fresh* hop, without KV caches, needs them. It computes them fastest as long prefills.
+1. Pending steps, as they were sent. A *survivor* is a downstream hop that keeps its KV caches while
+   its upstream is replaced. It may lack any number of the latest steps.
+2. The compacted part: one growing buffer for each sequence. Forked sequences share the memory of
+   their common positions. Every hop has computed the steps that the client has acknowledged, so
+   only a *fresh* hop, without KV caches, needs them. Long prefills compute them fastest.
 
-:meth:`ActivationLog.attach` starts feeding a hop. A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the
-pending steps; a survivor gets the pending steps after the last one it has. Each step is delivered once, in order; the steps' positions
-leave no gap and no overlap, which ``check`` enforces when they are added.
+:meth:`ActivationLog.attach` starts feeding a hop:
+
+- A fresh hop gets the compacted part as replay steps of ``REPLAY_POSITIONS``, then the pending
+  steps.
+- A survivor gets the pending steps after the last one it has.
+
+Each step is delivered once, in order. Positions leave no gap and never overlap: ``check`` enforces
+this for every new step.
 """
 
 from collections import deque
@@ -24,29 +30,43 @@ from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitRe
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
-"""Positions of one replay step: enough to compute efficiently, and few enough that two hops work on successive ones at the same time."""
+"""Most positions of one replay step.
+
+Enough to compute efficiently. Few enough that two hops work on successive replay steps at the same
+time.
+"""
 STANDBY_POSITIONS = 32
-"""Positions of one replay step to a standby. No step of the session waits for it, and other sessions on its host wait for at most one such forward."""
+"""Most positions of one replay step to a standby.
+
+The session does not wait for these steps. Other sessions on the standby's host wait for at most one
+of them, so they are short.
+"""
 MIN_SHARED = 64
-"""Least positions that a forked sequence shares with its source in memory; fewer are copied."""
+"""Fewest positions that a fork shares with its source in memory. Fewer are copied."""
 MOST_KEPT = 4
-"""Most bytes of a buffer that a fork keeps alive, as a multiple of the bytes that it shares."""
+"""Most bytes of a buffer that a fork may keep alive, as a multiple of the bytes it shares."""
 
 
 class LogDropped(OutOfResources):
-    """The log reached its limit and dropped its compacted part: it can feed a survivor, but not a fresh hop."""
+    """The log reached its limit and dropped its compacted part.
+
+    It can still feed a survivor, but not a fresh hop.
+    """
 
 
 class StepsCompacted(SwarmnetError):
-    """The hop lacks steps that have been compacted: only a fresh hop can be fed."""
+    """The hop lacks steps that were compacted. Only a fresh hop can be fed."""
 
 
 class _SequenceBuffer:
-    """The compacted values of one sequence, [length, ...]: first values shared with other sequences, then its own, in a buffer that doubles
-    when it is full. Appended values never change."""
+    """The compacted values of one sequence, [length, ...].
+
+    First come values shared with other sequences, then the sequence's own values. The own buffer
+    doubles when it is full. Appended values never change.
+    """
 
     def __init__(self, shared: torch.Tensor | None = None) -> None:
-        """Begins with the values ``shared``, a view of the buffer of another sequence."""
+        """Begin with the values ``shared``, a view of another sequence's buffer."""
         self.shared = shared
         self.forked_at = 0 if shared is None else len(shared)
         self.length = self.forked_at
@@ -54,18 +74,18 @@ class _SequenceBuffer:
 
     @property
     def storages(self) -> dict[int, int]:
-        """The memory that this buffer keeps alive: address and bytes of each part."""
+        """Return the memory that this buffer keeps alive: address → bytes of each part."""
         parts = [part.untyped_storage() for part in (self.shared, self._own) if part is not None]
         return {part.data_ptr(): part.nbytes() for part in parts}
 
     def begins_like(self, other: "_SequenceBuffer") -> bool:
-        """Whether ``other`` has the shared values of this buffer in the same memory."""
+        """Return whether ``other`` has the shared values of this buffer in the same memory."""
         if self.shared is None or other.length < self.forked_at:
             return False
         return other._first().data_ptr() == self.shared.data_ptr() and other._first_length >= self.forked_at
 
     def values(self, start: int, end: int) -> torch.Tensor:
-        """The values of positions [start, end), which later appends do not change."""
+        """Return the values of positions [start, end). Later appends do not change them."""
         parts = []
         if self.shared is not None and start < self.forked_at:
             parts.append(self.shared[start:end])
@@ -88,7 +108,10 @@ class _SequenceBuffer:
         self.length = self.forked_at + end
 
     def prefix(self, end: int) -> "_SequenceBuffer":
-        """A sequence that begins with the first ``end`` values: in the same memory, unless that would keep ``MOST_KEPT`` times as much alive."""
+        """Return a sequence that begins with the first ``end`` values.
+
+        It shares their memory, unless that would keep more than ``MOST_KEPT`` times as much alive.
+        """
         within = min(end, self._first_length)
         if within >= MIN_SHARED:
             first = self._first()
@@ -104,7 +127,7 @@ class _SequenceBuffer:
 
     @property
     def _first_length(self) -> int:
-        """Values in the memory of the first part."""
+        """Number of values in the memory of the first part."""
         return self.forked_at or self.length
 
     def _first(self) -> torch.Tensor:
@@ -115,10 +138,13 @@ class _SequenceBuffer:
 
 
 class Cursor:
-    """The place of one downstream hop in the log. Made by ``ActivationLog.attach``, advanced by ``next``.
+    """The place of one downstream hop in the log.
 
-    ``replay``: the replay steps that are left. ``index``: the index of the next pending step. ``applied``: the last step that a survivor has
-    or was sent; 0 for a fresh hop.
+    ``ActivationLog.attach`` makes a cursor, and ``next`` advances it.
+
+    - ``replay``: the remaining replay steps.
+    - ``index``: the index of the next pending step.
+    - ``applied``: the last step that a survivor has or was sent; 0 for a fresh hop.
     """
 
     def __init__(self, replay: Iterator[Step], index: int, applied: int) -> None:
@@ -131,17 +157,18 @@ class ActivationLog:
     """The steps that one hop has sent. No I/O."""
 
     def __init__(self, reservation: Reservation, *, keep_values: bool = True) -> None:
-        """The log's bytes count in ``reservation``. If its limit is reached, the compacted part is dropped.
+        """Count the log's bytes in ``reservation``, and drop the compacted part at its limit.
 
-        ``keep_values`` false: the log has no compacted part from the start, for a hop without a downstream hop.
+        ``keep_values`` False: the log never has a compacted part. A hop without a downstream hop
+        needs none.
         """
         self._reservation = reservation
         self._buffers: dict[int, _SequenceBuffer] | None = {} if keep_values else None
-        """The compacted part by sequence; None if it was dropped."""
+        """The compacted part by sequence; None once it is dropped."""
         self._compacted_bytes = 0
         self._pending_bytes = 0
         self._compacted = 0
-        """The last step in the compacted part."""
+        """Number of the last step in the compacted part."""
         self._pending: deque[tuple[int, Step]] = deque()
         self._indices = count()
         self._lengths: dict[int, int] = {}
@@ -151,7 +178,7 @@ class ActivationLog:
 
     @property
     def last(self) -> int:
-        """Sequence number of the newest step."""
+        """Number of the newest step."""
         return self._last
 
     @property
@@ -170,9 +197,10 @@ class ActivationLog:
         return [step for _, step in self._pending if not step.replay and step.seq > self._acked]
 
     def append(self, step: Step) -> None:
-        """Add the newest step. Raises what ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit.
+        """Add the newest step.
 
-        At the limit, hops that still lack acknowledged steps are no longer fed.
+        At the limit, hops that still lack acknowledged steps are no longer fed. Raises what
+        ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit.
         """
         self.check(step)
         self._pending_bytes += step.values.nbytes
@@ -193,7 +221,10 @@ class ActivationLog:
         self.acknowledge(step.acked)
 
     def check(self, step: Step) -> None:
-        """Raise ``ProtocolViolation`` unless the step follows the newest one, and its rows follow the positions so far."""
+        """Check that ``step`` follows the newest step, and its rows follow the positions so far.
+
+        Raises ``ProtocolViolation``.
+        """
         if step.replay:
             if self._last:
                 raise ProtocolViolation("a replay after steps were applied")
@@ -202,7 +233,8 @@ class ActivationLog:
         check_rows(step.rows, self._lengths)
 
     def acknowledge(self, seq: int) -> None:
-        """Note that the client has the outputs of every step up to ``seq``, and compact the steps that no survivor needs."""
+        """Note that the client has the outputs up to step ``seq``. Compacts steps that no survivor
+        needs."""
         self._acked = max(self._acked, seq)
         while self._pending:
             index, step = self._pending[0]
@@ -214,10 +246,10 @@ class ActivationLog:
             self._compact(step)
 
     def keep(self, sequences: Set[int]) -> None:
-        """Forget all sequences except ``sequences`` and those of pending steps. A fresh hop does not get them.
+        """Forget all sequences except ``sequences`` and the sequences of pending steps.
 
-        One compacted sequence, the shortest, always stays: its replay tells a fresh hop the number
-        of the last compacted step.
+        A fresh hop does not get the forgotten ones. The shortest compacted sequence always stays:
+        its replay tells a fresh hop the number of the last compacted step.
         """
         kept = sequences | {
             each for _, step in self._pending for row in step.rows for each in (row.sequence, row.source)
@@ -232,7 +264,10 @@ class ActivationLog:
         self._resize_reservation()
 
     def values(self, sequence: int, count: int) -> torch.Tensor | None:
-        """The first ``count`` positions of a sequence after the newest step. None if the log does not have them."""
+        """Return the first ``count`` positions of a sequence after the newest step.
+
+        None if the log does not have them.
+        """
         if not 0 < count <= self._lengths.get(sequence, 0):
             return None
         pieces: list[torch.Tensor] = []
@@ -259,11 +294,12 @@ class ActivationLog:
         return torch.cat([buffer.values(0, count), *pieces[::-1]])
 
     def attach(self, applied: int, *, is_standby: bool = False) -> Cursor:
-        """Start feeding a hop that has computed all steps up to ``applied``, 0 for a fresh one, until ``detach``.
+        """Start feeding a hop that has computed all steps up to ``applied``, until ``detach``.
 
-        A standby is replayed in smaller parts.
+        ``applied`` is 0 for a fresh hop. A standby gets its replay in smaller parts.
 
-        Raises ``LogDropped`` if a fresh hop cannot be fed, and ``StepsCompacted`` if this survivor cannot be fed although a fresh hop could.
+        Raises ``LogDropped`` if a fresh hop cannot be fed. Raises ``StepsCompacted`` if this
+        survivor cannot be fed although a fresh hop could.
         """
         replay: Iterator[Step] = iter(())
         if applied == 0:
@@ -283,7 +319,10 @@ class ActivationLog:
             self._cursors.remove(cursor)
 
     def next(self, cursor: Cursor) -> Step | None:
-        """The next step for the hop of ``cursor``; None if it has all steps. Raises ``StepsCompacted`` if it can no longer be fed."""
+        """Return the next step for the hop of ``cursor``; None if it has all steps.
+
+        Raises ``StepsCompacted`` if the hop can no longer be fed.
+        """
         if cursor not in self._cursors:
             raise StepsCompacted("the hop is no longer fed")
         for step in cursor.replay:
@@ -301,12 +340,18 @@ class ActivationLog:
 
     @staticmethod
     def _lacks(cursor: Cursor, index: int, step: Step) -> bool:
-        """Whether the hop of ``cursor`` was not sent the pending step at ``index`` and, if it is a survivor, has not computed it."""
+        """Return whether the hop of ``cursor`` still needs the pending step at ``index``.
+
+        It does not if the step was already sent, or if a survivor has computed it.
+        """
         has_computed = cursor.applied > 0 and (step.replay or step.seq <= cursor.applied)
         return index >= cursor.index and not has_computed
 
     def _end_late_cursors(self) -> None:
-        """Stop feeding the hops for which acknowledged steps are kept pending: a standby that is too slow, or a hop that is being rebuilt."""
+        """Stop feeding hops that keep acknowledged steps pending.
+
+        Such a hop is a standby that is too slow, or a hop that is being rebuilt.
+        """
         self._cursors = [
             cursor
             for cursor in self._cursors
@@ -319,13 +364,13 @@ class ActivationLog:
         self.acknowledge(self._acked)
 
     def _compact(self, step: Step) -> None:
-        """Move a step, the oldest pending one, to the compacted part."""
+        """Move ``step``, the oldest pending one, to the compacted part."""
         self._compacted = max(self._compacted, step.seq)
         if self._buffers is None:
             self._resize_reservation()
             return
         sources = [self._buffers.get(row.source) or _SequenceBuffer() for row in step.rows]
-        # All forks come before the first append: they start from the sequences as they were before the step.
+        # Make all forks before the first append: they start from the sequences before the step.
         starts = [
             buffer.prefix(row.start) if row.rewrite else buffer
             for row, buffer in zip(step.rows, sources, strict=True)
@@ -343,7 +388,10 @@ class ActivationLog:
         self._compacted_bytes = sum(storages.values())
 
     def _resize_reservation(self) -> None:
-        """Reserve the present size. Drops the compacted part if its bytes do not fit; raises if pending steps do not fit either."""
+        """Reserve the present size.
+
+        Drops the compacted part if its bytes do not fit. Raises if pending steps do not fit either.
+        """
         try:
             self._reservation.resize(self.nbytes)
         except ResourceLimitReached:
@@ -351,15 +399,16 @@ class ActivationLog:
             self._reservation.resize(self.nbytes)
 
     def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer], positions: int) -> Iterator[Step]:
-        """Replay steps of at most ``positions`` that rebuild the compacted part as it is now; later compaction does not change their values.
+        """Yield replay steps of at most ``positions`` that rebuild the compacted part.
 
-        Positions that sequences share are sent once: the others are forked from the first of these sequences.
+        Later compaction does not change their values. Shared positions are sent once: the other
+        sequences are forked from the first of the sequences that share them.
         """
         parts: list[tuple[Row, torch.Tensor]] = []
         done: dict[int, _SequenceBuffer] = {}
         for number, buffer in buffers.items():
             source = next((each for each, other in done.items() if buffer.begins_like(other)), number)
-            # A fork needs a position: if it has none of its own, its last one is computed again.
+            # A fork needs a position. If it has none of its own, its last one is computed again.
             begin = 0 if source == number else min(buffer.forked_at, buffer.length - 1)
             for start in range(begin, buffer.length, positions):
                 count = min(positions, buffer.length - start)

@@ -1,16 +1,16 @@
-"""Adapters: a client's LoRA pairs and prefixes for the hosts' blocks, and the parts that hosts
-keep.
+"""Adapters: a client's LoRA pairs and prefixes for the hosts' blocks.
 
-An adapter is tensors by name, with blocks numbered as in the whole model:
+An adapter is a set of named tensors. Blocks are numbered as in the whole model:
 
 - ``{block}.{module}.down`` [rank, inputs] and ``{block}.{module}.up`` [outputs, rank] add ``x @
-  down.T @ up.T`` to the output of the linear module for ``x`` (LoRA, arXiv:2106.09685, section 4.1;
-  ``up`` includes the scaling);
+  down.T @ up.T`` to the output of the linear module for ``x`` (LoRA, arXiv:2106.09685, section
+  4.1). ``up`` includes the scaling.
 - ``{block}.prefix.key`` and ``{block}.prefix.value`` [key heads, n, head size] belong to n
-  positions before the first token (P-tuning v2, arXiv:2110.07602, section 3.2): tokens are numbered
+  positions before the first token (P-tuning v2, arXiv:2110.07602, section 3.2). Tokens are numbered
   from n.
 
-A part is a safetensors file with the tensors of one span of blocks, named by its SHA-256.
+A *part* is a safetensors file with the tensors of one span of blocks, named by its SHA-256. Hosts
+keep parts.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 MAX_RANK = 256
 MAX_PREFIX_POSITIONS = 512
 MAX_HEADER_BYTES = 1 << 20
-"""Most bytes of a part's safetensors header: enough for the tensors of a few hundred blocks."""
+"""Most bytes of a part's safetensors header. Enough for the tensors of a few hundred blocks."""
 
 _NAME = re.compile(r"(0|[1-9][0-9]{0,4})\.(?:prefix\.(key|value)|([A-Za-z0-9_.]{1,200})\.(down|up))")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -36,8 +36,10 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 @dataclass
 class BlockTensors:
-    """An adapter's tensors for one block: (down, up) of linear modules by path in the layer, and
-    (key, value) of a prefix."""
+    """An adapter's tensors for one block.
+
+    (down, up) of linear modules by path in the layer, and (key, value) of a prefix.
+    """
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -55,7 +57,7 @@ class Adapter:
     """Copies of named tensors, in float32 on the CPU."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises ``ConfigError`` for tensors that hosts would refuse."""
+        """Raise ``ConfigError`` for tensors that hosts would refuse."""
         copies = {
             name: tensor.detach().to("cpu", torch.float32, copy=True, memory_format=torch.contiguous_format)
             for name, tensor in tensors.items()
@@ -72,14 +74,14 @@ class Adapter:
 
     @property
     def prefix_positions(self) -> int:
-        """Positions of the prefix; 0 without one."""
+        """Number of positions of the prefix; 0 without a prefix."""
         return prefix_positions(self.blocks)
 
     def part(self, start: int, end: int) -> AdapterPart | None:
-        """The part for blocks [start, end); None if the adapter has no tensors there. Computed once
-        for each span.
+        """Return the part for blocks [start, end); None if the adapter has no tensors there.
 
-        Raises ``ConfigError`` if the adapter has a prefix, but not for all of the blocks.
+        Each span is computed once. Raises ``ConfigError`` if the adapter has a prefix for only some
+        of the blocks.
         """
         if (start, end) not in self._parts:
             lacking = [n for n in range(start, end) if n not in self.blocks or self.blocks[n].prefix is None]
@@ -94,16 +96,18 @@ class Adapter:
 
 
 def block_of(name: str) -> int:
-    """The block of a tensor. Raises ``ProtocolViolation`` unless the name is one of an
-    adapter's."""
+    """Return the block of a tensor name.
+
+    Raises ``ProtocolViolation`` if the name is not an adapter's.
+    """
     return int(_match(name)[1])
 
 
 def by_block(tensors: Mapping[str, torch.Tensor]) -> dict[int, BlockTensors]:
-    """The tensors, which may be part of an autograd graph, by block and purpose.
+    """Group tensors by block and purpose. They may be part of an autograd graph.
 
     Raises ``ProtocolViolation`` for an unknown name, half a pair, shapes that do not match, or a
-    rank or prefix that is too large. Whether the model has such modules is not checked.
+    rank or prefix that is too large. Does not check whether the model has such modules.
     """
     blocks: defaultdict[int, BlockTensors] = defaultdict(BlockTensors)
     for name, tensor in tensors.items():
@@ -121,7 +125,7 @@ def by_block(tensors: Mapping[str, torch.Tensor]) -> dict[int, BlockTensors]:
 
 
 def prefix_positions(blocks: Mapping[int, BlockTensors]) -> int:
-    """Positions of the prefix in every block. Raises ``ProtocolViolation`` if blocks differ."""
+    """Return the number of prefix positions. Raises ``ProtocolViolation`` if blocks differ."""
     lengths = {block.prefix[0].shape[1] for block in blocks.values() if block.prefix is not None}
     if len(lengths) > 1:
         raise ProtocolViolation(f"prefixes of {min(lengths)} and of {max(lengths)} positions")
@@ -136,8 +140,10 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_part(data: bytes) -> dict[str, torch.Tensor]:
-    """The tensors of a part from a peer, on the CPU. Raises ``ProtocolViolation`` unless they are
-    finite and ``by_block`` accepts them."""
+    """Read a part from a peer, onto the CPU.
+
+    Raises ``ProtocolViolation`` unless the tensors are finite and ``by_block`` accepts them.
+    """
     if int.from_bytes(data[:8], "little") > MAX_HEADER_BYTES:
         raise ProtocolViolation(f"an adapter whose header has more than {MAX_HEADER_BYTES} bytes")
     try:

@@ -1,10 +1,11 @@
 """Rows that a host sends to a peer with routed experts, and the outputs that come back.
 
-The host of a block computes the router. Each peer that has some of the chosen experts gets their
-rows once, with the indexes of each expert's rows. The peer answers with each expert's outputs, in
-the same order.
+1. The host of a block computes the router.
+2. Each peer that has some of the chosen experts gets their rows once, with the indexes of each
+   expert's rows.
+3. The peer answers with each expert's outputs, in the same order.
 
-Shapes: n rows of hidden size D; an expert computes some of them.
+Shapes: n rows of hidden size D. An expert computes some of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,18 +31,17 @@ from swarmnet_protocols.wire import session_pb2 as pb
 MAX_ROWS = 512
 """Most rows of one request: the positions of one forward."""
 MAX_PAIRS = 4096
-"""Most rows of all experts of a request together, because their indexes must fit into a header."""
+"""Most rows of all experts of a request together. Their indexes must fit into a header."""
 
 TrunkStream = TypedStream[pb.ExpertsRequest, pb.ExpertsReply]
-"""The side of the host that sends rows."""
+"""A stream as seen by the host that sends rows."""
 ExpertsStream = TypedStream[pb.ExpertsReply, pb.ExpertsRequest]
-"""The side of the peer that has experts."""
+"""A stream as seen by the peer that has experts."""
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertRows:
-    """Hidden states ``values`` [n, D], and for each expert of a block the indexes of its rows,
-    ascending."""
+    """Hidden states [n, D], and the ascending row indexes of each expert of a block."""
 
     block: int
     values: torch.Tensor
@@ -49,18 +49,20 @@ class ExpertRows:
 
     @property
     def pairs(self) -> int:
-        """Rows of all experts together: the rows of the answer."""
+        """Rows of all experts together. The answer has this many rows."""
         return sum(len(rows) for rows in self.rows.values())
 
     def outputs(self, tensor: torch.Tensor) -> Outputs:
-        """The outputs of each expert in an answer [pairs, D]."""
+        """Split an answer [pairs, D] into the outputs of each expert."""
         sizes = [len(rows) for rows in self.rows.values()]
         return dict(zip(self.rows, torch.split(tensor, sizes), strict=True))
 
 
 def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Iterator[ExpertRows]:
-    """Requests for rows of ``hidden`` [T, D], on the CPU, whose answers fit into a message each.
-    ``rows``: the indexes of each expert."""
+    """Yield requests for rows of ``hidden`` [T, D], on the CPU. Each answer fits into one message.
+
+    ``rows``: expert → indexes of its rows.
+    """
     most = max_pairs(hidden.shape[1], hidden.dtype)
     left = most
     taken: dict[int, torch.Tensor] = {}
@@ -77,7 +79,7 @@ def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor
 
 
 def _request(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> ExpertRows:
-    """A request with those rows of ``hidden`` that some expert computes."""
+    """Make a request with the rows of ``hidden`` that some expert computes."""
     if len(hidden) == 1:  # a step of one sequence
         return ExpertRows(block, hidden, rows)
     used = torch.unique(torch.cat(list(rows.values())))
@@ -89,12 +91,12 @@ def _request(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor])
 
 
 def max_pairs(hidden_size: int, dtype: torch.dtype) -> int:
-    """Most rows of an answer."""
+    """Return the most rows that one answer can have."""
     return max(1, min(MAX_ROWS, MAX_PAIRS, EXPERTS.max_payload_bytes // (hidden_size * dtype.itemsize)))
 
 
 def encode_rows(request: ExpertRows, number: int) -> tuple[pb.Rows, memoryview]:
-    """Header and payload of a request."""
+    """Return the header and payload of a request."""
     tensor, payload = encode_tensor(request.values)
     experts = [pb.ExpertRows(expert=expert, rows=rows.tolist()) for expert, rows in request.rows.items()]
     return pb.Rows(id=number, block=request.block, tensor=tensor, experts=experts), payload
@@ -126,10 +128,10 @@ def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> Exper
 
 
 def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, number: int) -> Outputs:
-    """Return the outputs in the answer to ``request`` with this number. Raises
-    ``ProtocolViolation`` for anything else.
+    """Return the outputs in the answer to ``request`` with this number.
 
-    Infinity and NaN pass: large rows may have caused them, so they are no violation of the peer.
+    Infinity and NaN pass: large rows may have caused them, so the peer is not to blame. Raises
+    ``ProtocolViolation`` for any other answer.
     """
     if message.id != number:
         raise ProtocolViolation(f"an answer to request {message.id} instead of {number}")
@@ -142,13 +144,16 @@ def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, n
 
 
 def encode_experts(experts: BlockExperts) -> list[pb.ExpertSet]:
-    """Experts of some blocks, for ``Rearrange``."""
+    """Encode the experts of some blocks for ``Rearrange``."""
     return [pb.ExpertSet(block=block, experts=to_bits(experts[block])) for block in sorted(experts)]
 
 
 def decode_experts(sets: Sequence[pb.ExpertSet]) -> BlockExperts:
-    """The inverse of ``encode_experts``. Raises ``ProtocolViolation`` for blocks that are not
-    ascending, or more than announcements have."""
+    """Invert ``encode_experts``.
+
+    Raises ``ProtocolViolation`` for blocks that do not ascend, or more blocks than announcements
+    have.
+    """
     blocks = [each.block for each in sets]
     if (
         blocks != sorted({*blocks})

@@ -1,4 +1,7 @@
-"""Times of a step on one hop, by the hop's own clock. Hops report them to a client that records a trace."""
+"""Times of a step on one hop, by the hop's own clock.
+
+Hops report them to a client that records a trace.
+"""
 
 import math
 from dataclasses import dataclass
@@ -12,26 +15,26 @@ MAX_S = 1e8
 
 
 class Moment(Enum):
-    """An event in the life of a step, on a hop or at the client. Its time is noted when it has happened."""
+    """An event in the life of a step, on a hop or at the client. The time is noted afterwards."""
 
     RECEIVED = "received"
-    """Its inputs had arrived."""
+    """The step's inputs had arrived."""
     STARTED = "started"
-    """Its first forward began."""
+    """The step's first forward began."""
     COMPUTED = "computed"
-    """It was computed."""
+    """The step was computed."""
     TAKEN = "taken"
-    """The steps before it had been sent."""
+    """All steps before this one had been sent."""
     ENCODED = "encoded"
-    """It was ready to be sent."""
+    """The step was ready to be sent."""
     SENT = "sent"
-    """It had been handed to the network."""
+    """The step had been handed to the network."""
     ASKED = "asked"
-    """The client wanted it."""
+    """The client wanted the step."""
     EMBEDDED = "embedded"
-    """The client had its embeddings."""
+    """The client had the step's embeddings."""
     ANSWERED = "answered"
-    """The client had its outputs."""
+    """The client had the step's outputs."""
 
 
 HOP_MOMENTS = (
@@ -47,14 +50,17 @@ HOP_MOMENTS = (
 
 @dataclass(frozen=True)
 class HopTimes:
-    """The times of one step on a hop: one for each of ``HOP_MOMENTS``, in seconds since the session was opened."""
+    """The times of one step on a hop, in seconds since the session was opened.
+
+    One time for each of ``HOP_MOMENTS``.
+    """
 
     step: int
     at_s: tuple[float, ...]
 
     @property
     def stay_s(self) -> float:
-        """Seconds that the step was on the hop."""
+        """Seconds that the step spent on the hop."""
         return self.at_s[-1] - self.at_s[0]
 
 
@@ -64,7 +70,10 @@ def encode_times(times: HopTimes) -> pb.Timed:
 
 
 def decode_times(message: pb.Timed) -> HopTimes:
-    """The times that a hop reported. Raises ``ProtocolViolation`` unless they are finite, in order, and within 0 and ``MAX_S``."""
+    """Decode the times that a hop reported.
+
+    Raises ``ProtocolViolation`` unless they are finite, in order, and between 0 and ``MAX_S``.
+    """
     at_s = tuple(float(getattr(message, f"{moment.value}_s")) for moment in HOP_MOMENTS)
     _check(at_s)
     return HopTimes(message.step, at_s)

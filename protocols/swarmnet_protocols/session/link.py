@@ -1,8 +1,9 @@
 """Links: how a hop, or the client, sends its steps to the next hop.
 
-The sender opens a link stream and names the client's session there and the epoch of the chain. The next hop answers with the last step
-that it has computed, and :class:`LinkSender` sends every later one from the activation log: first what the hop lacks, then each step as
-it is added.
+1. The sender opens a link stream. It names the client's session there and the epoch of the chain.
+2. The next hop answers with the last step that it has computed.
+3. :class:`LinkSender` sends every later step from the activation log: first the steps that the hop
+   lacks, then each new step.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 @dataclass(frozen=True)
 class NextHop:
-    """The target of a link: the next hop, the client's session there, and the epoch of the chain."""
+    """The target of a link: the next hop, the client's session there, and the epoch of the
+    chain."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -40,12 +42,15 @@ class NextHop:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Fields that join the logs of the client and of both ends of the link."""
+        """Return the fields that join the logs of the client and of both ends of the link."""
         return {"peer": self.peer, "session": log_id(self.session), "epoch": self.epoch}
 
 
 def log_id(session: bytes) -> str:
-    """Eight digits that stand for a session in the logs of all its peers. The session id itself is a secret."""
+    """Return eight digits that stand for a session in the logs of all its peers.
+
+    The session id itself is a secret.
+    """
     return hashlib.blake2s(session, digest_size=4).hexdigest()
 
 
@@ -59,7 +64,7 @@ def ignore_moment(_seq: int, _moment: Moment) -> None:
 
 @dataclass
 class Outbox:
-    """An activation log, and an event that is set when it grows."""
+    """An activation log, and an event that is set when the log grows."""
 
     log: ActivationLog
     appended: asyncio.Event
@@ -71,10 +76,13 @@ class Outbox:
 
 @dataclass(frozen=True)
 class LinkSender:
-    """Sends the steps of an outbox to the next hop, and to its standby if it has one, by one call of ``run`` for each.
+    """Sends the steps of an outbox to the next hop, and to its standby if there is one.
 
-    ``render`` turns a logged step into one with values [P, D]; the client logs token ids. ``wire`` is the element type that is sent.
-    ``note`` is called with the number of a step when it is taken from the log, encoded and sent.
+    Each of the two needs one call of ``run``.
+
+    - ``render`` turns a logged step into a step with values [P, D]: the client logs token ids.
+    - ``wire`` is the element type that is sent.
+    - ``note`` is called with a step's number when the step is taken from the log, encoded and sent.
     """
 
     transport: Transport
@@ -91,12 +99,15 @@ class LinkSender:
         *,
         is_standby: bool = False,
     ) -> NoReturn:
-        """Link to ``target``, send the steps that it lacks, then every new step, until cancelled. A new stream is opened whenever the path improves.
+        """Link to ``target`` and send the steps that it lacks, then every new step, until
+        cancelled.
 
-        ``is_linked`` is called whenever ``target`` has accepted a link.
+        Opens a new stream whenever the path improves. Calls ``is_linked`` whenever ``target`` has
+        accepted a link.
 
-        Raises what opening a stream raises, ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, ``StreamEnded`` if the link ends
-        twice, and what ``ActivationLog.attach`` and ``next`` raise.
+        Raises what opening a stream and ``ActivationLog.attach`` and ``next`` raise. Also raises
+        ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, and ``StreamEnded`` if the
+        link ends twice.
         """
         may_end = True
         while True:
@@ -110,7 +121,7 @@ class LinkSender:
     async def _feed(
         self, target: NextHop, is_linked: Callable[[], Awaitable[None]], *, is_standby: bool
     ) -> None:
-        """Send over one stream, until there is a better path."""
+        """Send over one stream until there is a better path."""
         link = await LINK.open(self.transport, target.peer, self.timing, addresses=target.addresses)
         try:
             await link.send(pb.LinkRequest(link=pb.Link(session=target.session, epoch=target.epoch)))

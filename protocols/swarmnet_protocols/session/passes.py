@@ -1,6 +1,7 @@
-"""Passes: forwards and backwards of whole sequences through some blocks, without caches. Their limits, and how they are requested.
+"""Passes: forwards and backwards of whole sequences through some blocks, without caches.
 
-Clients send them for training and for audits; hosts send short ones to see whether another host has their blocks.
+Here are their limits, and how to request them. Clients send passes for training and for audits.
+Hosts send short ones to check whether another host has their blocks.
 
 Shapes: P positions of all sequences of a pass together, D hidden size.
 """
@@ -22,7 +23,10 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_POSITIONS = 1024
-"""Most positions of one pass, including the prefix of each sequence. A step of another client's session may wait for the whole pass."""
+"""Most positions of one pass, including the prefix of each sequence.
+
+A step of another client's session may wait for the whole pass.
+"""
 MAX_SEQUENCES = 256
 """Most sequences of one pass."""
 
@@ -31,35 +35,38 @@ NextPart = Callable[[], Awaitable[tuple[pb.Part, Buffer]]]
 
 
 def check_counts(counts: Sequence[int]) -> None:
-    """Raise ``ProtocolViolation`` unless ``counts`` can be the lengths of a pass's sequences. ``MAX_POSITIONS`` is not checked."""
+    """Check that ``counts`` can be the lengths of a pass's sequences.
+
+    Does not check ``MAX_POSITIONS``. Raises ``ProtocolViolation``.
+    """
     if not 1 <= len(counts) <= MAX_SEQUENCES or min(counts) < 1:
         raise ProtocolViolation(f"a pass of {len(counts)} sequences, or one without positions")
 
 
 def split_tensor(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
-    """The messages for a CPU tensor [P, D], each as large as a message may be."""
+    """Yield the messages for a CPU tensor [P, D], each as large as a message may be."""
     for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
         tensor, payload = encode_tensor(piece)
         yield pb.Part(tensor=tensor), payload
 
 
 def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The values of all tensors, in the order of their names: float32 [values, 1]."""
+    """Return the values of all tensors, ordered by tensor name: float32 [values, 1]."""
     return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
 
 
 def unpack_tensors(packed: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of ``pack_tensors``, for tensors with the names and shapes of ``like``."""
+    """Invert ``pack_tensors``, for tensors with the names and shapes of ``like``."""
     names = sorted(like)
     parts = torch.split(packed[:, 0], [like[name].numel() for name in names])
     return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
 
 
 async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """A finite tensor [positions, hidden_size] from the messages of ``split_tensor``.
+    """Receive a finite tensor [positions, hidden_size] in the messages of ``split_tensor``.
 
-    Memory grows with what has arrived, not with what was announced. Raises ``ProtocolViolation`` for other messages, and what
-    ``next_part`` raises.
+    Memory grows with what has arrived, not with what was announced. Raises ``ProtocolViolation``
+    for other messages, and what ``next_part`` raises.
     """
     pieces = []
     left = positions
@@ -88,9 +95,10 @@ async def request_pass(
     shapes: Sequence[torch.Size],
     timing: Timing,
 ) -> list[torch.Tensor]:
-    """Have the host at the other end of a PASS stream compute ``begin`` from ``tensors``; returns tensors of ``shapes``.
+    """Have the host at the other end of a PASS stream compute ``begin`` from ``tensors``.
 
-    Closes the stream. Raises ``Refused``, ``DeadlineExceeded``, ``StreamEnded`` or ``ProtocolViolation``.
+    Returns tensors of ``shapes``. Closes the stream. Raises ``Refused``, ``DeadlineExceeded``,
+    ``StreamEnded`` or ``ProtocolViolation``.
     """
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
@@ -111,7 +119,11 @@ async def request_pass(
 
 @dataclass(frozen=True)
 class _PassRequest:
-    """The asking side of one pass. Each part moves the deadline ``limit``; tensors are sent once the host has ``admitted`` the pass."""
+    """The asking side of one pass.
+
+    Each part moves the deadline ``limit``. Tensors are sent once the host has ``admitted`` the
+    pass.
+    """
 
     stream: PassStream
     timing: Timing
@@ -120,7 +132,7 @@ class _PassRequest:
 
     @classmethod
     def on(cls, stream: PassStream, timing: Timing, limit: asyncio.Timeout) -> Self:
-        admitted = asyncio.Event()  # by the first heartbeat
+        admitted = asyncio.Event()  # set by the first heartbeat
         stream.on_heartbeat = lambda _: admitted.set()
         return cls(stream, timing, limit, admitted)
 

@@ -1,5 +1,4 @@
-"""A ping: measures the delay to a host, which replies with its blocks, its load and its
-coordinate."""
+"""A ping measures the delay to a host. The host replies with its blocks, load and coordinate."""
 
 import asyncio
 import math
@@ -18,31 +17,32 @@ PingStream = TypedStream[pb.Ping, pb.Pong]
 
 @dataclass(frozen=True)
 class Pong:
-    """The contents of a pong, checked, and the delay that was measured."""
+    """The checked contents of a pong, and the measured delay."""
 
     delay_s: float
-    """Half of the round trip."""
+    """Half the round trip in seconds."""
     queue_s: float
     """Seconds that a step waits in the host's queue, as the host reports."""
     cache_free: float
-    """Free share of the host's memory for KV caches, as the host reports; 1 if the report is out of
-    range."""
-    busy: float
-    """Share of the last seconds that the host computed, as it reports; 1 if the report is out of
-    range.
+    """Free share of the host's memory for KV caches, as the host reports.
 
-    At most n / (n + 1) with n open sessions, because one more session gets an equal part of the
-    host's time."""
+    1 if the report is out of range.
+    """
+    busy: float
+    """Share of the last seconds that the host computed, as it reports.
+
+    1 if the report is out of range. At most n / (n + 1) with n open sessions, because one more
+    session gets an equal part of the host's time.
+    """
     coordinate: Coordinate | None
     manifest: bytes
     """The model that the host names."""
     span: tuple[int, int]
-    """The blocks [start, end) that it names."""
+    """The blocks [start, end) that the host names."""
 
 
 async def answer_pings(stream: TypedStream[pb.Pong, pb.Ping], pong: Callable[[int], pb.Pong]) -> None:
-    """Answer each ping with ``pong``, which gets its nonce, until the other side closes the
-    stream."""
+    """Answer each ping with ``pong(nonce)`` until the other side closes the stream."""
     with suppress(StreamEnded):
         while True:
             message, _ = await stream.receive()
@@ -50,8 +50,10 @@ async def answer_pings(stream: TypedStream[pb.Pong, pb.Ping], pong: Callable[[in
 
 
 async def ping(stream: PingStream, rng: random.Random) -> Pong:
-    """Ping the host at the other end of a PING stream once. Raises ``ProtocolViolation`` for the
-    answer to another ping."""
+    """Ping the host at the other end of a PING stream once.
+
+    Raises ``ProtocolViolation`` if the host answers another ping.
+    """
     clock = asyncio.get_running_loop().time
     nonce = rng.getrandbits(63)
     sent_at = clock()

@@ -1,7 +1,8 @@
-"""Digests of the positions that a hop received. In an audit they show whether the upstream hop sent the values that it reports. No I/O.
+"""Digests of the positions that a hop received. No I/O.
 
-Only the first positions of each sequence are digested: outputs at a position do not depend on later positions, so an audit can compute the
-first positions again without the rest.
+An audit uses them to check whether the upstream hop sent the values that it reports. Only the first
+positions of each sequence are digested. Outputs at a position do not depend on later positions, so
+an audit can recompute the first positions without the rest.
 """
 
 import hashlib
@@ -18,12 +19,13 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def digest(values: torch.Tensor) -> bytes:
-    """SHA-256 over the SHA-256 of each position of a CPU tensor [P, D], in the form that is sent."""
+    """Return the SHA-256 over the SHA-256 of each position of a CPU tensor [P, D], as it is
+    sent."""
     return hashlib.sha256(_position_digests(values)).digest()
 
 
 def _position_digests(values: torch.Tensor) -> bytes:
-    """The SHA-256 of each position, one after another."""
+    """Return the SHA-256 of each position, concatenated."""
     _, payload = encode_tensor(values)
     size = len(payload) // max(1, len(values))
     return b"".join(
@@ -35,12 +37,12 @@ class ReceivedDigests:
     """Digests of the first ``MAX_DIGEST_POSITIONS`` positions of each sequence of a session."""
 
     def __init__(self, reservation: Reservation) -> None:
-        """The digests' bytes count in ``reservation``. If its limit is reached, all digests are dropped."""
+        """Count the digests' bytes in ``reservation``, and drop all digests at its limit."""
         self._reservation = reservation
         self._sequences: dict[int, bytes] | None = {}
 
     def add(self, step: Step) -> None:
-        """Add the positions of a step that was applied."""
+        """Add the positions of an applied step."""
         if self._sequences is None:
             return
         before = dict(self._sequences)
@@ -58,12 +60,13 @@ class ReceivedDigests:
             self._reservation.resize(0)
 
     def forget(self) -> None:
-        """Start again without any positions."""
+        """Drop all positions and start again."""
         self._sequences = {}
         self._reservation.resize(0)
 
     def digest(self, sequence: int, count: int) -> bytes:
-        """The value of the function ``digest`` for the first ``count`` positions of a sequence; empty if they are not known."""
+        """Return ``digest`` of the first ``count`` positions of a sequence; empty if they are
+        unknown."""
         known = (self._sequences or {}).get(sequence, b"")[: count * DIGEST_BYTES]
         if count < 1 or len(known) < count * DIGEST_BYTES:
             return b""

@@ -17,7 +17,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 MAX_ROWS = 256
 """Most rows of one step."""
 MAX_SEQUENCE = 1 << 16
-"""The largest number of a sequence."""
+"""Largest sequence number."""
 MAX_POSITION = 1 << 24
 """Most positions of one sequence."""
 
@@ -26,8 +26,8 @@ MAX_POSITION = 1 << 24
 class Row:
     """New positions [start, start + count) of one sequence.
 
-    First the sequence becomes the first ``start`` positions of ``source``, as they were before the
-    step. ``source`` is the sequence itself, or another sequence that it forks from. ``rewrite``
+    The sequence first takes over the first ``start`` positions of ``source``, as they were before
+    the step. ``source`` is the sequence itself, or another sequence that it forks from. ``rewrite``
     must be true if that drops positions or takes another sequence's positions. The client wants the
     outputs of the first ``first`` and the last ``outputs`` positions.
     """
@@ -42,21 +42,22 @@ class Row:
 
     @property
     def wanted(self) -> int:
-        """The number of outputs that the client wants."""
+        """Number of outputs that the client wants."""
         return self.first + self.outputs
 
     @property
     def end(self) -> int:
-        """Positions of the sequence after the step."""
+        """Number of positions of the sequence after the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True)
 class Step:
-    """Rows and their values [P, D], in the order of the rows; in the client's log, token ids [P].
+    """Rows and their values [P, D], in the order of the rows.
 
-    ``seq`` counts the steps of a session from 1. ``acked`` is the last step whose outputs the
-    client has. ``replay`` marks a step that rebuilds a fresh hop from the log.
+    In the client's log the values are token ids [P]. ``seq`` counts the steps of a session from 1.
+    ``acked`` is the last step whose outputs the client has. ``replay`` marks a step that rebuilds a
+    fresh hop from the log.
     """
 
     seq: int
@@ -66,7 +67,7 @@ class Step:
     replay: bool = False
 
     def with_values(self, values: torch.Tensor) -> "Step":
-        """The step with other values, for instance its outputs."""
+        """Return the step with other values, for example its outputs."""
         return replace(self, values=values)
 
     @property
@@ -74,11 +75,11 @@ class Step:
         return sum(row.count for row in self.rows)
 
     def split(self) -> tuple[torch.Tensor, ...]:
-        """The values of each row, [count, D]."""
+        """Return the values of each row, [count, D]."""
         return torch.split(self.values, [row.count for row in self.rows])
 
     def wanted(self) -> torch.Tensor:
-        """The values of the positions that the client wants, row after row."""
+        """Return the values of the positions that the client wants, row after row."""
         parts = []
         for row, part in zip(self.rows, self.split(), strict=True):
             parts += [part[: row.first], part[row.count - row.outputs :]]
@@ -86,10 +87,10 @@ class Step:
 
 
 def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
-    """Raise ``ProtocolViolation`` for a step that leaves a gap, rewrites positions without
-    ``rewrite``, or has two rows of one sequence.
+    """Check the rows of a step against ``lengths``, the positions of each sequence before the step.
 
-    ``lengths`` has the positions of each sequence before the step.
+    Raises ``ProtocolViolation`` if the step leaves a gap, rewrites positions without ``rewrite``,
+    or has two rows of one sequence.
     """
     if len({row.sequence for row in rows}) != len(rows):
         raise ProtocolViolation("a step names a sequence twice")
@@ -107,7 +108,7 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
 
 
 def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
-    """Message and payload of a step whose values are [P, D], sent as ``wire``."""
+    """Return the message and payload of a step with values [P, D], sent as ``wire``."""
     tensor, payload = encode_tensor(step.values, wire)
     rows = [
         pb.Row(
@@ -125,9 +126,9 @@ def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
 
 
 def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
-    """Return a step from a peer, whose values are finite.
+    """Return a step from a peer. Its values are finite.
 
-    Raises ``ProtocolViolation`` if a number is out of range, infinite or NaN; ``check_rows`` checks
+    Raises ``ProtocolViolation`` if a number is out of range, infinite or NaN. ``check_rows`` checks
     the positions.
     """
     if not 1 <= len(message.rows) <= MAX_ROWS:

@@ -2,17 +2,17 @@
 
 Shapes: P positions, D hidden size. Floating-point types are sent unchanged. The 8-bit type
 (``torch.int8`` in this code) is blockwise absmax quantisation after Dettmers et al. 2022 ("8-bit
-Optimizers via Block-wise Quantization", section 2.1). The largest values travel apart, as in
+Optimizers via Block-wise Quantization", section 2.1). The largest values travel separately, as in
 LLM.int8 (section 3.2), because a few values of residual streams are a thousand times larger than
-the rest. Each position is encoded by itself, so that its bytes depend neither on the positions next
-to it nor on a replay:
+the rest. Each position is encoded alone. So its bytes depend neither on its neighbours nor on a
+replay:
 
     D int8 codes | a bfloat16 scale for each block of 32 channels
     | the channels of the k outliers, int32 | their values, bfloat16
 
-k is D / 128, rounded up. An outlier's code is 0. That takes 0.28 of float32's bytes. A decoded
-value differs from the original by at most 1/252 of the largest value of its block, outliers not
-counted; an outlier by at most 1/256 of itself.
+k is D / 128, rounded up. An outlier's code is 0. The encoding takes 0.28 of float32's bytes. An
+ordinary value changes by at most 1/252 of the largest ordinary value of its block. An outlier
+changes by at most 1/256 of itself.
 """
 
 import torch
@@ -26,14 +26,16 @@ BLOCK = 32
 """Channels that share a scale."""
 CHANNELS_PER_OUTLIER = 128
 LARGEST = 3.3e38
-"""Largest magnitude sent in 8 bits; larger values are cut to it.
+"""Largest magnitude sent in 8 bits. Larger values are cut to it.
 
 Values near the largest float32 would round to infinity in bfloat16, and the receiver would blame
-the sender."""
+the sender.
+"""
 _SLOW_NUMBERS = 1 << 17
-"""Tensors with at least this many numbers are encoded in a thread; this many take 4 ms.
+"""Tensors with at least this many numbers are encoded in a thread. This many take 4 ms.
 
-256 positions of hidden size 4,096 take 28 ms to encode and 12 ms to decode."""
+256 positions of hidden size 4,096 take 28 ms to encode and 12 ms to decode.
+"""
 
 _DTYPES: dict[int, torch.dtype] = {
     pb.DTYPE_FLOAT32: torch.float32,
@@ -45,7 +47,7 @@ _WIRE = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 def wire_dtype(code: int) -> torch.dtype:
-    """The element type of a code from a peer. Raises ``ProtocolViolation`` for an unknown one."""
+    """Return the element type of a peer's code. Raises ``ProtocolViolation`` if it is unknown."""
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise ProtocolViolation(f"unknown dtype {code}")
@@ -53,29 +55,29 @@ def wire_dtype(code: int) -> torch.dtype:
 
 
 def wire_code(dtype: torch.dtype) -> "pb.DType":
-    """The code of an element type."""
+    """Return the code of an element type."""
     return _WIRE[dtype]  # type: ignore[return-value]
 
 
 def decoded_dtype(wire: torch.dtype) -> torch.dtype:
-    """The dtype of values that were sent as ``wire``."""
+    """Return the dtype of values that were sent as ``wire``."""
     return torch.float32 if wire is torch.int8 else wire
 
 
 def position_bytes(wire: torch.dtype, hidden_size: int) -> int:
-    """Bytes of one position that is sent as ``wire``."""
+    """Return the bytes of one position that is sent as ``wire``."""
     if wire is not torch.int8:
         return hidden_size * wire.itemsize
     return hidden_size + 2 * _blocks(hidden_size) + 6 * _outliers(hidden_size)
 
 
 def is_slow(wire: torch.dtype, positions: int, hidden_size: int) -> bool:
-    """Whether encoding or decoding ``positions`` would block an event loop for too long."""
+    """Return whether encoding or decoding ``positions`` would block an event loop for too long."""
     return wire is torch.int8 and positions * hidden_size >= _SLOW_NUMBERS
 
 
 def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tuple[pb.Tensor, memoryview]:
-    """Header and payload of a CPU tensor [P, D] that is sent as ``wire``; None: as its own dtype.
+    """Return the header and payload of a CPU tensor [P, D] sent as ``wire``; None: its own dtype.
 
     The payload shares the memory of ``values`` if these are contiguous and of the type ``wire``.
     """
@@ -88,11 +90,10 @@ def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tupl
 
 
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """The tensor [positions, hidden_size] of a header and payload from a peer, as its
-    ``decoded_dtype``.
+    """Decode a peer's header and payload into a tensor [positions, hidden_size].
 
-    The payload is in memory and bounded by its frame, and no memory is allocated for a claim of the
-    header. Raises ``ProtocolViolation`` for any other shape or size.
+    Its dtype is ``decoded_dtype``. The payload is in memory and bounded by its frame, and a claim
+    in the header allocates nothing. Raises ``ProtocolViolation`` for any other shape or size.
     """
     wire = wire_dtype(header.dtype)
     _check_shape(header, [positions, hidden_size])
@@ -112,14 +113,14 @@ def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
 
 
 def as_received(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
-    """Values [P, D] as the receiver of ``encode_tensor(values, wire)`` decodes them."""
+    """Return values [P, D] as the receiver of ``encode_tensor(values, wire)`` decodes them."""
     if wire is not torch.int8:
         return values.to(wire)
     return _dequantize(_quantize(values), values.shape[1])
 
 
 def _quantize(values: torch.Tensor) -> torch.Tensor:
-    """uint8 [P, bytes of a position] of values [P, D]."""
+    """Encode values [P, D] as uint8 [P, bytes of a position]."""
     hidden_size = values.shape[1]
     exact = values.float().clamp(-LARGEST, LARGEST)
     channels = exact.abs().topk(_outliers(hidden_size), dim=1, sorted=False).indices
@@ -133,8 +134,10 @@ def _quantize(values: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """float32 [P, D] of the bytes of P positions. Raises ``ProtocolViolation`` for an outlier
-    outside the position."""
+    """Decode the bytes of P positions into float32 [P, D].
+
+    Raises ``ProtocolViolation`` for an outlier outside the position.
+    """
     outliers = _outliers(hidden_size)
     sizes = [hidden_size, 2 * _blocks(hidden_size), 4 * outliers, 2 * outliers]
     codes, scales, channels, values = (
@@ -149,7 +152,7 @@ def _dequantize(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
 
 
 def _in_blocks(values: torch.Tensor) -> torch.Tensor:
-    """Values [P, D] as [P, blocks, BLOCK], zeros after the last."""
+    """Return values [P, D] as [P, blocks, BLOCK], padded with zeros."""
     positions, hidden_size = values.shape
     blocks = _blocks(hidden_size)
     return pad(values, (0, blocks * BLOCK - hidden_size)).view(positions, blocks, BLOCK)
