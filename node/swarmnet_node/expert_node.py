@@ -1,4 +1,11 @@
-"""A node that hosts routed experts and no whole block: it computes rows for hosts of the blocks, and has no state of clients."""
+"""A node that hosts routed experts but no whole block.
+
+The node computes rows for hosts of the blocks, and keeps no state of clients. Its life:
+
+1. Choose the rarest experts, unless the owner named some, and load them.
+2. Announce them and compute rows.
+3. If the owner allows it, load and drop experts when hosts ask.
+"""
 
 import asyncio
 import logging
@@ -42,14 +49,19 @@ from swarmnet_protocols.wire import report_pb2
 _log = logging.getLogger(__name__)
 
 WITHDRAW_S = 10.0
-"""Seconds for which experts are computed that are announced no more: hosts are told at once, and may have sent rows."""
+"""Seconds to compute experts after the node stops announcing them. Hosts hear of it at once, but
+may already have sent rows."""
 TRIAL_ROWS = 8
-"""Number of rows with which the time of an expert is measured."""
+"""Rows in the request that measures the time of an expert."""
 
 
 @dataclass(frozen=True)
 class ExpertHosting:
-    """The experts that a node hosts: ``experts``, or ``capacity`` of those that the fewest peers have. ``load`` is called on the torch thread."""
+    """What a node of experts hosts.
+
+    The node hosts ``experts``, or the ``capacity`` experts that the fewest peers have. ``load``
+    runs on the torch thread for the first experts, and on others later.
+    """
 
     model: str
     manifest: bytes
@@ -60,18 +72,18 @@ class ExpertHosting:
     load: LoadExperts
     experts: BlockExperts | None = None
     counts: Mapping[int, int] = field(default_factory=dict)
-    """The number of experts of each block that has some."""
+    """Number of experts of each block that has any."""
     capacity: int = 0
-    """Experts that it holds at most, if hosts may choose which; 0: ``experts`` stay."""
+    """Most experts that the node holds if hosts may choose them. 0 keeps ``experts``."""
     swarm_name: str = ""
     public_name: str = ""
     version: str = "0"
     library: Library | None = None
-    """The weights that this machine serves to members; None: none."""
+    """The weights that this machine serves to members, or None."""
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it is known which experts the node hosts."""
+        """Whether the experts of the node are already known."""
         return self.experts is not None
 
 
@@ -79,7 +91,7 @@ class ExpertNode(RunningNode):
     """A node that hosts routed experts only."""
 
     engine = None
-    """It computes no blocks, so it has no engine and no host of sessions."""
+    """The node computes no blocks, so it has neither an engine nor a host of sessions."""
     host = None
 
     def __init__(self, dependencies: Dependencies, hosting: ExpertHosting) -> None:
@@ -94,7 +106,7 @@ class ExpertNode(RunningNode):
             hosting.precision,
         )
         self.experts: BlockExperts = hosting.experts or {}
-        """The experts that it hosts; empty until they are chosen."""
+        """The experts that the node hosts. Empty until they are chosen."""
         self._service: ExpertService | None = None
         self._followed: Followed | None = None
         self._rearranging: asyncio.Task[None] | None = None
@@ -117,7 +129,7 @@ class ExpertNode(RunningNode):
                 self._service = None
 
     async def _load(self) -> ExpertService:
-        """Choose the experts, unless its owner did, and load them."""
+        """Choose the experts, unless the owner did, and load them."""
         dependencies, hosting = self._dependencies, self._hosting
         if not self.experts:
             every = {block: ExpertBits.of(range(count)) for block, count in hosting.counts.items()}
@@ -169,7 +181,7 @@ class ExpertNode(RunningNode):
         return super().report()
 
     def hosting_again(self) -> ExpertHosting:
-        """The hosting of the next run, after a pause: the same experts."""
+        """Return the hosting of the next run after a pause: the same experts."""
         return replace(self._hosting, experts=self.experts)
 
     async def _dismiss(self) -> None:
@@ -180,7 +192,8 @@ class ExpertNode(RunningNode):
         return {block: self._hosting.load(block, self.experts[block]) for block in self.experts}
 
     def _measure(self, modules: Mapping[int, ExpertsModule]) -> float:
-        """Seconds for one row through one expert: the best of a few after one to warm up."""
+        """Return the seconds for one row through one expert: the best of three trials after a
+        warm-up."""
         now = self._dependencies.stopwatch
         block = min(modules)
         rows = torch.zeros(TRIAL_ROWS, self._hosting.hidden_size, dtype=self._hosting.dtype)
@@ -193,7 +206,7 @@ class ExpertNode(RunningNode):
                 times.append(now() - started)
         return min(times[1:]) / TRIAL_ROWS
 
-    # ---- other experts ----------------------------------------------------------------------------------
+    # ---- other experts ---------------------------------------------------------------------------
 
     def _on_rearrange(self, host: PeerId, loads: BlockExperts, drops: BlockExperts) -> None:
         now, service, last = asyncio.get_running_loop().time(), self._service, self._followed
@@ -206,7 +219,7 @@ class ExpertNode(RunningNode):
             self._rearranging = asyncio.create_task(self._rearrange(service, loads, drops))
 
     async def _rearrange(self, service: ExpertService, loads: BlockExperts, drops: BlockExperts) -> None:
-        """Drop experts that other peers compute, then load others. They are announced at once."""
+        """Drop experts that other peers compute, then load others, and announce the result."""
         hosting, loop = self._hosting, asyncio.get_running_loop()
         try:
             await self._drop(service, accepted_drops(drops, service.experts))
@@ -222,9 +235,10 @@ class ExpertNode(RunningNode):
         self._log("rearranged")
 
     async def _drop(self, service: ExpertService, experts: BlockExperts) -> None:
-        """Drop those of ``experts`` that other peers compute, at two looks.
+        """Drop the ``experts`` that other peers compute. Check twice.
 
-        Before the second look this peer refuses to compute them, as if they were gone: a peer that answered with this one's outputs has none then.
+        Before the second check, this peer refuses to compute these experts. A peer that secretly
+        asked this one for its outputs then fails the check.
         """
         if not (seen := await self._computed_elsewhere(service, experts)):
             return
@@ -241,7 +255,7 @@ class ExpertNode(RunningNode):
         return await computed_elsewhere(self._links(experts), service.compute)
 
     def _links(self, experts: BlockExperts) -> ExpertLinks:
-        """Links to other peers that have some of ``experts``."""
+        """Return links to other peers that have some of ``experts``."""
         dependencies = self._dependencies
         return ExpertLinks(
             dependencies.transport,

@@ -371,7 +371,7 @@ class Node(RunningNode):
         add_counts(report.host, counters, self._host.session_pairs() if self._host else ())
         return report
 
-    # ---- the directory ----------------------------------------------------------------------------------
+    # ---- the directory ---------------------------------------------------------------------------
 
     def _log(self, event: str) -> None:
         start, end = self.span
@@ -402,7 +402,7 @@ class Node(RunningNode):
     def _take(self, choice: Choice) -> None:
         self.placed = replace(self.placed, span=(choice.start, choice.end), reason=choice.reason)
 
-    # ---- relocating -------------------------------------------------------------------------------------
+    # ---- relocating ------------------------------------------------------------------------------
 
     @property
     def claim(self) -> Claim:
@@ -549,7 +549,7 @@ class Node(RunningNode):
         times = [await loop.run_in_executor(self._dependencies.executor, forward) for _ in range(4)]
         return max(min(times[1:]), MIN_STEP_S)
 
-    # ---- announcements -----------------------------------------------------------------------------------
+    # ---- announcements ---------------------------------------------------------------------------
 
     async def _keep_located(self) -> NoReturn:
         dependencies = self._dependencies

@@ -1,1 +1,2 @@
-"""Routed experts on several peers: computing them for others, and having others compute them."""
+"""Routed experts on several peers: a host computes experts for others, and peers compute its
+missing ones."""

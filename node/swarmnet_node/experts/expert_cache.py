@@ -1,12 +1,13 @@
-"""The routed experts of a host whose memory does not hold all of them: those used last are in memory, the others are read from disk in time.
+"""Keeps the routed experts used last in memory, and reads the others from disk in time.
 
-An expert that a forward needs and that is not in memory is read while the forward waits. So that it waits less often, the experts of the next block are
-predicted from the hidden states of this one: the next block's own router is applied to them, a block too early. Between two blocks the residual stream changes
-little, so that most of its choices are those that it makes a block later (pre-gating; Eliseev and Mazur, 2023, section 3.2). What is predicted is read by another
-thread while this block computes.
+For a host whose memory does not hold all its experts. One block of a forward:
 
-Experts leave memory in the order of their last use (LRU) before others are read, so that those in memory and those that are being read are never more than
-``capacity``. A block may need more than that: its missing experts are read and computed one after another.
+1. **Predict.** The block before applies this block's router to its own hidden states. Between two
+   blocks the residual stream changes little, so most choices are the same (pre-gating; Eliseev and
+   Mazur, 2023, section 3.2). Another thread reads the predicted experts while that block computes.
+2. **Read.** The forward waits for experts that it needs and that are still not in memory.
+3. **Drop.** The experts used longest ago (LRU) leave memory first. At most ``capacity`` experts are
+   in memory or being read. A block that needs more reads and computes them one after another.
 """
 
 import logging
@@ -38,24 +39,26 @@ from swarmnet_protocols.quantization.packed_experts import (
 _log = logging.getLogger(__name__)
 
 ReadExperts = Callable[[Collection[int]], Mapping[str, ExpertMatrices]]
-"""Reads some experts of one block, as ``LocalModel.expert_reader`` returns it; on another thread than the torch thread."""
+"""Reads some experts of one block, like the result of ``LocalModel.expert_reader``. Never runs on
+the torch thread."""
 Expert = tuple[int, int]
-"""The number of a layer, and of an expert in it."""
+"""The number of a layer, and the number of an expert in this layer."""
 MIN_CAPACITY = 2
-"""Fewest experts in memory: one is computed while the next one is read."""
+"""Fewest experts in memory: one computes while the next one is read."""
 
 
 @dataclass
 class CacheCounters:
-    """Experts since the start, each counted once for a block of a forward."""
+    """Experts since the start. An expert counts once for each block of each forward."""
 
     needed: int = 0
     in_memory: int = 0
-    """Of those needed, the ones that were in memory when the block began."""
+    """Needed experts that were in memory when the block began."""
     predicted: int = 0
-    """Of those needed, the ones that were predicted a block before. The first block of a forward is not predicted."""
+    """Needed experts that the block before predicted. Nothing predicts the first block of a
+    forward."""
     predictable: int = 0
-    """Needed in blocks that are predicted."""
+    """Needed experts in blocks that could be predicted."""
 
     @property
     def hit_rate(self) -> float:
@@ -69,7 +72,8 @@ class CacheCounters:
 
 
 class ExpertCache:
-    """At most ``capacity`` experts of a stage in memory. All methods are for the torch thread."""
+    """A stage's experts, at most ``capacity`` of them in memory. Call all methods on the torch
+    thread."""
 
     def __init__(
         self,
@@ -78,9 +82,12 @@ class ExpertCache:
         readers: Mapping[int, ReadExperts],
         capacity: int,
     ) -> None:
-        """``blocks``: by the number of the layer, the module with router and experts, and the module of experts, which has none of ``own`` in memory.
+        """``capacity`` is at least ``MIN_CAPACITY``. By number of the layer:
 
-        ``own``: the experts that are read from disk; others are computed elsewhere. ``capacity`` is at least ``MIN_CAPACITY``.
+        - ``blocks``: the module with router and experts, and its module of experts. None of ``own``
+          is in memory yet.
+        - ``own``: the experts that this cache reads from disk. Others are computed elsewhere.
+        - ``readers``: the functions that read the experts of a layer.
         """
         self.counters = CacheCounters()
         self._blocks = blocks
@@ -88,10 +95,10 @@ class ExpertCache:
         self._readers = readers
         self._capacity = capacity
         self._used: OrderedDict[Expert, None] = OrderedDict()
-        """The experts in memory, those used last at the end."""
+        """The experts in memory, the last used at the end."""
         self._reading: dict[Expert, Future[Mapping[str, ExpertMatrices]]] = {}
         self._needed: set[Expert] = set()
-        """The experts that the present block needs."""
+        """The experts that the current block needs."""
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="read experts")
         self._hooks = ExitStack()
         self._predicted: dict[int, set[int]] = {}
@@ -100,7 +107,8 @@ class ExpertCache:
         self._next = dict(pairwise(layers))
 
     def install(self, elsewhere: Callable[[int], Elsewhere] | None = None) -> None:
-        """Read missing experts from now on. ``elsewhere``: computes those of a layer that are not its own."""
+        """Read missing experts from now on. ``elsewhere(layer)`` computes experts outside
+        ``own``."""
         for layer, (parent, module) in self._blocks.items():
             compute_elsewhere(
                 module, self._elsewhere(layer, elsewhere(layer) if elsewhere is not None else None)
@@ -113,11 +121,11 @@ class ExpertCache:
                 self._hooks.callback(handle.remove)
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._hooks.close()
         for layer in self._blocks:
             compute_elsewhere(self._blocks[layer][1], None)
-        # It does not wait: a reading that fetches from peers needs the event loop.
+        # Do not wait here: a read that fetches from peers needs the event loop.
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _elsewhere(self, layer: int, otherwise: Elsewhere | None) -> Elsewhere:
@@ -126,7 +134,8 @@ class ExpertCache:
             others = {expert: each for expert, each in rows.items() if expert not in self._own[layer]}
             if others and otherwise is None:
                 raise LookupError(f"expert {min(others)} is not on this machine")
-            self._read_ahead(layer, mine, kept=self._needed)  # those in memory are computed before ``wait``
+            # compute experts in memory before ``wait``
+            self._read_ahead(layer, mine, kept=self._needed)
             wait_for_others = otherwise(hidden, others) if others and otherwise is not None else dict
 
             def wait() -> Outputs:
@@ -143,13 +152,14 @@ class ExpertCache:
         return start
 
     def _read_ahead(self, layer: int, experts: Iterable[int], kept: Collection[Expert] = ()) -> None:
-        """Begin to read experts, in their order, for as many as there is room if those in ``kept`` stay."""
+        """Begin to read experts, in their order, while there is room without dropping ``kept``."""
         for expert in experts:
             if not self._read((layer, expert), kept):
                 return
 
     def _read(self, key: Expert, kept: Collection[Expert] = ()) -> bool:
-        """Begin to read an expert, unless it is in memory or being read. False if there is no room."""
+        """Begin to read an expert unless it is in memory or being read. Return False if there is no
+        room."""
         if key in self._reading or key in self._used:
             return True
         while len(self._used) + len(self._reading) >= self._capacity:
@@ -162,7 +172,7 @@ class ExpertCache:
         return True
 
     def _put(self, layer: int, expert: int) -> None:
-        """Wait until an expert is read, and put it into memory."""
+        """Wait until an expert is read, then put it into memory."""
         reading = self._reading.pop((layer, expert), None)
         if reading is not None:
             module = self._blocks[layer][1]
@@ -177,13 +187,14 @@ class ExpertCache:
         drop_experts(self._blocks[layer][1], [expert])
 
     def _note(self, layer: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """The experts of a layer are about to be computed: its inputs, their numbers and weights."""
+        """Note what a layer needs, just before it computes: ``inputs[1]`` has the numbers of the
+        chosen experts."""
         if hasattr(module, "record_choice"):
             return  # a prediction
         for key in [key for key, reading in self._reading.items() if reading.done()]:
             if self._reading[key].exception() is None:
                 self._put(*key)
-            else:  # a prediction fails no forward: the expert is read again if it is needed
+            else:  # the forward does not fail: it reads the expert again if it needs it
                 del self._reading[key]
         needed = {*inputs[1].flatten().tolist()} & self._own[layer]
         present = {expert for expert in needed if has_expert(module, expert)}
@@ -197,7 +208,8 @@ class ExpertCache:
         self._needed = {(layer, expert) for expert in needed}
 
     def _predict(self, layer: int, _parent: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Begin to read the experts that the next layer will probably need. ``inputs`` are those of this layer's router."""
+        """Begin to read the experts that the next layer probably needs. ``inputs``: what this
+        layer's router gets."""
         following = self._next.get(layer)
         if following is None or not self._can_predict or hasattr(self._blocks[layer][1], "record_choice"):
             return
@@ -211,5 +223,6 @@ class ExpertCache:
         for key in sorted((following, expert) for expert in chosen & self._own[following]):
             if key in self._used:
                 self._used.move_to_end(key)
-            elif len(self._reading) < self._capacity // 2:  # the others are for experts that are needed now
+            # keep the other half for experts that this block needs now
+            elif len(self._reading) < self._capacity // 2:
                 self._read(key)

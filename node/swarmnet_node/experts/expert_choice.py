@@ -1,9 +1,11 @@
 """Choose the routed experts that a peer hosts. Pure.
 
-A peer that joins takes the rarest experts. Later, hosts ask it to load and drop experts. Such a
-request is the message of one peer, so it is bounded. A peer follows one host at a time: the host
-that sends most rows. Few experts move at once. An expert is dropped only after another peer was
-seen to compute it (``expert_witness.py``).
+A peer that joins takes the rarest experts. Later, hosts ask the peer to load and drop experts. A
+single peer sends such a request, so its effect is limited:
+
+- A peer follows one host at a time: the host that sends most rows.
+- Few experts move at once.
+- A peer drops an expert only after it saw another peer compute it (``expert_witness.py``).
 """
 
 from collections import Counter
@@ -14,27 +16,31 @@ from swarmnet_protocols.directory.expert_announcements import BlockExperts, Expe
 from swarmnet_protocols.net import PeerId
 
 ARRANGER_S = 600.0
-"""Seconds after its last request for which one host decides alone which experts a peer holds, unless another one sends more rows."""
+"""Seconds after its last request during which one host decides alone which experts a peer holds. A
+host that sends more rows takes over sooner. A longer time lets a host that left block others; a
+shorter one lets two hosts undo each other's moves."""
 PERIOD_S = 50.0
 """Seconds between two requests that a peer follows."""
 SHARE = 0.25
-"""Largest share of its experts that a peer drops, and of its capacity that it loads, for one request. A larger one would let one message take a
-peer's experts from its other hosts; with a smaller one, peers that begin with the same experts would take longer to share them out."""
+"""Largest share of its experts that a peer drops for one request, and of its capacity that it
+loads. With a larger share, one message could take a peer's experts from its other hosts. With a
+smaller one, peers that begin with the same experts would take longer to share them out."""
 
 
 @dataclass(frozen=True)
 class Followed:
-    """The last request that a peer followed: whose it was, and when."""
+    """The last request that a peer followed: which host sent it, and when."""
 
     host: PeerId
     at: float
 
 
 def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], capacity: int) -> BlockExperts:
-    """The ``capacity`` experts with the fewest replicas.
+    """Return the ``capacity`` experts with the fewest replicas.
 
-    ``counts``: the number of experts of each block that has some. ``hosted``: the experts of each other peer that answers. Ties go to the lowest number, so that
-    a peer has the same experts of every block, and each block of a token is sent to equally many peers.
+    ``counts``: number of experts of each block that has any. ``hosted``: the experts of each other
+    peer that answers. Ties go to the lowest number, so a peer takes the same experts in every
+    block. Each block of a token then goes to equally many peers.
     """
     replicas = Counter((block, expert) for each in hosted for block in each for expert in each[block])
     every = [(block, expert) for block in counts for expert in range(counts[block])]
@@ -42,8 +48,8 @@ def choose_experts(counts: Mapping[int, int], hosted: Iterable[BlockExperts], ca
 
 
 def follows(last: Followed | None, host: PeerId, now: float, rows: Mapping[PeerId, int]) -> bool:
-    """Whether a peer follows a request of ``host``. ``rows``: rows computed for this host and for
-    the last one."""
+    """Return whether a peer follows a request of ``host``. ``rows``: rows computed for each
+    host."""
     if last is None or now >= last.at + ARRANGER_S:
         return True
     is_next = host == last.host or rows.get(host, 0) > rows.get(last.host, 0)
@@ -51,7 +57,7 @@ def follows(last: Followed | None, host: PeerId, now: float, rows: Mapping[PeerI
 
 
 def accepted_drops(drops: BlockExperts, held: BlockExperts) -> BlockExperts:
-    """Return the experts that a peer drops at one request: at most ``SHARE`` of its experts."""
+    """Return the experts that a peer drops for one request: at most ``SHARE`` of its experts."""
     every = sum(map(len, held.values()))
     wanted = [
         (block, expert) for block in sorted(drops) for expert in sorted(drops[block] & held.get(block, set()))
@@ -62,10 +68,10 @@ def accepted_drops(drops: BlockExperts, held: BlockExperts) -> BlockExperts:
 def accepted_loads(
     loads: BlockExperts, held: BlockExperts, counts: Mapping[int, int], capacity: int
 ) -> BlockExperts:
-    """Return the experts that a peer loads at one request: at most ``SHARE`` of its capacity, and
-    no more than fit next to ``held``.
+    """Return the experts that a peer loads for one request.
 
-    ``counts``: the number of experts of each block of the model that has some.
+    The peer loads at most ``SHARE`` of its capacity, and no more than fit next to ``held``.
+    ``counts``: number of experts of each block of the model that has any.
     """
     room = capacity - sum(map(len, held.values()))
     wanted = [

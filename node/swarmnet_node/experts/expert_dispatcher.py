@@ -1,24 +1,24 @@
-"""Sends rows to the peers that have the experts which a host lacks, and waits for their outputs.
+"""Sends rows to peers that have a host's missing experts, and waits for the outputs.
 
 The host of a block computes attention, router and shared experts, and keeps the KV cache. In the
-middle of a forward, the torch thread requests the outputs of the other experts
-(:meth:`ExpertDispatcher.elsewhere`): the rows of all sessions in that forward travel in one message
-to each peer, while the host computes its own experts. Its torch thread then waits for the outputs.
+middle of a forward, the torch thread requests the outputs of the missing experts
+(:meth:`ExpertDispatcher.elsewhere`). One message to each peer carries the rows of all sessions in
+that forward. Meanwhile the host computes its own experts; then its torch thread waits.
 
-Experts keep nothing between two requests, so that any peer with the same expert may answer:
+Experts keep nothing between two requests, so any peer with the same expert may answer:
 
-1. Each row goes to as few peers as possible, of those that are not much slower than others with the
-   same expert (``routing/expert_dispatch.py``).
-2. A peer that fails, or sends no outputs of these rows, is replaced by another one at once.
-3. If a peer is ``HEDGE_S`` late, another one is asked too, and the first answer counts (hedged
+1. Each row goes to as few peers as possible. Peers that are much slower than others with the same
+   expert are left out (``routing/expert_dispatch.py``).
+2. If a peer fails or leaves rows out, another peer replaces it at once.
+3. If a peer is ``HEDGE_S`` late, another peer is asked too, and the first answer counts (hedged
    requests: Dean and Barroso 2013).
-4. Rows with infinity or NaN are sent to no peer: their outputs are NaN, as an expert would compute
-   them. Outputs that are not finite for finite rows are asked for again from another peer. If that
-   one's are finite, the first one is avoided for a while; otherwise the rows are too large, no peer
-   is at fault, and the session of these rows ends with ``REASON_NOT_FINITE``.
-5. If no peer has the expert, the host loads it, if its memory has room. Otherwise the forward
-   fails, and the sessions in it end with ``REASON_MISSING_EXPERTS``: no token is computed without
-   an expert that its router has chosen.
+4. Rows with infinity or NaN go to no peer: their outputs are NaN, as an expert would compute them.
+   If finite rows come back with outputs that are not finite, another peer computes them again. If
+   those outputs are finite, the first peer is avoided for a while. Otherwise the rows are too large
+   and no peer is at fault: their session ends with ``REASON_NOT_FINITE``.
+5. If no peer has the expert, the host loads it if its memory has room. Otherwise the forward fails,
+   and its sessions end with ``REASON_MISSING_EXPERTS``: no token skips an expert that its router
+   chose.
 """
 
 import asyncio
@@ -46,47 +46,47 @@ from swarmnet_protocols.wire import refusal_pb2
 _log = logging.getLogger(__name__)
 
 HEDGE_S = 0.15
-"""Seconds, in addition to ``HEDGE_FACTOR`` times the expected time of an answer, after which
-another peer is asked too."""
+"""Seconds before another peer is asked too, on top of ``HEDGE_FACTOR`` times the expected time. A
+smaller value computes many rows twice; a larger one lets one slow peer delay the token."""
 HEDGE_FACTOR = 3
 SLOW_FACTOR, SLOW_S = 2.0, 0.002
-"""A peer whose answers take longer than this many times the fastest one's, and so many seconds
-more, is asked only for experts that no faster one has."""
+"""When a peer counts as slow: answers take ``SLOW_FACTOR`` times the fastest peer's plus ``SLOW_S``
+seconds. A slow peer is asked only for experts that no faster peer has."""
 WORK_LEFT = 0.9
-"""Share of a peer's work for a block that counts when the next forward chooses among equal
-peers."""
+"""Share of a peer's work for a block that still counts at the next forward, when it chooses among
+equal peers."""
 MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
-"""Loads experts of a block into the host's own memory, on any thread; returns whether it had
+"""Loads experts of a block into the host's memory, on any thread. Returns False if there is no
 room."""
 Pair = tuple[int, int]
-"""A row of a forward, and an expert that its router has chosen for it."""
+"""A row of a forward, and an expert that the router chose for this row."""
 
 
 @dataclass
 class DispatchCounters:
-    """Numbers since the start."""
+    """Counts since the start."""
 
     blocks: int = 0
     """Blocks of forwards that needed peers."""
     rows: int = 0
-    """Rows that peers were asked for; a row counts once for each of its experts."""
+    """Rows requested from peers. A row counts once for each of its experts."""
     sent: int = 0
-    """Rows that were sent to peers; a row counts once for each peer."""
+    """Rows sent to peers. A row counts once for each peer."""
     failed: int = 0
-    """Requests that failed: another peer was asked instead, or the host loaded the experts."""
+    """Requests that failed. Another peer took over, or the host loaded the experts."""
     hedged: int = 0
-    """Requests that were slow, so that another peer was asked, too."""
+    """Requests that were so slow that another peer was asked too."""
     loaded: int = 0
     """Experts that the host loaded because no peer had them."""
 
 
 @dataclass(eq=False)
 class _Ask:
-    """A request to one peer, in as many messages as it needs."""
+    """A request to one peer, split into as many messages as it needs."""
 
     link: ExpertLink
     pairs: frozenset[Pair]
@@ -94,14 +94,13 @@ class _Ask:
     """The rows of each expert, ascending."""
     answer: "asyncio.Task[Outputs]"
     late_at: float
-    """Time of the loop when another peer is asked as well."""
+    """Loop time when another peer is asked too."""
     is_hedged: bool = False
 
 
 @dataclass(eq=False)
 class ExpertDispatcher:
-    """Has peers compute the experts that a host lacks. Blocks are numbered as in the whole
-    model."""
+    """Has peers compute a host's missing experts. Block numbers are those of the whole model."""
 
     links: ExpertLinks
     load: Load
@@ -112,12 +111,12 @@ class ExpertDispatcher:
         self._loop = asyncio.get_running_loop()
         self._computing: set[asyncio.Task[Any]] = set()
         self._work: dict[int, dict[PeerId, float]] = {}
-        """Seconds of work that each peer has had lately, by block."""
+        """Seconds of recent work of each peer, by block."""
         self._is_closed = False
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["ExpertDispatcher"]:
-        """Compute while the context is open. At its end, waiting forwards fail."""
+        """Compute while the context is open. At the end, waiting forwards fail."""
         async with self.links.running():
             try:
                 yield self
@@ -127,12 +126,14 @@ class ExpertDispatcher:
 
     @property
     def wanted(self) -> Mapping[int, ExpertBits]:
-        """The experts that the host lacks, by block."""
+        """The experts that this host lacks, by block."""
         return self.links.wanted
 
     async def complete(self, notice: Callable[[str], None]) -> None:
-        """Wait until no expert is missing. ``notice`` receives a description of the missing ones
-        each time that it changes."""
+        """Wait until no expert is missing.
+
+        ``notice`` receives a description of the missing experts whenever they change.
+        """
         told = ""
         while missing := self.links.missing():
             seen = self.links.changes
@@ -143,8 +144,8 @@ class ExpertDispatcher:
             await self.links.change(seen)
 
     def elsewhere(self, block: int) -> Elsewhere:
-        """Return a function that lets the torch thread start a block's experts on peers, and then
-        wait for them."""
+        """Return a function for the torch thread that starts a block's experts on peers, then
+        waits."""
 
         def start(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
             if torch.is_grad_enabled() and hidden.requires_grad:
@@ -170,7 +171,7 @@ class ExpertDispatcher:
     async def _compute_here(
         self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]
     ) -> Outputs:
-        """``compute``, which ends with the context."""
+        """Run ``compute``. Raises ``Unreachable`` when the context ends first."""
         task = asyncio.current_task()
         if task is None or self._is_closed:
             raise Unreachable("this host has stopped")
@@ -183,12 +184,11 @@ class ExpertDispatcher:
             self._computing.discard(task)
 
     async def compute(self, block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Outputs:
-        """The outputs of experts of a block. ``rows``: for each expert, the indexes of its rows of
-        ``hidden`` [T, D].
+        """Return the outputs of experts of a block.
 
-        Experts that the host loads in the meantime are omitted, because it computes them itself.
-        Raises ``Refusal`` for an expert that no peer within reach has and the host has no memory
-        for.
+        ``rows``: for each expert, the indexes of its rows in ``hidden`` [T, D]. If the host loads
+        an expert in the meantime, that expert is left out, because the host computes it. Raises
+        ``Refusal`` if no peer within reach has an expert and the host has no memory for it.
         """
         self.counters.blocks += 1
         self._work[block] = {
@@ -216,7 +216,7 @@ class ExpertDispatcher:
                     experts = {expert for _, expert in orphans}
                     if await self._loaded(block, experts):
                         left = {pair for pair in left if pair[1] not in experts}
-                        for expert in experts:  # the host computes all of their rows
+                        for expert in experts:  # the host computes all rows of these experts
                             del found[expert]
                         continue
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
@@ -242,8 +242,8 @@ class ExpertDispatcher:
         found: Mapping[int, "_Parts"],
         doubted: dict[Pair, list[ExpertLink]],
     ) -> frozenset[Pair]:
-        """Add the finite outputs of an answer to ``found``, and return their rows and experts. The
-        others are ``doubted``."""
+        """Add the finite outputs of an answer to ``found``, and return their pairs. Put other pairs
+        into ``doubted``."""
         taken = ask.pairs
         for expert in found.keys() & outputs.keys():
             mine, output = ask.rows[expert], outputs[expert]
@@ -269,9 +269,10 @@ class ExpertDispatcher:
         failed: Collection[PeerId],
         doubted: Mapping[Pair, Sequence[ExpertLink]],
     ) -> None:
-        """Ask peers for those rows of experts that none is asked for, or only peers that are late.
+        """Ask peers for all rows in ``left`` that nobody computes yet, or only late peers.
 
-        ``doubted``: the peers whose outputs were not finite, which are not asked for these again.
+        ``doubted``: peers whose outputs for a pair were not finite. They do not get this pair
+        again.
         """
         now = self._loop.time()
         usual: dict[int, list[PeerId]] = {}
@@ -308,7 +309,7 @@ class ExpertDispatcher:
     def _divided(
         self, block: int, holders: Mapping[int, Mapping[int, list[PeerId]]]
     ) -> dict[PeerId, dict[int, list[int]]]:
-        """The rows of each expert that each peer is asked for. ``holders``: by row and expert."""
+        """Return the rows of each expert to ask each peer for. ``holders``: by row and expert."""
         work = self._work[block]
         asked: dict[PeerId, dict[int, list[int]]] = {}
         for row, those in holders.items():
@@ -322,8 +323,8 @@ class ExpertDispatcher:
         return self.links[peer].row_s
 
     async def _loaded(self, block: int, experts: set[int]) -> bool:
-        """Have the host load experts that no peer has. False if it has no room, or cannot fetch
-        them."""
+        """Have the host load experts that no peer has. Return False if there is no room or the
+        fetch fails."""
         try:
             is_loaded = await self._loop.run_in_executor(None, self.load, block, sorted(experts))
         except SwarmnetError as error:
@@ -335,11 +336,12 @@ class ExpertDispatcher:
         return is_loaded
 
     async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
-        """Wait until there is something to do: all answers are there or one of them is an error, a
-        peer is late, or it is time to give up.
+        """Wait until all answers are there, a request fails, a peer is late, or it is time to give
+        up.
 
-        If experts are waited for that no peer is asked for (``give_up_at`` is finite), also until a
-        link has changed since ``seen``; if a peer is late, until any answer is there.
+        - If ``give_up_at`` is finite, some experts have no peer: return when a link changes after
+          ``seen``, too.
+        - In that case, and once a peer is late, return at the first answer.
         """
         now = self._loop.time()
         late = [ask.late_at for ask in asks if not ask.is_hedged and ask.late_at > now]
@@ -350,8 +352,8 @@ class ExpertDispatcher:
             change = asyncio.create_task(self.links.change(seen))
             waited_for.append(change)
         is_any = change is not None or any(ask.is_hedged for ask in asks)
-        # Usually all answers come at nearly the same time: each return to the forward costs more
-        # than waiting for the last one.
+        # Usually all answers arrive almost together. Returning to the forward for each costs more
+        # than waiting for the last.
         when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
         try:
             await asyncio.wait(
@@ -361,7 +363,7 @@ class ExpertDispatcher:
             await cancel(change)
 
     def _outputs_of(self, ask: _Ask) -> Outputs | None:
-        """The outputs of a request that has ended; None if it failed."""
+        """Return the outputs of a finished request, or None if it failed."""
         error = ask.answer.exception()
         if error is None:
             return ask.answer.result()
@@ -372,7 +374,7 @@ class ExpertDispatcher:
         return None
 
     def _describe(self, missing: BlockExperts) -> str:
-        """The missing experts as text, and the number of peers with experts that are too far."""
+        """Describe the missing experts, and count the peers with experts that are too far away."""
         far = self.links.far
         limit = f"{1000 * self.links.max_round_trip_s:.0f} ms"
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
@@ -385,8 +387,8 @@ class ExpertDispatcher:
         )
 
     def _holders(self, block: int, expert: int, without: Collection[PeerId] = ()) -> list[PeerId]:
-        """The peers of those within reach that may be asked for an expert: none that was late or is
-        much slower, if there are others."""
+        """Return the peers to ask for an expert. Late and much slower peers are left out if others
+        have it."""
         links = [link for link in self.links.with_expert(block, expert) if link.host.peer not in without]
         if len(links) > 1:
             now = self._loop.time()
@@ -397,7 +399,7 @@ class ExpertDispatcher:
 
 
 class _Parts:
-    """The outputs of one expert, as its rows arrive from peers."""
+    """The outputs of one expert, collected as they arrive from peers."""
 
     def __init__(self) -> None:
         self._rows: list[int] = []
@@ -408,7 +410,7 @@ class _Parts:
         self._outputs.append(outputs)
 
     def outputs(self, rows: Sequence[int]) -> torch.Tensor:
-        """The outputs of ``rows``, in this order. If two peers have computed a row, the second
+        """Return the outputs of ``rows``, in this order. If two peers computed a row, the later
         answer counts."""
         together = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs)
         if self._rows == rows:
@@ -418,7 +420,7 @@ class _Parts:
 
 
 async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:
-    """The outputs of several requests to one peer, sent one after another, together."""
+    """Send several requests to one peer, one after another, and join their outputs."""
     found: dict[int, list[torch.Tensor]] = {}
     for request in requests:
         for expert, outputs in (await link.ask(request)).items():
@@ -429,7 +431,8 @@ async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:
 def finite_rows(
     values: torch.Tensor, rows: Mapping[int, torch.Tensor]
 ) -> tuple[Mapping[int, torch.Tensor], bool]:
-    """The rows of each expert whose ``values`` [T, D] are finite, and whether there are others."""
+    """Return the rows of each expert with finite ``values`` [T, D], and whether some rows are left
+    out."""
     if bool(torch.isfinite(values).all()):
         return rows, False
     good = torch.isfinite(values).all(1)
@@ -440,8 +443,8 @@ def finite_rows(
 def _with_nan(
     found: Outputs, sent: Mapping[int, torch.Tensor], rows: Mapping[int, torch.Tensor], values: torch.Tensor
 ) -> Outputs:
-    """Outputs of all ``rows``: ``found`` for those ``sent``, NaN for others. Experts that the host
-    computes itself stay out."""
+    """Add NaN outputs for rows that were not sent. Leave out experts that the host computes
+    itself."""
     every: dict[int, torch.Tensor] = {}
     for expert, each in rows.items():
         if expert in sent and expert not in found:

@@ -1,15 +1,13 @@
-"""The stream of a host to one peer with experts: it is opened again whenever it ends, and rows are
-computed over it.
+"""The stream of a host to one peer with experts. The link reopens the stream whenever it ends.
 
 The life of a link:
 
-1. **Opened.** The peer says which experts it has, and the round trip is measured. Its announcement
-   only told where to ask.
-2. **Open.** The host asks for rows. The peer tells again which experts it has whenever that
-   changes.
-3. **Resting.** The stream ended, or the peer did what no rows of a client can cause, such as an
-   answer of the wrong shape. It is tried again after a pause that doubles: any client may send rows
-   that overload a peer, so nothing that happens excludes one for good.
+1. **Opened.** The peer says which experts it has, and the host measures the round trip. The peer's
+   announcement only told where to ask.
+2. **Open.** The host asks for rows. The peer tells the host whenever its experts change.
+3. **Resting.** The stream ended, or the peer broke the protocol in a way that no client's rows can
+   cause, such as an answer of the wrong shape. The host tries again after a pause that doubles. Any
+   client may send rows that overload a peer, so nothing excludes a peer for good.
 """
 
 import asyncio
@@ -45,23 +43,25 @@ _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
-"""Longest pause between two attempts to reach a peer; each is twice as long as the one before."""
+"""Longest pause in seconds between two attempts to reach a peer. Pauses double from
+``FIRST_PAUSE_S``."""
 TRIALS = 5
-"""Number of empty requests that measure the round trip to a peer; the fastest counts."""
+"""Empty requests that measure the round trip to a peer. The fastest one counts."""
 ANSWER_S = 2.0
-"""Timeout of a request in seconds, in addition to ``ANSWER_FACTOR`` times its expected time."""
+"""Timeout of a request in seconds, on top of ``ANSWER_FACTOR`` times its expected time."""
 ANSWER_FACTOR = 20
 MAX_ANSWER_S = 60.0
-"""Longest timeout of a request. All sessions of a host wait for a peer that alone has an expert;
-the largest request takes a slow peer 40 s."""
+"""Longest timeout of a request in seconds. The largest request takes a slow peer 40 s, so less
+would cut it off. With more, all sessions of a host could wait longer for a dead peer that alone has
+an expert."""
 MAX_ROW_S = 0.1
-"""Longest time of a row that is believed before it is measured."""
+"""Largest announced time of a row, in seconds, that is believed before the host measures it."""
 FAULT_S = 60.0
 MAX_FAULT_S = 3600.0
-"""Longest pause after a violation of the protocol; each is twice as long as the one before."""
+"""Longest pause in seconds after a violation of the protocol. Pauses double from ``FAULT_S``."""
 AVOID_S = 10.0
-"""Seconds that a late or doubted peer is avoided, unless no other peer has the expert. Doubles each
-time, up to ``MAX_AVOID_S``."""
+"""Seconds to avoid a late or doubted peer, unless no other peer has the expert. The time doubles
+with each fault, up to ``MAX_AVOID_S``."""
 MAX_AVOID_S = 300.0
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
@@ -69,7 +69,7 @@ SMOOTHING = 0.1
 
 @dataclass
 class Backoff:
-    """Pauses of ``first_s``, then each twice as long as the one before, up to ``max_s`` seconds."""
+    """Pauses that double, from ``first_s`` up to ``max_s`` seconds."""
 
     first_s: float
     max_s: float
@@ -79,7 +79,7 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Begin with ``first_s`` again."""
+        """Start at ``first_s`` again."""
         self._next_s = self.first_s
 
     def next_s(self) -> float:
@@ -90,7 +90,7 @@ class Backoff:
 
 @dataclass(frozen=True)
 class ExpertModel:
-    """The swarm and the model of a peer."""
+    """The swarm and the model that a peer serves."""
 
     swarm: bytes
     manifest: bytes
@@ -101,7 +101,7 @@ class ExpertModel:
 
 
 class ExpertLink:
-    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` has rows computed while it
+    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` requests rows while
     :attr:`is_open`."""
 
     def __init__(
@@ -114,28 +114,28 @@ class ExpertLink:
         max_round_trip_s: float,
         changed: Callable[[], None],
     ) -> None:
-        """``changed`` is called whenever the link opens or ends, or the peer has other experts. A
-        peer that is farther than ``max_round_trip_s`` is not used.
-        """
+        """``changed`` is called when the link opens or ends, or when the peer's experts change. The
+        link does not use a peer beyond ``max_round_trip_s``."""
         self.host = host
-        """Its newest announcement."""
+        """The newest announcement of the peer."""
         self.round_trip_s = 0.0
         self.row_s = min(host.row_s, MAX_ROW_S)
-        """Seconds for one row through one expert, without the round trip, averaged."""
+        """Seconds for one row through one expert, without the round trip. A moving average."""
         self.fault = ""
-        """The violation of the protocol that keeps the peer from being asked; empty if there was
-        none."""
+        """The violation of the protocol that excludes the peer for now; empty if there was none."""
         self.is_far = False
         """Whether the round trip exceeds ``max_round_trip_s``."""
         self.has_answered = False
-        """Whether the stream was open at some time."""
+        """Whether the stream was ever open."""
         self.rests_until = -math.inf
-        """Loop time at which the stream, which has ended, is opened again."""
+        """Loop time when the ended stream is opened again; minus infinity while it is not
+        resting."""
         self._open_since = math.inf
         self.subnet: str = host.peer
-        """The subnet where the peer was reached; the peer's id until then."""
+        """The subnet of the peer's address. Before the first connection, the peer's id."""
         self._told: BlockExperts | None = None
-        """The experts that the peer has, as it says on the stream; None: as it announced."""
+        """The experts that the peer named on the stream. None until then: the announcement
+        counts."""
         self._is_leaving = False
         self._avoidance = Backoff(AVOID_S, MAX_AVOID_S)
         self._pauses = Backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
@@ -152,41 +152,39 @@ class ExpertLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer can be asked now."""
+        """Whether the host can ask the peer now."""
         return self._stream is not None and not (self.fault or self._is_leaving)
 
     @property
     def is_resting(self) -> bool:
-        """Whether the stream has ended and is opened again after a pause."""
+        """Whether the stream has ended and waits for its next attempt."""
         return self.rests_until > -math.inf
 
     @property
     def is_asked(self) -> bool:
-        """Whether an answer of the peer is waited for."""
+        """Whether a request to the peer is waiting for its answer."""
         return bool(self._waiting)
 
     @property
     def experts(self) -> BlockExperts:
-        """The experts that the peer has, as it says."""
+        """The experts that the peer says it has."""
         return self.host.experts if self._told is None else self._told
 
     def has(self, block: int, expert: int) -> bool:
-        """Whether the peer says that it has an expert."""
+        """Return whether the peer says it has an expert."""
         return expert in self.experts.get(block, ())
 
     def seconds_for(self, pairs: int) -> float:
-        """Expected seconds until the answer to a request with ``pairs`` rows of all experts
-        together."""
+        """Return the expected seconds for a request with ``pairs`` rows, summed over experts."""
         return self.round_trip_s + pairs * self.row_s
 
     def is_avoided(self, now: float) -> bool:
-        """Whether the peer was late or doubted, and is asked only if no other has the expert.
-        ``now``: loop time."""
+        """Return whether the peer was late or doubted at loop time ``now``, so that others are
+        asked first."""
         return now < self._avoided_until
 
     def avoid(self, now: float) -> None:
-        """Ask the peer only if no other has the expert, the longer the more often this is
-        called."""
+        """Ask other peers first for a while. Each call doubles the time."""
         self._avoided_until = now + self._avoidance.next_s()
 
     async def keep(self) -> NoReturn:
@@ -216,7 +214,7 @@ class ExpertLink:
 
     async def _run(self) -> None:
         """Keep one stream until a better path is found. Raises the error that ends the stream
-        before."""
+        earlier."""
         self._told, self._is_leaving, self._open_since = None, False, math.inf
         host = self.host
         stream = await EXPERTS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
@@ -239,7 +237,7 @@ class ExpertLink:
                 self._changed()
 
     async def _open(self, stream: TrunkStream) -> NoReturn:
-        """Measure the round trip; from then on the link is open."""
+        """Measure the round trip, then mark the link as open."""
         clock = asyncio.get_running_loop().time
         empty = ExpertRows(0, torch.empty(0, self._model.hidden_size, dtype=self._model.dtype), {})
         fastest = math.inf
@@ -270,13 +268,13 @@ class ExpertLink:
                 raise ProtocolViolation("an answer to no request")
 
     def _listen(self, attached: pb.Attached) -> None:
-        """Take what the peer says of itself."""
+        """Note what the peer says about itself."""
         self._is_leaving = attached.leaving
         if attached.experts:
             self._told = decode_experts(attached.experts)
 
     def _take(self, computed: pb.Computed, payload: Buffer) -> None:
-        """Take an answer. Raises ``ProtocolViolation`` for one without a request."""
+        """Take an answer. Raises ``ProtocolViolation`` if nothing waits for it."""
         if computed.id not in self._waiting:
             raise ProtocolViolation(f"outputs of request {computed.id}, which does not wait for any")
         request, answer = self._waiting.pop(computed.id)
@@ -291,7 +289,7 @@ class ExpertLink:
             answer.set_result(outputs)
 
     async def ask(self, request: ExpertRows) -> Outputs:
-        """The outputs of experts for rows.
+        """Return the outputs of experts for the rows of ``request``.
 
         Raises ``Unreachable`` if the link ends first, ``DeadlineExceeded`` if the peer takes far
         longer than expected, and ``ProtocolViolation`` for wrong outputs.
@@ -316,7 +314,7 @@ class ExpertLink:
         return outputs
 
     async def rearrange(self, loads: BlockExperts, drops: BlockExperts) -> None:
-        """Ask the peer to hold other experts. Raises what sending raises."""
+        """Ask the peer to load and drop experts. Raises the errors of sending."""
         if self._stream is not None:
             message = pb.Rearrange(loads=encode_experts(loads), drops=encode_experts(drops))
             await self._stream.send(pb.ExpertsRequest(rearrange=message))

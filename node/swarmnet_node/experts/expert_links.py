@@ -1,11 +1,11 @@
-"""The links of a host to peers with experts: which peers it tries, which links it keeps, and which
-experts it reaches.
+"""The links of a host to peers with experts.
 
-Any peer may announce anything, so announcements decide only which peers the host tries. Peers that
-were never tried come first, in random order, then those tried longest ago; a few are tried at a
-time. So a flood of false announcements delays an honest peer and never keeps it out. A link that is
-open stays open, whatever the directory says: the peer itself tells which experts it has, and when
-it leaves.
+Decides which peers the host tries, which links it keeps, and which experts it reaches.
+
+Any peer may announce anything, so announcements only decide which peers the host tries. It tries a
+few at a time: first new peers in random order, then the peers tried longest ago. So a flood of
+false announcements delays an honest peer but never keeps it out. An open link stays open whatever
+the directory says: the peer itself tells which experts it has, and when it leaves.
 """
 
 import asyncio
@@ -34,31 +34,28 @@ from swarmnet_protocols.timing import Timing
 _log = logging.getLogger(__name__)
 
 MAX_ROUND_TRIP_S = 0.02
-"""Longest round trip to peers with experts in seconds, unless the owner allows more. Each block of
-a token waits for one."""
+"""Longest round trip in seconds to peers with experts, unless the owner allows more. Each block of
+a token waits for one round trip, so more slows every token; less leaves fewer peers."""
 MAX_LINKS = 64
-"""Most open links. With more, one of the subnet that has the most is closed, if other links have
-its experts."""
+"""Most open links. Beyond this, the host closes a link in the most crowded subnet, if other links
+have its experts."""
 MAX_TRIED = 32
-"""Most links that are not open. Fewer would delay an honest peer among many dead ones; each may be
-a dial to an address that a stranger names."""
+"""Most links that are being tried. With fewer, many dead peers would delay an honest one. With
+more, strangers could make this host dial more of the addresses that they name."""
 REFRESH_S = 5.0
-"""Seconds between two readings of the directory; while experts are missing,
-``MISSING_REFRESH_S``."""
+"""Seconds between two reads of the directory. While experts are missing: ``MISSING_REFRESH_S``."""
 MISSING_REFRESH_S = 1.0
 
 
 @dataclass(eq=False)
 class ExpertLinks:
-    """Links to peers that have some of the experts ``wanted``. Blocks are numbered as in the whole
-    model."""
+    """Links to peers with some ``wanted`` experts. Block numbers are those of the whole model."""
 
     transport: Transport
     directory: Directory
     model: ExpertModel
     wanted: dict[int, ExpertBits]
-    """The experts that the host lacks, by block. The owner removes experts that it needs no
-    more."""
+    """The experts that this host lacks, by block. The owner removes experts that it has loaded."""
     timing: Timing
     rng: random.Random
     max_round_trip_s: float = MAX_ROUND_TRIP_S
@@ -67,14 +64,14 @@ class ExpertLinks:
         self.has_looked = False
         """Whether the directory has been read."""
         self.changes = 0
-        """Changes of links since the start."""
+        """Number of link changes since the start."""
         self._loop = asyncio.get_running_loop()
         self._sample = ExpertSample(self.directory, self.model.manifest)
         self._links: dict[PeerId, ExpertLink] = {}
         self._keeping: dict[PeerId, asyncio.Task[NoReturn]] = {}
         self._tried_at: dict[PeerId, float] = {}
-        """Loop time at which each known peer was last tried, or before which it is not tried
-        again."""
+        """Loop time of the last try of each known peer. In the future if the peer rests until
+        then."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -99,15 +96,15 @@ class ExpertLinks:
 
     @property
     def far(self) -> int:
-        """The number of peers with some of the experts that are farther than the host allows."""
+        """The number of peers with wanted experts that are farther away than the host allows."""
         return sum(link.is_far for link in self._links.values())
 
     def with_expert(self, block: int, expert: int) -> list[ExpertLink]:
-        """The open links to peers that have an expert."""
+        """Return the open links to peers that have an expert."""
         return [link for link in self._links.values() if link.is_open and link.has(block, expert)]
 
     def missing(self) -> BlockExperts:
-        """The experts that neither the host nor a peer within reach has."""
+        """Return the experts that neither this host nor a peer within reach has."""
         hosted = [link.experts for link in self._links.values() if link.is_open]
         found = {
             block: experts - _union(each.get(block) for each in hosted)
@@ -116,14 +113,14 @@ class ExpertLinks:
         return {block: experts for block, experts in found.items() if experts}
 
     async def change(self, seen: int) -> None:
-        """Wait until a link has changed after the change number ``seen``."""
+        """Wait until the number of changes differs from ``seen``."""
         while self.changes == seen:
             self._changed.clear()
             await self._changed.wait()
 
     async def settle(self, within_s: float) -> None:
-        """Wait until the directory has been read and each peer that is tried has answered or
-        failed, at most ``within_s``."""
+        """Wait at most ``within_s`` until the directory has been read and every tried peer has
+        answered or failed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 while not (self.has_looked and all(each.is_open or each.is_resting for each in self.every)):
@@ -133,7 +130,7 @@ class ExpertLinks:
         self.changes += 1
         self._changed.set()
 
-    # ---- peers that are tried ------------------------------------------------------------------------------
+    # ---- peers that are tried --------------------------------------------------------------------
 
     async def _find(self) -> NoReturn:
         while True:
@@ -148,7 +145,7 @@ class ExpertLinks:
             await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
 
     async def _update(self, hosts: Mapping[PeerId, ExpertHost]) -> None:
-        """Try announced ``hosts``. Give up peers that neither announce themselves nor answer."""
+        """Try announced ``hosts``. Drop peers that neither announce themselves nor answer."""
         self.has_looked = True
         for peer in self._links.keys() & hosts.keys():
             self._links[peer].host = hosts[peer]
@@ -161,14 +158,14 @@ class ExpertLinks:
             (link for link in self._links.values() if link.is_resting),
             key=lambda link: (link.has_answered, self._tried_at.get(link.host.peer, 0.0)),
         )
-        for link in resting[: max(0, len(fresh) - self._room())]:  # they have had their turn
+        for link in resting[: max(0, len(fresh) - self._room())]:  # these had their turn
             await self._drop(link.host.peer)
         for peer in fresh[: self._room()]:
             self._try(hosts[peer])
         self._note_change()
 
     def _fresh(self, hosts: Mapping[PeerId, ExpertHost]) -> list[PeerId]:
-        """The peers without a link that are worth one, in the order to try them."""
+        """Return the peers worth a new link, in the order to try them."""
         self._tried_at = {peer: at for peer, at in self._tried_at.items() if peer in hosts}
         if sum(link.is_open for link in self._links.values()) >= MAX_LINKS and not self.missing():
             return []
@@ -176,7 +173,7 @@ class ExpertLinks:
         return in_turn(peers, self._tried_at, self._loop.time(), self.rng)
 
     def _room(self) -> int:
-        """Links that may be tried now."""
+        """Return how many more links may be tried now."""
         return max(0, MAX_TRIED - sum(not link.is_open for link in self._links.values()))
 
     def _try(self, host: ExpertHost) -> None:
@@ -198,8 +195,8 @@ class ExpertLinks:
             await cancel(self._keeping.pop(peer))
 
     def _is_wanted(self, host: ExpertHost) -> bool:
-        """Whether it has missing experts, with the weights that this host has: tokens must not
-        depend on who computes."""
+        """Return whether a peer has missing experts in this host's weight format. Tokens must not
+        depend on which peer computes."""
         has_same_weights = host.precision.partition("/")[0] == self.model.precision.partition("/")[0]
         return has_same_weights and any(
             block in self.wanted and bool(self.wanted[block] & experts)
@@ -207,7 +204,7 @@ class ExpertLinks:
         )
 
     def _surplus(self) -> ExpertLink | None:
-        """The open link to close, of more than ``MAX_LINKS``; None if there are no more, or each is
+        """Return the open link to close when there are more than ``MAX_LINKS``. None if each is
         needed."""
         links = [link for link in self._links.values() if link.is_open]
         if len(links) <= MAX_LINKS:
@@ -221,9 +218,9 @@ class ExpertLinks:
 def in_turn(
     peers: Collection[PeerId], tried_at: Mapping[PeerId, float], now: float, rng: random.Random
 ) -> list[PeerId]:
-    """The order in which to try peers: new ones at random, then the peers tried longest ago. Pure.
+    """Return the order to try peers: new ones at random, then the peers tried longest ago. Pure.
 
-    Peers whose next try is due after ``now`` are left out.
+    Peers whose next try is later than ``now`` are left out.
     """
     shuffled = rng.sample(sorted(peers), len(peers))
     return sorted(
@@ -233,7 +230,7 @@ def in_turn(
 
 
 def only_holders(links: Collection[ExpertLink], wanted: Mapping[int, ExpertBits]) -> set[ExpertLink]:
-    """The links to peers that alone have one of the experts ``wanted``."""
+    """Return the links to peers that alone have one of the ``wanted`` experts."""
     found: set[ExpertLink] = set()
     for block, needed in wanted.items():
         once, twice = ExpertBits(), ExpertBits()

@@ -1,10 +1,11 @@
-"""Moves experts between the peers of a trunk, so that its rows travel less and no peer is much
-busier than others.
+"""Moves experts between the peers of a trunk, so that rows travel less and peers are equally busy.
 
-The trunk counts which experts its routers choose (``routing/expert_use.py``). From time to time it
-computes where they should be (``routing/expert_placement.py``), and asks peers whose owners let
-hosts choose for the next few moves (``routing/expert_moves.py``): experts are loaded at one peer
-before another drops them.
+The life of a plan:
+
+1. The trunk counts which experts its routers choose (``routing/expert_use.py``).
+2. From time to time it computes where experts should be (``routing/expert_placement.py``).
+3. It asks peers for the next few moves (``routing/expert_moves.py``), if their owners let hosts
+   choose. One peer loads an expert before another peer drops it.
 """
 
 import asyncio
@@ -35,29 +36,30 @@ PLAN_S = 60.0
 GAP_S = 10.0
 """Seconds to the next plan while experts are missing."""
 MIN_ROWS = 64
-"""Rows of each block that are counted before experts move."""
+"""Rows of each block that must be counted before experts move. Fewer would move experts by
+chance."""
 FORWARD_ROWS = 16
-"""Rows of one forward and block that are counted at most: a prompt has hundreds, which are
-alike."""
+"""Most rows of one forward and block that are counted. A prompt has hundreds of similar rows, which
+would outweigh other requests."""
 MAX_FORWARDS = 256
-"""Forwards of each block that are counted in one plan at most, the newest ones."""
+"""Most forwards of each block that one plan counts: the newest."""
 MIN_ROW_S = 1e-7
-"""Shortest time of a row that is believed, because its inverse is finite. One row of a small expert
-takes a GPU longer."""
+"""Shortest time in seconds of a row that is believed, because the plan divides by it. Even a GPU
+takes longer for one row of a small expert."""
 MAX_COPIES = 1 << 15
-"""Copies of experts that one plan considers, about a second of a core. A model of 58 blocks of 256
-experts has 14,848; where peers say that they hold more than twice as many, each plan takes some of
-the blocks."""
+"""Most copies of experts in one plan: about a second of one core. A model of 58 blocks with 256
+experts each has 14,848. If peers claim more than twice as many, each plan takes some of the
+blocks."""
 
 
 class ExpertPlanner:
-    """Plans for the experts that the trunk of ``dispatcher`` lacks."""
+    """Plans where to place the experts that the trunk of ``dispatcher`` lacks."""
 
     def __init__(self, dispatcher: ExpertDispatcher, rng: random.Random) -> None:
         self._dispatcher = dispatcher
         self._rng = rng
         self._missing = {block: sorted(dispatcher.wanted[block]) for block in sorted(dispatcher.wanted)}
-        """The experts of each block that are placed: counts number them from 0."""
+        """The experts of each block to place. Counts number them from 0."""
         sizes = {len(experts) for experts in self._missing.values()}
         self._counts = ExpertUse(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
         self._number = {
@@ -65,14 +67,14 @@ class ExpertPlanner:
             for block, experts in self._missing.items()
         }
         self._turn = 0
-        """The place of the block where the next plan begins."""
+        """The index of the block where the next plan begins."""
         self._rows: dict[int, deque[torch.Tensor]] = {
             block: deque(maxlen=MAX_FORWARDS) for block in self._missing
         }
 
     def watch(self, modules: Mapping[int, ExpertsModule]) -> list[Any]:
-        """Count what the routers of ``modules``, by block, choose. Returns what removes the
-        hooks."""
+        """Count what the routers of ``modules`` (by block) choose. Return the handles that remove
+        the hooks."""
         hooks = []
         for block in self._missing:
             module: Any = modules[block]
@@ -80,8 +82,8 @@ class ExpertPlanner:
         return hooks
 
     def _note(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        """On the torch thread: the inputs of a module of experts, the numbers of the experts [T,
-        k], and their weights."""
+        """Note a choice, on the torch thread. ``inputs[1]``: numbers of the chosen experts [T,
+        k]."""
         if not hasattr(module, "record_choice"):
             self._rows[block].append(inputs[1][-FORWARD_ROWS:].to("cpu", copy=True))
 
@@ -89,8 +91,8 @@ class ExpertPlanner:
         """Plan again and again, and ask peers for the next moves."""
         loop = asyncio.get_running_loop()
         while True:
-            # Experts without a peer are not waited for: peers that joined at once may have chosen
-            # the same ones.
+            # Do not wait until every expert has a peer: peers that joined together may have chosen
+            # the same experts.
             every_s = GAP_S if self._dispatcher.links.missing() else PLAN_S
             await asyncio.sleep(every_s * self._rng.uniform(0.9, 1.1))
             links = {link.host.peer: link for link in self._dispatcher.links.every if link.is_open}
@@ -108,8 +110,10 @@ class ExpertPlanner:
                         _log.info("experts not moved: %s", error)
 
     def plan(self, links: Sequence[ExpertLink], since_s: float) -> Moves:
-        """The next moves, ``since_s`` after the last ones. Takes seconds for large models: not for
-        the event loop."""
+        """Return the next moves, ``since_s`` after the last plan.
+
+        Takes seconds for large models, so never call this on the event loop.
+        """
         self._count(since_s)
         counts = self._counts
         has_rows = counts is not None and counts.rows.sum() >= MIN_ROWS * counts.blocks
@@ -135,8 +139,11 @@ class ExpertPlanner:
         return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most), blocks)
 
     def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
-        """The blocks of the next plan: those with missing experts, then others in turn, while they
-        have at most ``MAX_COPIES`` copies."""
+        """Return the blocks of the next plan: first blocks with missing experts, then others in
+        turn.
+
+        A plan takes at most ``MAX_COPIES`` copies, but always one block.
+        """
         every, missing = list(self._missing), self._dispatcher.links.missing()
         turned = every[self._turn :] + every[: self._turn]
         chosen, copies = list[int](), 0
@@ -155,7 +162,7 @@ class ExpertPlanner:
             return
         counts.decay(since_s)
         for at, (block, experts) in enumerate(self._missing.items()):
-            waiting = self._rows[block]  # to which the torch thread appends meanwhile
+            waiting = self._rows[block]  # the torch thread appends meanwhile
             rows = [waiting.popleft() for _ in range(len(waiting))]
             if not rows:
                 continue
@@ -163,15 +170,15 @@ class ExpertPlanner:
             number = np.full(int(max(chosen.max(), experts[-1])) + 1, -1)
             number[experts] = np.arange(len(experts))
             numbered = number[chosen]
-            # The trunk computes the others of a row itself.
+            # The trunk computes the other experts of a row itself.
             of_peers = (numbered >= 0).sum(axis=1)
             ordered = -np.sort(-numbered, axis=1)
             for size in range(1, numbered.shape[1] + 1):
                 counts.add(ordered[of_peers == size, None, :size], at)
 
     def _numbered(self, link: ExpertLink, blocks: Sequence[int]) -> frozenset[Expert]:
-        """The experts of a peer in ``blocks``, numbered as in a plan of these: blocks by their
-        place, experts as counts number them."""
+        """Return the experts of a peer in ``blocks``, numbered as in this plan: by index of block
+        and expert."""
         return frozenset(
             (at, self._number[block][expert])
             for at, block in enumerate(blocks)
@@ -180,7 +187,7 @@ class ExpertPlanner:
         )
 
     def _named(self, moves: Moves, blocks: Sequence[int]) -> Moves:
-        """The inverse of ``_numbered``."""
+        """Undo ``_numbered``."""
 
         def named(each: tuple[tuple[PeerId, Expert], ...]) -> tuple[tuple[PeerId, Expert], ...]:
             return tuple(
@@ -191,7 +198,7 @@ class ExpertPlanner:
 
 
 def _of(peer: PeerId, moves: Sequence[tuple[PeerId, Expert]]) -> dict[int, frozenset[int]]:
-    """The experts of one peer, by block."""
+    """Return the experts of one peer, by block."""
     mine = [expert for other, expert in moves if other == peer]
     return {
         block: frozenset(number for at, number in mine if at == block)

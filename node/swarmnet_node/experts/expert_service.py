@@ -2,12 +2,15 @@
 
 The life of a stream:
 
-1. **Attached.** The host names its swarm and model, and takes a slot. The peer tells which experts it has, and again whenever they change.
-2. **Computing.** Requests of all hosts are computed in the order of arrival, and nothing of them is kept. A host waits for the answer in the middle
-   of a forward, so in a process that also hosts blocks requests run on another thread. Otherwise two hosts that compute experts for each other
-   would deadlock.
-3. **Ended.** The host closes the stream, or the peer does: for a violation of the protocol, or because all slots are taken, this stream has no work
-   and its subnet holds most of them.
+1. **Attached.** The host names its swarm and model, and takes a slot. The peer says which experts
+   it has, and again whenever they change.
+2. **Computing.** The peer computes requests of all hosts in the order of arrival, and keeps nothing
+   of them. A host waits for the answer in the middle of a forward. So in a process that also hosts
+   blocks, requests run on another thread: otherwise two hosts that compute for each other would
+   deadlock.
+3. **Ended.** The host closes the stream, or the peer does. The peer closes it for a violation of
+   the protocol. It also closes a stream without work when all slots are taken and the stream's
+   subnet holds most of them.
 """
 
 import asyncio
@@ -56,7 +59,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 
 class ExpertService:
-    """The handler of ``EXPERTS``: the experts of one model that are on this machine, by block."""
+    """Handles ``EXPERTS`` streams. Holds the experts of one model on this machine, by block."""
 
     def __init__(
         self,
@@ -66,7 +69,8 @@ class ExpertService:
         timing: Timing,
         system: Scope,
     ) -> None:
-        """``executor``: one thread that no forward of blocks uses. ``system``: limits the streams."""
+        """``executor`` has one thread, which never runs forwards of blocks. ``system`` limits the
+        streams."""
         self._modules = dict(modules)
         self._withdrawn: BlockExperts = {}
         self._is_withheld = False
@@ -75,33 +79,34 @@ class ExpertService:
         self._timing = timing
         self.row_s = 0.0
         self.capacity = 0
-        """Announced, both as in ``ExpertHost``."""
+        """Most experts that this peer holds. Announced with ``row_s``, both as in
+        ``ExpertHost``."""
         self.on_rearrange: Callable[[PeerId, BlockExperts, BlockExperts], None] = lambda *_: None
-        """Called when a host asks for loads and drops of experts."""
+        """Called when a host asks this peer to load and drop experts."""
         self._is_leaving = False
         self._slots = Slots(system, Resource.EXPERTS)
         self._rows: dict[Slot, int] = {}
         """Rows computed on each open stream."""
         self.rows_of: Counter[tuple[int, int]] = Counter()
-        """Rows that each (block, expert) has computed since the start."""
+        """Rows computed by each (block, expert) since the start."""
         self.requests = 0
         """Requests computed since the start."""
         self.streams = 0
         """Open streams."""
         self._changed = asyncio.Condition()
-        """Notified when ``streams`` or ``_changes`` has changed."""
+        """Notified when ``streams`` or ``_changes`` changes."""
         self._changes = 0
         """Changes of what hosts can ask for, since the start."""
         self._told: tuple[int, pb.ExpertsReply] | None = None
-        """The message that tells it, and the number of changes when it was made."""
+        """The encoded message for hosts, with the value of ``_changes`` that it describes."""
 
     @property
     def rows(self) -> int:
-        """Rows computed since the start; a row counts once for each of its experts."""
+        """Rows computed since the start. A row counts once for each of its experts."""
         return self.rows_of.total()
 
     def rows_from(self, host: PeerId) -> int:
-        """Rows computed for a host on the streams that it has open."""
+        """Return the rows computed for a host on its open streams."""
         return sum(rows for slot, rows in self._rows.items() if slot.peer == host)
 
     @property
@@ -115,7 +120,7 @@ class ExpertService:
         return {block: experts for block, experts in found.items() if experts}
 
     async def add(self, block: int, loaded: ExpertsModule) -> None:
-        """Compute the experts of a module of this block, too."""
+        """Also compute the experts of module ``loaded`` in this block."""
         loop = asyncio.get_running_loop()
         if block in self._modules:
             await loop.run_in_executor(self._executor, add_experts, self._modules[block], loaded)
@@ -124,12 +129,18 @@ class ExpertService:
         await self._note_change()
 
     async def withdraw(self, experts: BlockExperts) -> None:
-        """Announce some experts no more, but compute them until ``withhold``. ``{}``: announce all experts again."""
+        """Stop announcing ``experts``, but compute them until ``withhold``.
+
+        ``{}`` announces all experts again.
+        """
         self._withdrawn, self._is_withheld = experts, False
         await self._note_change()
 
     def withhold(self) -> None:
-        """Refuse to compute the withdrawn experts, which stay in memory: a peer that computes them meanwhile has them itself."""
+        """Refuse to compute the withdrawn experts, but keep them in memory.
+
+        A peer that computes one of them from now on must have its own copy.
+        """
         self._is_withheld = True
 
     async def drop(self) -> None:
@@ -140,7 +151,7 @@ class ExpertService:
         await self.withdraw({})
 
     async def compute(self, request: ExpertRows) -> torch.Tensor:
-        """Return the outputs of a request [pairs, D] of this process."""
+        """Compute a request of this process. Return the outputs [pairs, D]."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._compute, request)
 
     async def _note_change(self) -> None:
@@ -157,7 +168,7 @@ class ExpertService:
         public_name: str,
         lifetime_s: float,
     ) -> Announcement:
-        """Return the announcement of the experts, at the addresses of ``transport``."""
+        """Return the announcement of these experts, with the addresses of ``transport``."""
         host = ExpertHost(
             transport.peer_id,
             tuple(transport.addresses()),
@@ -173,7 +184,7 @@ class ExpertService:
         )
 
     def describe(self, report: report_pb2.HostReport) -> None:
-        """Add the experts, and what they have computed, to the report of their host."""
+        """Add the experts, and how many rows they have computed, to a host's report."""
         report.experts.extend(describe_experts(self.experts, self.rows_of))
         report.expert_streams = self.streams
 
@@ -205,7 +216,7 @@ class ExpertService:
         if not request.HasField("attach"):
             raise ProtocolViolation("a stream of experts begins with Attach")
         self._check_model(request.attach)
-        # A host without work sends nothing. If the connection is dead, its streams end by themselves.
+        # A host without work sends nothing. A dead connection ends its streams by itself.
         stream.silence_s = math.inf
 
     async def _tell(self, stream: ExpertsStream) -> NoReturn:
@@ -228,7 +239,7 @@ class ExpertService:
             )
 
     def _attached(self) -> pb.ExpertsReply:
-        """What hosts can ask for. It is made once for all streams."""
+        """Return what hosts can ask for, encoded once for all streams."""
         if self._told is None or self._told[0] != self._changes:
             attached = pb.Attached(experts=encode_experts(self.experts), leaving=self._is_leaving)
             self._told = self._changes, pb.ExpertsReply(attached=attached)
@@ -253,7 +264,7 @@ class ExpertService:
             self._check_here(rows)
             if wait_s := stream.stream.scope.charge(Rate.POSITIONS, rows.pairs, loop.time()):
                 await asyncio.sleep(wait_s)
-            if not rows.rows:  # it measures the round trip
+            if not rows.rows:  # an empty request measures the round trip
                 await self._answer(stream, request.rows.id, rows)
                 continue
             slot.at_work = True
@@ -281,7 +292,7 @@ class ExpertService:
 
     @torch.inference_mode()
     def _compute(self, request: ExpertRows) -> torch.Tensor:
-        """The outputs of a request [pairs, D], on the CPU, as its rows are."""
+        """Return the outputs of a request [pairs, D] on the CPU, where its rows are."""
         if not request.rows:
             return request.values[:0]
         module = self._modules[request.block]
@@ -294,5 +305,5 @@ class ExpertService:
 
 
 def _idle() -> Refusal:
-    """The refusal of a stream that is ended because it had no work."""
+    """Return the refusal for a stream that had no work."""
     return Refusal(refusal_pb2.REASON_IDLE, "no rows arrived for too long, and other hosts wait")

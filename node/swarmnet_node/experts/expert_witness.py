@@ -1,9 +1,8 @@
-"""What a peer with experts knows of others first-hand: who answers, and whose outputs equal its
-own.
+"""What a peer with experts sees for itself: who answers, and whose outputs equal its own.
 
-An announcement is only its signer's claim. A peer that dropped experts because others announce them
-could leave them without a holder. So it first has each of them computed elsewhere, for a row that
-no peer can foresee, and compares the outputs with its own.
+An announcement is only a claim. If a peer dropped experts because others announce them, nobody
+might hold them any more. So before it drops an expert, the peer has others compute that expert for
+a row that nobody can foresee, and compares the outputs with its own.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,25 +16,26 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
 
 LOOK_S = 5.0
-"""Seconds to look for peers. Fewer would miss peers under load. Meanwhile the peer follows no
-request to move experts."""
+"""Seconds to look for peers. Fewer would miss busy peers. More delays moves: meanwhile the peer
+follows no request."""
 MAX_DIFFERENCE = 0.1
-"""Largest difference between two outputs of one expert, relative to their size. Machines round
-differently, in bfloat16 by up to a hundredth."""
+"""Largest relative difference between two outputs of one expert. Machines round differently, in
+bfloat16 by up to a hundredth, so less rejects honest peers. More would accept another expert's
+outputs."""
 
 Compute = Callable[[ExpertRows], Awaitable[torch.Tensor]]
-"""Computes rows on this machine, as ``ExpertService.compute``."""
+"""Computes rows on this machine, like ``ExpertService.compute``."""
 
 
 async def answering(links: ExpertLinks) -> Sequence[BlockExperts]:
-    """The experts of each peer that answers, as it says."""
+    """Return the experts of each peer that answers, as the peer states them."""
     async with links.running():
         await links.settle(LOOK_S)
         return [link.experts for link in links.every if link.is_open]
 
 
 async def computed_elsewhere(links: ExpertLinks, compute: Compute) -> BlockExperts:
-    """The experts of ``links.wanted`` that another peer has just computed as this one does."""
+    """Return the ``links.wanted`` experts that another peer just computed with the same outputs."""
     found: dict[int, ExpertBits] = {}
     async with links.running():
         await links.settle(LOOK_S)
@@ -53,20 +53,20 @@ async def computed_elsewhere(links: ExpertLinks, compute: Compute) -> BlockExper
 async def _agreed(
     link: ExpertLink, compute: Compute, block: int, row: torch.Tensor, experts: ExpertBits
 ) -> ExpertBits:
-    """Return the ``experts`` whose outputs a peer computes as this peer does."""
+    """Return the ``experts`` whose outputs agree between this peer and another."""
     agreed: list[int] = []
     for request in split_rows(block, row, {expert: torch.tensor([0]) for expert in experts}):
         mine = request.outputs(await compute(request))
         try:
             theirs = await link.ask(request)
-        except SwarmnetError:  # it does not answer: nothing is seen
+        except SwarmnetError:  # no answer proves nothing
             continue
         agreed += [expert for expert in mine if is_alike(mine[expert], theirs[expert])]
     return ExpertBits.of(agreed)
 
 
 def is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two outputs [1, D] differ as rounding does. Pure."""
+    """Return whether two outputs [1, D] are equal up to rounding. Pure."""
     size = torch.linalg.vector_norm(one.float())
     difference = torch.linalg.vector_norm(one.float() - other.float())
     return bool(difference <= MAX_DIFFERENCE * size)

@@ -1,8 +1,8 @@
 """The routed experts of a host of whole blocks. Local experts run here; missing ones run on peers.
 
-Such a host is a trunk: it computes attention, router and shared experts, keeps the KV caches, and
-serves its own experts to others. Clients see an ordinary host, which is online only while every
-expert of its blocks is within reach.
+Such a host is a trunk. It computes attention, router and shared experts, keeps the KV caches, and
+serves its own experts to others. Clients see an ordinary host. It is online only while every expert
+of its blocks is within reach.
 """
 
 from collections.abc import Callable, Collection
@@ -24,12 +24,12 @@ LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """Experts that a host of blocks reads from disk when it needs them: ``own`` of each block,
-    ``capacity`` of them in memory."""
+    """Options of a host that reads experts from disk: its ``own`` experts, ``capacity`` of them in
+    memory."""
 
     own: BlockExperts
     reader: Callable[[int], ReadExperts]
-    """Returns what reads experts of a block."""
+    """Returns the function that reads experts of a block."""
     capacity: int
     max_bytes: int
     """Bytes of ``capacity`` experts."""
@@ -37,7 +37,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """Options of a host whose experts peers compute."""
+    """Options of a host whose missing experts run on peers."""
 
     load: LoadExperts
     max_round_trip_s: float = MAX_ROUND_TRIP_S
@@ -49,7 +49,8 @@ class ExpertOptions:
 
 
 def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
-    """A cache of experts for a stage that begins with block ``start``. It is not installed yet."""
+    """Return a cache of experts for a stage that begins with block ``start``. Call ``install`` to
+    use it."""
     blocks = stage.routed_blocks()
     return ExpertCache(
         blocks,
@@ -60,7 +61,7 @@ def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
 
 
 def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
-    """The modules of a stage that have some of their experts, by block; the stage begins with block
+    """Return the modules that have some of their experts, by block. The stage begins with block
     ``start``."""
     return {
         start + layer: module
@@ -70,7 +71,7 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
 
 
 def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
-    """The experts that peers compute for a trunk."""
+    """Report the experts that peers compute for a trunk."""
     counters = dispatcher.counters
     return report_pb2.TrunkReport(
         lacks=describe_experts(_lacks(dispatcher)),
@@ -93,8 +94,7 @@ def _round_trips_s(dispatcher: ExpertDispatcher) -> tuple[float, ...]:
 
 
 class ExpertLoader:
-    """Loads experts that no peer has into a stage that begins with block ``start``, while
-    ``has_room`` for their bytes."""
+    """Loads experts that no peer has into a stage while ``has_room`` for their bytes."""
 
     def __init__(self, stage: Stage, start: int, load: LoadExperts, has_room: Callable[[int], bool]) -> None:
         self._stage = stage
@@ -102,11 +102,13 @@ class ExpertLoader:
         self._load = load
         self._has_room = has_room
         self._bytes = max((expert_bytes(module) for module in stage.experts.values()), default=0)
-        """Bytes of one expert; 0: none has been loaded yet."""
+        """Bytes of one expert. 0 until an expert has been loaded."""
 
     def load(self, block: int, experts: Collection[int]) -> bool:
-        """Load some experts of a block; False if the memory has no room. Raises ``SwarmnetError``
-        if they cannot be fetched."""
+        """Load some experts of a block. Return False if the memory has no room.
+
+        Raises ``SwarmnetError`` if the experts cannot be fetched.
+        """
         if not self._has_room(self._bytes * len(experts)):
             return False
         loaded = self._load(block, experts)

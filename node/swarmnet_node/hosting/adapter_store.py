@@ -1,4 +1,7 @@
-"""The adapter parts that clients have uploaded to one host. A part is for its owner only, and is kept until it is idle or memory is needed."""
+"""The adapter parts that clients have uploaded to one host.
+
+Only its owner can use a part. The store keeps a part until it is idle for long or memory runs out.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ Key = tuple[PeerId, bytes]
 
 
 class _Reservation:
-    """One adapter and its bytes, reserved in the scope of its owner until ``release``."""
+    """The number and bytes of one adapter, reserved in its owner's scope until ``release``."""
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
         """Raises ``ResourceLimitReached``."""
@@ -52,17 +55,19 @@ class _Kept:
 
 
 class AdapterStore:
-    """Adapters by owner and hash. Those in use are kept; of the others the least recently used are dropped first."""
+    """Adapters by owner and hash. Adapters in use stay; idle ones are dropped, least recently used
+    first."""
 
     def __init__(self, system: Scope, *, idle_s: float) -> None:
-        """``system`` is the scope around those of owners. An adapter that is idle for ``idle_s`` is dropped."""
+        """``system`` is the scope around the owners' scopes. An adapter is dropped after ``idle_s``
+        without use."""
         self._system = system
         self._idle_s = idle_s
         self._kept: dict[Key, _Kept] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all adapters here, including those that are being uploaded."""
+        """Bytes of all adapters in the store, including uploads in progress."""
         return self._system.used[Resource.ADAPTER_BYTES]
 
     def __len__(self) -> int:
@@ -74,7 +79,7 @@ class AdapterStore:
             self._drop(key)
 
     def renew(self, owner: PeerId, digest: bytes) -> bool:
-        """Whether the adapter is here. If so, it counts as used now."""
+        """Return whether the adapter is here. If so, it counts as used now."""
         if (owner, digest) not in self._kept:
             return False
         with self.use(owner, digest):
@@ -82,10 +87,12 @@ class AdapterStore:
 
     @contextmanager
     def reserve(self, scope: Scope, nbytes: int) -> Iterator[Callable[[int], None]]:
-        """Reserve memory for an adapter of ``nbytes`` that is uploaded while the context is open. ``scope`` is its owner's.
+        """Reserve memory for an adapter of ``nbytes`` during its upload. ``scope`` belongs to its
+        owner.
 
-        What is yielded is called with the bytes that have come so far: an announced size drops no adapter of others. Both raise ``Refusal``
-        at the limit of the owner's adapters or of all adapters.
+        The context yields a function. Call it with the number of bytes received so far: an
+        announced size alone evicts nobody's adapter. Both raise ``Refusal`` at the limit of the
+        owner's adapters or of all adapters.
         """
         if not scope.can_ever_reserve(Resource.ADAPTER_BYTES, nbytes):
             with self._refusing():
@@ -103,7 +110,8 @@ class AdapterStore:
             reservation.release()
 
     def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
-        """Store an adapter. Raises ``Refusal`` as ``reserve`` does, because the adapter may be larger than its upload."""
+        """Store an adapter. Raises ``Refusal`` like ``reserve``, because it may be larger than its
+        upload."""
         if self.renew(owner, digest):
             return
         self._kept[owner, digest] = _Kept(adapter, self._reserve(scope, adapter.nbytes))
@@ -111,9 +119,11 @@ class AdapterStore:
 
     @contextmanager
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
-        """The adapter with this hash, which stays while the context is open; None for an empty hash.
+        """Yield the adapter with this hash, which stays while the context is open. None for an
+        empty hash.
 
-        Raises ``ProtocolViolation`` for bytes that are not a hash, and ``Refusal`` if the owner has no such adapter here.
+        Raises ``ProtocolViolation`` for bytes that are not a hash, and ``Refusal`` if the owner has
+        no such adapter here.
         """
         if not digest:
             yield None
@@ -138,7 +148,11 @@ class AdapterStore:
                 self._mark_idle(key)
 
     def _mark_idle(self, key: Key) -> None:
-        """Mark an adapter as idle from now: it is dropped after ``idle_s``, and before that only after all adapters that were idle longer."""
+        """Mark an adapter as idle from now on.
+
+        It is dropped after ``idle_s``. It is dropped earlier only after all adapters that were idle
+        longer.
+        """
         kept = self._kept.pop(key)
         self._kept[key] = kept
         kept.expiry = asyncio.get_running_loop().call_later(self._idle_s, self._drop, key)
@@ -150,7 +164,7 @@ class AdapterStore:
             kept.expiry.cancel()
 
     def _reserve(self, scope: Scope, nbytes: int) -> _Reservation:
-        """Reserve memory for one adapter, after dropping idle ones if needed. Raises ``Refusal``."""
+        """Reserve memory for one adapter. Drop idle ones if needed. Raises ``Refusal``."""
         with self._refusing():
             self._make_room(scope, nbytes, 1)
             return _Reservation(scope, nbytes)
@@ -163,14 +177,18 @@ class AdapterStore:
             raise Refusal.overloaded(error) from error
 
     def _make_room(self, scope: Scope, nbytes: int, number: int) -> None:
-        """Drop idle adapters, first of the owner and then of others, if ``number`` more with ``nbytes`` fit then."""
+        """Drop idle adapters, the owner's first, until ``number`` more with ``nbytes`` fit.
+
+        Nothing is dropped for a scope whose limit cannot be met.
+        """
         if self._evict(scope, nbytes, number, lambda owner: owner == scope.name):
             self._evict(self._system, nbytes, number, lambda owner: True)
 
     def _evict(self, scope: Scope, nbytes: int, number: int, counts: Callable[[PeerId], bool]) -> bool:
-        """Drop idle adapters of owners that ``counts`` accepts, least recently used first, until there is room in ``scope``.
+        """Drop idle adapters, least recently used first, until there is room in ``scope``.
 
-        Drops none, and returns False, if that would not suffice.
+        Only adapters of owners that ``counts`` accepts are dropped. If that would not suffice, drop
+        none and return False.
         """
         excess_bytes = nbytes - scope.available(Resource.ADAPTER_BYTES)
         excess = number - scope.available(Resource.ADAPTERS)

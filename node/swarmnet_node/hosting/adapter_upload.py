@@ -1,8 +1,10 @@
-"""The upload of one part of a client's adapter: it is stored once its hash and its shapes are checked.
+"""The upload of one part of a client's adapter. The host stores it after checking hash and shapes.
 
-1. The client announces a part with its SHA-256 and its size in bytes. If the store has it, the host answers ``stored``.
-2. Otherwise the host answers ``wanted``, and receives the part in chunks. It reserves memory as they come.
-3. It checks the hash, loads the part onto its device and answers ``stored``.
+1. The client announces a part with its SHA-256 and its size in bytes. If the store has the part,
+   the host answers ``stored``.
+2. Otherwise the host answers ``wanted``, and receives the part in chunks. It reserves memory as
+   chunks arrive.
+3. The host checks the hash, loads the part onto its device and answers ``stored``.
 """
 
 import asyncio
@@ -26,7 +28,11 @@ AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
 @dataclass(frozen=True)
 class AdapterUpload:
-    """One upload. ``start``: the block of the first layer of the stage that was loaded, of which the engine's may be a part."""
+    """One upload of an adapter part.
+
+    ``start``: the block of the first layer of the loaded stage. The engine's stage may be a part of
+    the loaded one.
+    """
 
     upload: pb.Upload
     store: AdapterStore
@@ -36,10 +42,13 @@ class AdapterUpload:
     heartbeat_s: float
 
     async def run(self) -> None:
-        """Receive and store the part unless the store has it. Heartbeats are sent meanwhile.
+        """Receive and store the part unless the store has it. Send heartbeats meanwhile.
 
-        Raises ``Refusal`` at a limit of the store, ``ProtocolViolation`` for a part without the announced hash or size or that does not
-        fit the blocks, and ``StreamEnded`` or ``DeadlineExceeded`` when the client has left or is too slow.
+        Raises:
+
+        - ``Refusal`` at a limit of the store.
+        - ``ProtocolViolation`` if hash, size or shapes are wrong.
+        - ``StreamEnded`` or ``DeadlineExceeded`` if the client has left or is too slow.
         """
         owner, scope, digest = self.stream.peer, self.stream.stream.scope, self.upload.adapter
         if len(digest) != HASH_BYTES or self.upload.size_bytes < 1:

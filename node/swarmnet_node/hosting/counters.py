@@ -1,4 +1,4 @@
-"""Counters of a host, cumulative since its start, as Prometheus and node reports read them."""
+"""Counters of a host since its start, for Prometheus and node reports."""
 
 import logging
 from collections import Counter, OrderedDict
@@ -16,13 +16,14 @@ from swarmnet_protocols.wire import report_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_PAIRS = 1024
-"""Most pairs of neighbours whose positions are counted. Beyond these, the pair that has been idle longest is dropped."""
+"""Most pairs of neighbours whose positions are counted. Beyond this, the longest idle pair is
+dropped, so many strangers cannot fill the memory."""
 MAX_SEQUENCES = 1024
 """Most sequences of one session whose times are measured."""
 
 
 class Pair(NamedTuple):
-    """The peers before and after a session; an empty string for any client."""
+    """The peers before and after a session. An empty string stands for any client."""
 
     upstream: str
     downstream: str
@@ -37,7 +38,7 @@ class HostCounters:
         self.links_lost = 0
         self.clients_lost = 0
         self.refused: Counter[str] = Counter()
-        """Refusals by reason, as session.proto names them."""
+        """Refusals by reason, named as in session.proto."""
         self.first_tokens = node_histogram(
             "first_token_seconds", "From a prompt to its first token, by its first hop.", BOUNDS_S
         )
@@ -53,13 +54,13 @@ class HostCounters:
         _log.info("refused", extra={"reason": reason, "peer": peer})
 
     def passed(self, pair: Pair, positions: int) -> None:
-        """Count positions that flowed from one peer of ``pair`` through this host to the other."""
+        """Count positions that flowed through this host from one peer of ``pair`` to the other."""
         self._positions[pair] = self._positions.pop(pair, 0) + positions
         if len(self._positions) > MAX_PAIRS:
             self._positions.popitem(last=False)
 
     def flows(self, open_sessions: Iterable[Pair]) -> list[pb.Flow]:
-        """The busiest pairs: by open sessions, then by positions."""
+        """Return the busiest pairs: by open sessions, then by positions."""
         sessions = Counter(open_sessions)
         pairs = {
             pair: (sessions[pair], self._positions.get(pair, 0)) for pair in (*self._positions, *sessions)
@@ -71,18 +72,20 @@ class HostCounters:
 
 
 class TokenTimes:
-    """Measures how long a client waits for its tokens, from the arrivals of its steps at the first hop of its chain.
+    """Measures how long a client waits for its tokens, at the first hop of its chain.
 
-    A step of one position carries the token that the step before it produced, so the time between the two is one trip through the chain.
+    A step of one position carries the token that the previous step produced. So the time between
+    the two steps is one trip through the chain.
     """
 
     def __init__(self, counters: HostCounters) -> None:
         self._counters = counters
         self._last: dict[int, tuple[float, bool, bool]] = {}
-        """By sequence: arrival of its last step, whether that was of a prompt, and whether more of that prompt was to come."""
+        """By sequence: arrival of its last step, whether it was part of a prompt, and whether the
+        prompt goes on."""
 
     def arrived(self, rows: Iterable[Row], now_s: float) -> None:
-        """Count a step that arrived at ``now_s``, by any monotonic clock."""
+        """Count a step that arrived at ``now_s`` on any monotonic clock."""
         for row in rows:
             last = self._last.get(row.sequence)
             if row.count > 1 or row.start == 0:

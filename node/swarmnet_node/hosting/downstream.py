@@ -1,7 +1,8 @@
 """The downstream link of a session: sends its steps to the next hop, and to a standby of that hop.
 
-1. **Sending.** Steps go to the next hop from the session's log, until the client names another next hop.
-2. **Feeding.** While the next hop has a standby, the same steps go there over a second link.
+1. **Sending.** The log's steps go to the next hop until the client names another next hop.
+2. **Feeding.** While the next hop has a standby, the same steps go to the standby over a second
+   link.
 3. **Switched.** When the client names the standby as next hop, the second link becomes the only one.
 """
 
@@ -21,17 +22,20 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Downstream:
-    """Where the steps of one session go. Without a target they go nowhere: the session answers the client, or stands by.
+    """Where the steps of one session go.
 
-    ``tell`` tells the client of links that are made and lost. ``lost`` is told first why a link is lost
-    and whether it led to a standby, and returns False if the session ends of that.
+    Without a target they go nowhere: the session answers the client, or stands by.
+
+    - ``tell`` tells the client which links are made and lost.
+    - ``lost`` is called before that when a link is lost, with the error and whether the link led to
+      a standby. It returns False if the session ends.
     """
 
     sender: LinkSender
     tell: Callable[[pb.SessionReply], Awaitable[None]]
     lost: Callable[[SwarmnetError, bool], bool]
     freed: asyncio.Event
-    """Set when the session has ended, so that no link is made any more."""
+    """Set when the session has ended. No link is made any more then."""
     target: NextHop | None = None
     standby: NextHop | None = None
     """The standby of the next hop, while it is fed."""
@@ -40,9 +44,10 @@ class Downstream:
     _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def send(self, log: ActivationLog | None = None, needed: frozenset[int] | None = None) -> None:
-        """Send steps to the target, in place of an earlier one; from ``log`` if given.
+        """Send steps to the target, instead of an earlier one.
 
-        ``needed``: the sequences that a fresh next hop is sent; None: all.
+        ``log`` replaces the log, if given. ``needed``: the sequences that a fresh next hop gets, or
+        None for all.
         """
         async with self._changing:
             await cancel(self._sending)
@@ -54,7 +59,7 @@ class Downstream:
                 self._sending = asyncio.create_task(self._send_steps(self.target))
 
     async def feed(self, standby: NextHop | None) -> None:
-        """Send steps to this standby of the next hop as well, in place of an earlier standby; None: to no standby."""
+        """Send steps to this standby too, instead of an earlier standby. None: to no standby."""
         async with self._changing:
             await cancel(self._feeding)
             self.standby, self._feeding = standby, None
@@ -62,7 +67,7 @@ class Downstream:
                 self._feeding = asyncio.create_task(self._send_steps(standby))
 
     async def switch(self, target: NextHop, needed: frozenset[int] | None) -> None:
-        """Send steps to ``target`` from now on. If it is the standby, the link that feeds it goes on."""
+        """Send steps to ``target`` from now on. If it is the standby, its link stays."""
         standby = self.standby
         if standby is None or (standby.session, standby.epoch) != (target.session, target.epoch):
             self.target = target
@@ -80,7 +85,10 @@ class Downstream:
         await cancel(self._sending, self._feeding)
 
     async def _send_steps(self, target: NextHop) -> None:
-        """Send steps to the next hop, or to its standby, until that fails; then tell the client, which names another one."""
+        """Send steps to the next hop or its standby until that fails.
+
+        Then tell the client, which names another hop.
+        """
 
         async def tell() -> None:
             _log.debug("a link is made", extra=target.log_fields)

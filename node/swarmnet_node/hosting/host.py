@@ -1,18 +1,25 @@
 """A host: admits sessions, links, passes and adapter uploads of clients.
 
-1. A client opens a session, and the hop before this one a link to it (``session.py``). The session ends with the client's stream.
-2. A client that trains sends passes, each on a stream of its own, without state between them (``passes.py``).
-3. Adapters are uploaded on streams of their own, before the sessions and passes that name them (``adapter_upload.py``).
+1. A client opens a session, and the previous hop opens a link to it (``session.py``). The session
+   ends with the client's stream.
+2. A client that trains sends passes. Each pass has its own stream and keeps no state
+   (``passes.py``).
+3. Clients upload adapters on separate streams, before the sessions and passes that name them
+   (``adapter_upload.py``).
 
-When all slots are taken, a session, pass or link without work is ended (``slots.py``). ``host_limits.py`` has the limits.
+When all slots are taken, the host ends a session, pass or link without work (``slots.py``).
+``host_limits.py`` has the limits.
 
 The path of a step of a session:
 
-1. ``Host._serve_link`` receives the link of the upstream hop, finds its session and passes the link to ``HostedSession.accept``.
-2. ``HostedSession._read`` decodes each step; ``_work`` applies them one after another, in ``_apply``.
-3. ``_apply`` gives each row its KV cache and waits for ``Engine.compute``, which batches the step with those of other sessions.
-4. The outputs are appended to the activation log, from which ``LinkSender`` sends them to the next hop. The last hop sends them to the
-   client, on the session's stream.
+1. ``Host._serve_link`` receives the link of the upstream hop, finds its session and passes the link
+   to ``HostedSession.accept``.
+2. ``HostedSession._read`` decodes each step; ``_work`` applies steps one after another in
+   ``_apply``.
+3. ``_apply`` gives each row its KV cache and waits for ``Engine.compute``, which batches steps of
+   several sessions.
+4. The activation log stores the outputs, and ``LinkSender`` sends them from there to the next hop.
+   The last hop sends them to the client on the session's stream.
 """
 
 import asyncio
@@ -62,12 +69,12 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 SESSION_ID_BYTES = 16
 LEAVE_LOOK_S = 1.0
-"""Seconds between two looks of a host that leaves at the sessions that it still has."""
+"""Seconds between two checks for remaining sessions while the host leaves."""
 
 
 @dataclass(frozen=True)
 class HostedModel:
-    """The model of which a host serves blocks, from block ``start`` on, to clients of ``swarm``."""
+    """The model of a host, its first block ``start``, and the swarm of its clients."""
 
     swarm: bytes
     manifest: bytes
@@ -75,7 +82,7 @@ class HostedModel:
 
 
 class Host:
-    """Serves clients with one engine. Blocks are numbered as in the whole model."""
+    """Serves clients with one engine. Block numbers are those of the whole model."""
 
     def __init__(
         self,
@@ -89,7 +96,8 @@ class Host:
     ) -> None:
         self.engine = engine
         self.coordinate: Callable[[], Coordinate] = Coordinate
-        """The network coordinate of this host, for pongs. A node that measures its coordinate sets this."""
+        """The network coordinate of this host, for pongs. A node that measures its coordinate sets
+        this."""
         self.start = model.start
         self.end = model.start + engine.stage.blocks
         self.timing = timing
@@ -138,25 +146,27 @@ class Host:
         return tuple(self._sessions.values())
 
     def session_pairs(self) -> list[Pair]:
-        """The peers before and after each session that is linked."""
+        """Return the peers before and after each linked session."""
         return [pair for session in self.sessions if (pair := session.pair) is not None]
 
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
-        """The next hop that a client names, at the addresses that this next hop has signed itself, if any."""
+        """Return the next hop that a client names, with the addresses that this hop signed itself,
+        if any."""
         peer, model = PeerId(next.id), self._model
         addresses = signed_addresses(next.record, peer, model.manifest, swarm=model.swarm, now=self._clock())
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
-        """End the session that holds the most memory, if there is one. Its client continues on another host."""
+        """End the session that holds the most memory, if any. Its client continues on another
+        host."""
         if self._sessions:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new sessions and passes, ask clients to move their sessions, and return when all
-        have ended.
+        """Refuse new work, ask clients to move their sessions, and return when everything has
+        ended.
 
-        Sessions without work for ``IDLE_S`` are ended: their clients do not answer, and wait for
+        A session without work for ``IDLE_S`` is ended: its client does not answer, and waits for
         nothing.
         """
         self.leaving = True
@@ -176,27 +186,33 @@ class Host:
                     await self._changed.wait_for(is_free)
 
     def move(self, engine: Engine, start: int) -> None:
-        """Serve the blocks of another engine from now on. Present sessions and passes continue with the
-        old engine: see ``drain``."""
+        """Serve the blocks of another engine from now on.
+
+        Sessions and passes that are already here continue with the old engine until ``drain``.
+        """
         engine.client_cache_bytes = self.limits.client_cache_bytes
         engine.limit_caches(self.engine.max_cache_bytes)
         engine.counters = self.engine.counters
         self.engine, self.start, self.end = engine, start, start + engine.stage.blocks
         self._model = replace(self._model, start=start)
         self._session_parts = replace(self._session_parts, engine=engine, start=start)
-        self.adapters.clear()  # they are of other blocks
+        self.adapters.clear()  # they belong to other blocks
 
     def keep(self, stage: Stage, start: int) -> None:
-        """Serve only ``stage``, a part of the present one, from now on. Sessions of other blocks continue: see ``drain``."""
+        """Serve only ``stage`` from now on, a part of the current stage.
+
+        Sessions of other blocks continue until ``drain``.
+        """
         self.engine.stage = stage
         self.start, self.end = start, start + stage.blocks
         self._model = replace(self._model, start=start)
         self._session_parts = replace(self._session_parts, start=start)
 
     async def drain(self, engine: Engine, within_s: float) -> None:
-        """Ask clients to move their sessions off a former engine, or off former blocks of the present one, and return when they have.
+        """Ask clients to move their sessions off ``engine``, and return when they have.
 
-        Passes of a former engine are waited for, too. Sessions that remain are ended after ``within_s``.
+        ``engine`` is a former engine, or the current one with fewer blocks. For a former engine,
+        wait for its passes too. Sessions that remain after ``within_s`` are ended.
         """
 
         def left() -> list[HostedSession]:
@@ -276,7 +292,11 @@ class Host:
     def _check_wait(
         self, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
     ) -> None:
-        """Raise ``Refusal`` if new work of ``client``, or an answer that it ``continues``, would wait too long. ``own``: the session with that work."""
+        """Raise ``Refusal`` if new work of ``client`` would wait too long.
+
+        ``own``: the session with that work, if it exists already. ``continues``: the work continues
+        an answer, so it may wait longer.
+        """
         queued: Counter[PeerId] = Counter()
         for session in self.sessions:
             if session is not own and session.engine is self.engine:
@@ -286,19 +306,19 @@ class Host:
             raise Refusal.busy(wait_s)
 
     def _is_used(self) -> bool:
-        """Whether a client waits for work of this host, or has done so lately."""
+        """Return whether a client waits for work of this host, or did so a moment ago."""
         now = asyncio.get_running_loop().time()
         slots = [session.slot for session in self.sessions if session.slot is not None]
         return any(not slot.is_idle(now) for slot in slots) or bool(self._passes.total())
 
     def _end_spares(self) -> None:
-        """End the standbys that are kept only while this host has no other work."""
+        """End the standbys that may stay only while this host has no other work."""
         for session in self.sessions:
             if session.slot is not None and session.slot.is_spare:
                 session.slot.evict()
 
     def _take_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
-        """A slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
+        """Take a slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
         try:
             return held.enter_context(slots.take(stream, evict))
         except ResourceLimitReached as error:
@@ -307,7 +327,8 @@ class Host:
     async def _with_slot(
         self, slots: Slots, stream: Stream, work: Callable[[Slot], Coroutine[Any, Any, None]]
     ) -> None:
-        """Run ``work`` with a slot. Raises ``Refusal`` if no slot is free, or when the slot is evicted."""
+        """Run ``work`` with a slot. Raises ``Refusal`` if no slot is free, or when the slot is
+        evicted."""
         evicted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def evict() -> None:
@@ -319,7 +340,10 @@ class Host:
             await race(work(slot), _value(evicted))
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
-        """End idle sessions until ``cache_bytes`` more of KV caches fit, if the limits of ``scope`` allow that many."""
+        """End idle sessions until ``cache_bytes`` more of KV caches fit.
+
+        Ends none if the limits of ``scope`` do not allow that many bytes.
+        """
         while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
             held = {session.slot: session for session in self.sessions if session.slot is not None}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
@@ -348,7 +372,8 @@ class Host:
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
     ) -> StageAdapter | None:
-        """The adapter that the client names. It stays in the store while ``adapters`` is open."""
+        """Return the adapter that the client names. It stays in the store while ``adapters`` is
+        open."""
         adapter = adapters.enter_context(self.adapters.use(client, wanted.adapter))
         if adapter is not None:
             try:
@@ -358,7 +383,8 @@ class Host:
         return adapter
 
     def _serves(self, span: tuple[int, int]) -> bool:
-        """Whether it serves all blocks [start, end) of ``span``, which are not none."""
+        """Return whether this host serves all blocks of ``span`` [start, end). False for an empty
+        span."""
         return self.start <= span[0] < span[1] <= self.end
 
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
@@ -433,7 +459,10 @@ class Host:
             await session.accept(link, wanted.epoch)
 
     async def _session_of(self, session_id: bytes, stream: Stream) -> HostedSession:
-        """The session that a link names. A link may arrive before its session, and then waits. Raises ``Refusal`` if no such session is opened."""
+        """Return the session that a link names. Wait if the link arrives before its session.
+
+        Raises ``Refusal`` if nobody opens such a session in time.
+        """
         session = self._sessions.get(session_id)
         if session is not None:
             return session

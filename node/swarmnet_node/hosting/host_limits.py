@@ -1,4 +1,4 @@
-"""Limits on the use of a host: by one client, and by all clients together."""
+"""Limits on the use of a host, for one client and for all clients together."""
 
 from dataclasses import dataclass
 
@@ -7,35 +7,42 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceManager
 
 MIN_MESSAGES_BYTES = 8 << 20
-"""Least limit on the bytes of received messages of one client."""
+"""Smallest limit on the bytes of received messages of one client."""
 MESSAGES_PER_CLIENT = 8
-"""Steps of the largest size that one client may have in memory. Further steps wait at their sender."""
+"""Steps of the largest size that one client may have in memory. Further steps wait at their
+sender."""
 CLIENTS_AT_ONCE = 6
-"""The limit on received messages of all clients, as a multiple of that of one client."""
+"""Limit on received messages of all clients, as a multiple of one client's limit."""
 BURST_S = 4.0
 """Seconds of its rate that a client may use in one burst after a pause."""
 CONTINUED_WAITS = 2.0
-"""Expected wait for which a session that continues an answer is refused, in times of that for a new one."""
+"""How much longer a session may wait if it continues an answer, as a multiple of a new session's
+wait. More would exceed the time after which clients give a host up; less would waste more started
+work."""
 
 
 @dataclass(frozen=True)
 class HostLimits:
-    """The limits of one host. The KV caches of all clients together are limited by the engine. None: no limit."""
+    """The limits of one host; None means no limit.
+
+    The engine limits the KV caches of all clients together.
+    """
 
     sessions: int = 256
     sessions_per_client: int = 64
-    """By default one client may have a quarter of the sessions, passes, logs and KV caches, even if it is the only one."""
+    """By default one client gets a quarter of the sessions, passes, logs and KV caches, even when
+    nobody else is here."""
     pending_links: int = 256
     """Links that wait until their session is opened."""
     pending_links_per_client: int = 64
     log_bytes: int = 256 << 20
-    """Limit of one session's activation log."""
+    """Bytes of one session's activation log."""
     log_bytes_per_client: int = 256 << 20
     total_log_bytes: int = 1 << 30
     cache_share_per_client: float = ONE_CLIENT
-    """Share of the bytes for the KV caches of all clients, which vary with the free memory."""
+    """Share of one client in the bytes for all KV caches. These bytes vary with the free memory."""
     cache_bytes_per_client: int | None = None
-    """Replaces ``cache_share_per_client``."""
+    """Bytes of one client's KV caches. Replaces ``cache_share_per_client``."""
     positions_per_s: float | None = None
     """Mean rate of one client, in positions times blocks."""
     bytes_per_s: float | None = None
@@ -48,24 +55,29 @@ class HostLimits:
     adapter_bytes_per_client: int = 128 << 20
     adapter_idle_s: float = 1800.0
     max_wait_s: float = 20.0
-    """Longest expected wait, in seconds, for which a new session or its first step is not refused."""
+    """Longest expected wait in seconds for a new session or its first step. Beyond it, the host
+    refuses."""
 
     def max_session_wait_s(self, *, continues: bool) -> float:
-        """Longest expected wait for which a session is not refused.
+        """Return the longest expected wait, in seconds, that a session may have without being
+        refused.
 
-        Twice as long if it ``continues`` an answer, of which work would be lost. Both are well below ``Timing.stall_s``, after which clients
-        give up a host that computes nothing for them.
+        A session that ``continues`` an answer may wait twice as long, because work would be lost.
+        Both times are well below ``Timing.stall_s``, when clients give up a host that computes
+        nothing for them.
         """
         return CONTINUED_WAITS * self.max_wait_s if continues else self.max_wait_s
 
     def client_cache_bytes(self, max_cache_bytes: int) -> int:
-        """Limit of one client's KV caches, if those of all clients may take ``max_cache_bytes``."""
+        """Return the limit of one client's KV caches if all clients may take
+        ``max_cache_bytes``."""
         if self.cache_bytes_per_client is not None:
             return self.cache_bytes_per_client
         return int(max_cache_bytes * self.cache_share_per_client)
 
     def set_on(self, resources: ResourceManager, largest_step_bytes: int) -> None:
-        """Set these limits on ``resources``. ``largest_step_bytes`` is the size of the largest step that a client sends."""
+        """Set these limits on ``resources``. ``largest_step_bytes``: the largest step that a client
+        sends."""
         each_bytes = max(MIN_MESSAGES_BYTES, MESSAGES_PER_CLIENT * largest_step_bytes)
         resources.limit(Resource.MEMORY, system=CLIENTS_AT_ONCE * each_bytes, per_peer=each_bytes)
         resources.limit(Resource.SESSIONS, system=self.sessions, per_peer=self.sessions_per_client)

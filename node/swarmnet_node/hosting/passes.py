@@ -1,4 +1,7 @@
-"""One pass on one host: whole sequences through some blocks, forward or backward, for a client that trains."""
+"""One pass on one host, for a client that trains.
+
+A pass sends whole sequences through some blocks, forward or backward.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,7 +39,10 @@ T = TypeVar("T")
 
 
 class HostedPass:
-    """An admitted pass. It does not depend on earlier passes; the autograd graph of its forward pass may save a backward pass work."""
+    """An admitted pass. Passes do not depend on earlier passes.
+
+    The autograd graph of a forward pass may save its backward pass work.
+    """
 
     def __init__(
         self,
@@ -47,7 +53,10 @@ class HostedPass:
         timing: Timing,
         adapter: StageAdapter | None = None,
     ) -> None:
-        """Raises ``ProtocolViolation`` for invalid lengths, and ``Refusal`` for too many positions or for a graph that is not here."""
+        """Raises ``ProtocolViolation`` for invalid lengths.
+
+        Raises ``Refusal`` for too many positions, or if the named graph is not here.
+        """
         check_counts(wanted.counts)
         self._counts = tuple(wanted.counts)
         self._positions = sum(self._counts)
@@ -67,11 +76,15 @@ class HostedPass:
             raise _graph_gone()
 
     async def run(self, slot: Slot) -> None:
-        """Receive the tensors, compute when sessions leave time for it, and answer. Heartbeats are sent meanwhile.
+        """Receive the tensors, compute when sessions leave time for it, and answer. Send heartbeats
+        meanwhile.
 
-        Raises ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow, ``ProtocolViolation`` for tensors other than
-        announced, ``Refusal`` if the graph has been evicted or the answer contains infinity or NaN, and ``OutOfResources`` without memory for
-        the computation.
+        Raises:
+
+        - ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow.
+        - ``ProtocolViolation`` for tensors that differ from their announcement.
+        - ``Refusal`` if the graph has been evicted, or the answer contains infinity or NaN.
+        - ``OutOfResources`` if there is no memory for the computation.
         """
         self._slot = slot
         await race(
@@ -101,7 +114,7 @@ class HostedPass:
         return [outputs]
 
     async def _gradients(self) -> list[torch.Tensor]:
-        """Gradients of the inputs and, with an adapter, of all its values."""
+        """Return the gradients of the inputs and, with an adapter, of all its values."""
         if self._graph is not None:
             grad_outputs = await self._receive()
             return await self._compute(lambda: partial(self._differentiate, self._take_graph(), grad_outputs))
@@ -149,7 +162,10 @@ class HostedPass:
 
 
 def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
-    """The key of the graph that a pass keeps or uses; None without one. Raises ``ProtocolViolation`` for an id of the wrong size."""
+    """Return the key of the graph that a pass keeps or uses, or None if the pass names no graph.
+
+    Raises ``ProtocolViolation`` for an id of the wrong size.
+    """
     if not wanted.graph:
         return None
     if len(wanted.graph) != GRAPH_ID_BYTES:
@@ -159,7 +175,10 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
 
 
 def finite(values: torch.Tensor) -> torch.Tensor:
-    """Return ``values``. Raises ``Refusal`` for infinity or NaN: the next receiver could not tell which host caused them."""
+    """Return ``values``. Raises ``Refusal`` for infinity or NaN.
+
+    The next receiver could not tell which host caused them.
+    """
     if not torch.isfinite(values).all():
         raise Refusal(refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks are not finite")
     return values

@@ -1,13 +1,16 @@
 """A node's report for dashboards: numbers only, without clients, sessions or tokens.
 
-A report contains, for a node that hosts blocks:
+The report of a node that hosts blocks contains:
 
-1. Identity: model, blocks, state, precision, version, the public name that its owner chose, and uptime.
-2. Speed: the time of a step and of a token, the time in the queue, and histograms of times to the first token and between tokens.
+1. Identity: model, blocks, state, precision, version, the public name that the owner chose, uptime.
+2. Speed: the time of a step, of a token and in the queue. Histograms of times to the first token
+   and between tokens.
 3. Load: sessions, and the KV caches with their limit.
-4. Counts since its start: forwards, positions, answers, sessions rebuilt by a replay, lost links and lost clients.
-5. Flows: for the busiest pairs of upstream and downstream hops, the sessions and positions between them.
-6. Experts: those that it computes for other hosts, with their rows, and those that peers compute for it.
+4. Counts since the start: forwards, positions, answers, sessions rebuilt by a replay, lost links
+   and lost clients.
+5. Flows: sessions and positions of the busiest pairs of upstream and downstream hop.
+6. Experts: experts that the node computes for other hosts, with their rows, and experts that peers
+   compute for this node.
 
 The report of an expert peer contains its identity and its experts.
 """
@@ -27,11 +30,11 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
 EVERY_S = 0.5
-"""Seconds for which a report is reused."""
+"""Seconds to reuse a report. Less lets requests cost time; more shows old numbers."""
 
 
 def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Iterable[Pair]) -> None:
-    """Add to the report of a host what it has counted. ``open_sessions``: the neighbours of each."""
+    """Add a host's counts to its report. ``open_sessions``: the neighbours of each open session."""
     report.answered = counters.answered
     report.rebuilt = counters.rebuilt
     report.links_lost = counters.links_lost
@@ -42,12 +45,13 @@ def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Ite
 
 
 def describe_reach(reach: Reach) -> pb.Reach:
-    """The part of a report on how peers reach the node, without its addresses."""
+    """Return how peers reach the node, for a report. Its addresses are left out."""
     return pb.Reach(kind=reach.kind, relays=reach.relays[:2], punched=reach.punched)
 
 
 class Reporter:
-    """Answers requests for reports. ``describe`` is called at most once in ``EVERY_S``, whatever the number of requests."""
+    """Answers requests for reports. Calls ``describe`` at most once in ``EVERY_S``, however many
+    ask."""
 
     def __init__(self, describe: Callable[[], pb.NodeReport]) -> None:
         self._describe = describe
@@ -55,9 +59,10 @@ class Reporter:
         self._newest_at_s = -EVERY_S
 
     async def handle(self, stream: TypedStream[pb.NodeReport, pb.ReportRequest]) -> None:
-        """Serve one REPORT stream until the peer closes it or falls silent. Requests above the rate limit wait.
+        """Serve one REPORT stream until the peer closes it or falls silent.
 
-        Raises ``ResourceLimitReached`` for a peer with too many such streams.
+        Requests above the rate limit wait. Raises ``ResourceLimitReached`` if the peer has too many
+        such streams.
         """
         clock = asyncio.get_running_loop().time
         scope = stream.stream.scope

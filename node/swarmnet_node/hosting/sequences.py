@@ -1,4 +1,4 @@
-"""The sequences of a session: each has a KV cache, and begins empty or from the cache of another one."""
+"""The sequences of a session. Each has a KV cache, which begins empty or as another's copy."""
 
 import asyncio
 from collections import Counter
@@ -16,7 +16,10 @@ from swarmnet_protocols.session.steps import Row
 
 @dataclass(eq=False)
 class SessionSequences:
-    """The KV caches of one session by sequence. Their bytes count in ``scope``; ``freed`` is set when the session has ended."""
+    """The KV caches of one session, by sequence.
+
+    Their bytes count in ``scope``. ``freed`` is set when the session has ended.
+    """
 
     engine: Engine
     stage: Stage
@@ -29,16 +32,17 @@ class SessionSequences:
         self.prefix_positions = self.adapter.prefix_positions if self.adapter else 0
 
     def new_bytes(self, rows: Sequence[Row]) -> int:
-        """Bytes that the rows of a step need beyond those of the KV caches that they replace or extend."""
+        """Return the bytes that a step needs beyond the KV caches that it replaces or extends."""
         geometry = self.stage.geometry
         longest = [geometry.bytes_for(self.prefix_positions + row.end) for row in rows]
         held = [self.caches[row.sequence].nbytes for row in rows if row.sequence in self.caches]
         return max(0, sum(longest) - sum(held))
 
     async def place(self, rows: tuple[Row, ...]) -> None:
-        """Give every row the KV cache from which it starts.
+        """Give every row the KV cache that it starts from.
 
-        Caches from which no row starts are freed first. A cache from which one row starts is moved instead of copied, if its sequence is overwritten.
+        A cache that no row starts from is freed first. If only one row starts from a cache and the
+        step overwrites its sequence, the cache is moved instead of copied.
         """
         uses = Counter(row.source for row in rows)
         self._release(

@@ -1,18 +1,24 @@
-"""One session on one host: KV caches, activation log, the link from the upstream hop, and the link to the next hop.
+"""One session on one host: KV caches, activation log, and the links from and to its neighbours.
 
 The life of a session:
 
-1. **Opened.** The client opened a stream and asked for blocks; the host admitted it (``host.py``). The link to the next hop is made.
-2. **Linked.** The upstream hop, or the client, opens a link. The host answers with the last step that it has computed, and the sender
-   continues after that step; if it is 0, from the beginning, by a replay.
-3. **Computing.** Steps are applied one at a time, each exactly once: computed by the engine, appended to the log, sent to the next hop, or
-   answered to the client by the last hop.
-4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a link under a later epoch.
-5. **Teed.** While the next hop has a standby, the standby gets the same steps over a second link. It is a session like this one: it computes,
-   and keeps its outputs until the client names its next hop.
-6. **Resumed.** The client opens another stream for the session when there is a better path, and gets later replies on it.
-7. **Ended.** The client's stream ends, or the session fails: for a violation of the protocol, for lack of memory, when it has no work while
-   other clients wait, or when the host stops. The client is sent the reason, and all memory is freed.
+1. **Opened.** The client opens a stream and asks for blocks, and the host admits the session
+   (``host.py``). The session links to the next hop.
+2. **Linked.** The upstream hop, or the client, opens a link. The host answers with its last
+   computed step, and the sender continues after that step. If the host has computed none, the
+   sender replays from the beginning.
+3. **Computing.** The session applies steps one at a time, each exactly once. The engine computes a
+   step, the log stores it, and the next hop receives it. The last hop answers the client instead.
+4. **Relinked.** When a neighbour fails, the client names another next hop, or another hop opens a
+   link under a later epoch.
+5. **Teed.** While the next hop has a standby, the standby gets the same steps over a second link.
+   The standby's session computes like any other, and keeps its outputs until the client names a
+   next hop.
+6. **Resumed.** When there is a better path, the client opens another stream for the session, and
+   gets later replies on it.
+7. **Ended.** The client's stream ends, or the session fails: for a violation of the protocol, for
+   lack of memory, without work while other clients wait, or when the host stops. The host sends the
+   client the reason and frees all memory.
 """
 
 import asyncio
@@ -66,16 +72,17 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 QUEUED_STEPS = 4
-"""Most steps of a link in memory; while there are as many, its sender waits."""
+"""Most steps of a link in memory. Beyond this the sender waits. More hold more memory per
+session."""
 
 
 class _ReceivedSteps(asyncio.Queue[tuple[Step, int]]):
-    """The steps of one link, each with the bytes that are reserved for it."""
+    """The steps of one link, each with the bytes reserved for it."""
 
     def __init__(self) -> None:
         super().__init__(QUEUED_STEPS)
         self.positions = 0
-        """Positions that were received and are not computed."""
+        """Positions that were received but not computed yet."""
 
 
 SessionStream = TypedStream[pb.SessionReply, pb.SessionRequest]
@@ -90,16 +97,17 @@ class SessionParts:
     start: int
     """First block of the engine's stage."""
     log_bytes: int
-    """Limit of one session's log."""
+    """Bytes of one session's log at most."""
     timing: Timing
     counters: HostCounters
     introductions: Introductions
     next_hop: Callable[[pb.Peer, int], NextHop]
-    """From the next hop that a client names, and its epoch, to one with the addresses that this hop has signed."""
+    """Takes the next hop that a client names, and its epoch. Adds the addresses that this hop has
+    signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
-    """Ends idle sessions until this many more bytes of KV caches fit in the scope of the session that needs them."""
+    """Ends idle sessions until this many more bytes of KV caches fit in the scope of a session."""
     check_wait: Callable[[PeerId, "HostedSession"], None]
-    """Raises ``Refusal`` if the first step of this session of a client would wait too long."""
+    """Raises ``Refusal`` if the first step of a client's session would wait too long."""
 
 
 class HostedSession:
@@ -117,11 +125,11 @@ class HostedSession:
         self._parts = parts
         self.engine = parts.engine
         self.span = wanted.span.start, wanted.span.end
-        """Its blocks [start, end)."""
+        """The session's blocks [start, end)."""
         self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
         self._max_length = wanted.max_length
         self.stands_by = wanted.standby
-        """Whether it is a standby, whose outputs are not sent yet."""
+        """Whether the session is a standby, which does not send its outputs yet."""
         if wanted.standby and wanted.HasField("next"):
             raise ProtocolViolation("a standby has no next hop")
         if wanted.spare and not wanted.standby:
@@ -129,7 +137,8 @@ class HostedSession:
         self._is_last = not wanted.HasField("next") and not wanted.standby
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
-        # Charged to the client's limit for logs but not to this session's, which is for outputs to the next hop.
+        # Charged to the client's limit for logs. This session's limit is for outputs to the next
+        # hop.
         self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_reservation)
         self._sequences = SessionSequences(parts.engine, self._stage, adapter, self._scope, self.freed)
@@ -155,13 +164,14 @@ class HostedSession:
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
-        # The last hop sends to the client, which never needs a replay, so its log keeps positions but no values.
+        # The last hop sends to the client, which never needs a replay. So its log keeps positions,
+        # not values.
         self._log_reservation.release()
         return ActivationLog(self._log_reservation, keep_values=not self._is_last)
 
     @property
     def pair(self) -> Pair | None:
-        """The peers before and after this session; None before it is linked, or if the client named no valid next hop."""
+        """The peers before and after it. None until it is linked, or if the next hop is invalid."""
         target = self._downstream.target
         downstream = target.peer if target else ""
         if self._link is None or self.stands_by or (downstream and not is_peer_id(downstream)):
@@ -188,29 +198,29 @@ class HostedSession:
         return {"session": log_id(self.id), "client": self.stream.peer}
 
     def belongs_to(self, peer: PeerId) -> bool:
-        """Whether ``peer`` opened the session."""
+        """Return whether ``peer`` opened the session."""
         return peer == self.stream.peer
 
     def evict(self) -> None:
-        """End the session, which has no work, because other clients wait."""
+        """End the session because it has no work while other clients wait."""
         self._fail(idle())
 
     def end_moved(self) -> None:
-        """End the session, because the host has moved to other blocks."""
+        """End the session because the host has moved to other blocks."""
         self._fail(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
 
     def end_leaving(self) -> None:
-        """End the session, because the host is about to stop."""
+        """End the session because the host is about to stop."""
         self._fail(leaving())
 
     def shed(self) -> None:
-        """End the session, because the host is over its owner's memory limit."""
+        """End the session because the host is over its owner's memory limit."""
         self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
-    # ---- the client's stream ----------------------------------------------------------------------------
+    # ---- the client's stream ---------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the client's stream ends or the session fails, and then free all memory."""
+        """Serve until the client's stream ends or the session fails, then free all memory."""
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             _log.debug("a session is open", extra=self.log_fields | {"blocks": self.span})
@@ -225,11 +235,11 @@ class HostedSession:
             )
         except Refusal as refusal:
             _log.debug("a session is refused", extra=self.log_fields | {"reason": str(refusal)[:200]})
-            self._free()  # before the client has read the reason, because other clients wait for the memory
+            self._free()  # first, because other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
         finally:
-            # Necessary cleanup comes before the first await, where a second cancellation may end this task.
+            # Free before the first await: a second cancellation may end this task there.
             self._free()
             _log.debug("a session has ended", extra=self.log_fields)
             self._failed.cancel()
@@ -246,15 +256,18 @@ class HostedSession:
         self.freed.set()
 
     async def announce_leaving(self, *, moves: bool = False) -> None:
-        """Ask the client to use another host. A client that is gone has done so. ``moves``: this
-        host goes on with other blocks."""
+        """Ask the client to use another host. A client that is gone needs no message.
+
+        ``moves``: this host continues with other blocks.
+        """
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(pb.SessionReply(leaving=pb.Leaving(moves=moves)))
 
     async def resume(self, client: SessionStream) -> None:
-        """Continue the session on this stream of the same client. Returns when the session has ended.
+        """Continue the session on a new stream of the same client. Return when the session has
+        ended.
 
-        Requests on the old stream are served first, until the client closes it.
+        Requests on the old stream are served until the client closes that stream.
         """
         await client.send(pb.SessionReply(opened=pb.Opened()))
         _log.debug("a session goes on over another stream", extra=self.log_fields)
@@ -264,7 +277,8 @@ class HostedSession:
         await self.freed.wait()
 
     async def _on_present_stream(self, serve: Callable[[SessionStream], Awaitable[None]]) -> None:
-        """Call ``serve`` with the client's stream, and again with each stream that resumes the session."""
+        """Call ``serve`` with the client's stream, and again with each stream that resumes the
+        session."""
         while True:
             client = self._client
             try:
@@ -286,7 +300,8 @@ class HostedSession:
                 raise ProtocolViolation("a session is opened once")
 
     async def _show(self, asked: pb.Show) -> None:
-        """Answer an audit: what was received and sent for the first positions of a sequence."""
+        """Answer an audit: what this hop received and sent for the first positions of a
+        sequence."""
         if not 1 <= asked.count <= MAX_DIGEST_POSITIONS:
             raise ProtocolViolation(
                 f"asked for {asked.count} positions, {MAX_DIGEST_POSITIONS} are shown at most"
@@ -327,7 +342,7 @@ class HostedSession:
     async def _failure(self) -> None:
         await asyncio.shield(self._failed)
 
-    # ---- downstream -------------------------------------------------------------------------------------
+    # ---- downstream ------------------------------------------------------------------------------
 
     async def _relink(self, wanted: pb.Relink) -> None:
         if self._is_last:
@@ -347,7 +362,7 @@ class HostedSession:
             self.slot.stands_by = self.slot.is_spare = False
 
     async def _answer_from_now_on(self, epoch: int) -> None:
-        """Become the last hop: answer the steps that the client lacks, and all later ones."""
+        """Become the last hop: send the client the outputs that it lacks, and all later ones."""
         if not self.stands_by:
             raise ProtocolViolation("only a standby becomes the last hop")
         # Between two steps, so that none is answered twice or not at all.
@@ -360,7 +375,7 @@ class HostedSession:
         await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=epoch)))
 
     async def _send_to_standby(self, wanted: pb.Tee) -> None:
-        """Send steps to this standby of the next hop as well, in place of an earlier standby."""
+        """Send steps to this standby of the next hop too, instead of an earlier standby."""
         if self._downstream.target is None:
             raise ProtocolViolation("a hop without a next hop has no standby to feed")
         standby = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
@@ -372,17 +387,21 @@ class HostedSession:
             await self._client.send(reply)
 
     def _next_hop_lost(self, error: SwarmnetError, is_standby: bool) -> bool:
-        """Count a lost link. Returns False if the session ends of that: no next hop can be rebuilt from its log."""
+        """Count a lost link. Return False if that ends the session.
+
+        It ends if its log can no longer rebuild a next hop.
+        """
         if isinstance(error, LogDropped) and not is_standby:
             self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
             return False
         self._counters.links_lost += 1
         return True
 
-    # ---- upstream ---------------------------------------------------------------------------------------
+    # ---- upstream --------------------------------------------------------------------------------
 
     async def accept(self, link: LinkStream, epoch: int) -> None:
-        """Apply the steps of this link until it ends or another link replaces it. Raises ``Refusal`` for a link of an older epoch."""
+        """Apply the steps of this link until it ends or another replaces it. Raises ``Refusal`` if
+        it is older."""
         if epoch < self._link_epoch:
             raise Refusal(refusal_pb2.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
         self._link_epoch = epoch
@@ -404,12 +423,12 @@ class HostedSession:
                 steps.positions = 0
 
     async def _reset(self) -> None:
-        """Drop the positions of an interrupted replay, here and in the hops that it has reached."""
+        """Drop the positions of an interrupted replay, here and in hops that it reached."""
         if not self._sequences.caches:
             return
         self._sequences.release()
         self._received.forget()
-        await self._downstream.feed(None)  # the standby is rebuilt with the next hop
+        await self._downstream.feed(None)  # the standby is rebuilt together with the next hop
         await self._downstream.send(self._new_log())
 
     async def _read(self, link: LinkStream, steps: _ReceivedSteps, reservation: Reservation) -> None:
@@ -423,7 +442,7 @@ class HostedSession:
             try:
                 step = await self._decoded(request.step, payload)
             except ProtocolViolation as error:
-                if link.peer == self.stream.peer:  # no other peer can have made the step
+                if link.peer == self.stream.peer:  # only the client itself can have made the step
                     self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
                 raise
             if link.peer == self.stream.peer and not step.replay and not self.stands_by:
@@ -435,14 +454,15 @@ class HostedSession:
             try:
                 reservation.resize(reservation.amount + size_bytes)
             except ResourceLimitReached:
-                # No memory for another message: wait until all queued steps are applied. Until the next receive, the stream's reservation covers this step.
+                # No memory for another message: wait until all queued steps are applied. Until the
+                # next receive, the stream's reservation covers this step.
                 await steps.put((step, 0))
                 await steps.join()
             else:
                 await steps.put((step, size_bytes))
 
     async def _decoded(self, message: pb.Step, payload: Buffer) -> Step:
-        """A step from the upstream hop. Raises ``ProtocolViolation``."""
+        """Decode a step from the upstream hop. Raises ``ProtocolViolation``."""
         hidden_size = self._stage.hidden_size
         if is_slow(wire_dtype(message.tensor.dtype), sum(row.count for row in message.rows), hidden_size):
             return await asyncio.to_thread(decode_step, message, payload, hidden_size=hidden_size)
@@ -451,14 +471,16 @@ class HostedSession:
     async def _work(self, stream: Stream, steps: _ReceivedSteps, reservation: Reservation) -> None:
         while True:
             step, size_bytes = await steps.get()
-            # A step that has begun is finished even if its link is replaced meanwhile, because a session is always between two steps.
+            # Finish a step that has begun even if its link is replaced: a session is always between
+            # two steps.
             await asyncio.shield(asyncio.ensure_future(self._apply(stream, step)))
             reservation.resize(reservation.amount - size_bytes)
             steps.positions -= step.positions
             steps.task_done()
 
     async def _apply(self, stream: Stream, step: Step) -> None:
-        """Compute one step, log it, and send its outputs. A failure ends the session, and the client is sent the reason."""
+        """Compute one step, log it, and send its outputs. A failure ends the session and tells the
+        client why."""
         async with self._applying:
             if stream is not self._link or self._failed.done() or self.freed.is_set():
                 return
@@ -473,11 +495,12 @@ class HostedSession:
                 if self._is_last and not step.replay:
                     await self._answer(computed)
                 else:
-                    await asyncio.sleep(0)  # the outputs are sent before the step is digested and counted
+                    # let the outputs leave before this step is digested and counted
+                    await asyncio.sleep(0)
                 self._received.add(step)
                 self._count(step, is_rebuilt=is_rebuilt)
             except (StreamEnded, DeadlineExceeded):
-                return  # the client is gone, or does not read: its stream ends the session
+                return  # the client is gone or does not read: its stream ends the session
             except ProtocolViolation as error:
                 self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
@@ -516,7 +539,7 @@ class HostedSession:
         return finite(outputs.to(decoded_dtype(self.wire)))
 
     def _behind(self, rows: tuple[Row, ...]) -> int:
-        """Positions that are computed again because the client went back, in layers with recurrent states."""
+        """Return the positions that recurrent layers compute again because the client went back."""
         return sum(self._sequences.caches[row.sequence].behind for row in rows)
 
     async def _answer(self, step: Step) -> None:
@@ -532,10 +555,10 @@ class HostedSession:
 
 
 def idle() -> Refusal:
-    """The refusal of a session, pass or link that is ended because it had no work."""
+    """Return the refusal for a session, pass or link without work."""
     return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other clients wait")
 
 
 def leaving() -> Refusal:
-    """The refusal of a host that is about to stop."""
+    """Return the refusal of a host that is about to stop."""
     return Refusal(refusal_pb2.REASON_LEAVING, "this host is about to stop")

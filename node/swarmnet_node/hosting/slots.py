@@ -1,4 +1,7 @@
-"""Slots: sessions, passes and pending links are limited in number. When all slots are taken, one without work is evicted."""
+"""Slots limit the number of sessions, passes and pending links.
+
+When all slots are taken, a slot without work is evicted.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
@@ -10,54 +13,60 @@ from swarmnet_protocols.net.limits.resources import Reservation, Resource, Scope
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0
-"""Seconds within which the first work of a slot has to arrive, after the upstream hops have computed it."""
+"""Seconds until the first work of a slot must arrive. Less would evict a session while the upstream
+hops still compute; more would let idle clients hold slots."""
 IDLE_S = 5.0
-"""Seconds without work after which a slot may be evicted: more than between two tokens over far links, or two parts of a slow pass."""
+"""Seconds without work until a slot may be evicted. Less would cut off clients between two tokens
+over far links, or between two parts of a slow pass. More would let idle clients hold slots."""
 SLOW_BYTES_PER_S = 64_000.0
-"""Least bytes per second at which a transfer counts as work."""
+"""Lowest rate in bytes per second at which a transfer counts as work."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """The slot of one session, pass or pending link. ``evict`` ends that and tells the client to try again."""
+    """The slot of one session, pass or pending link. ``evict`` ends that; the client may retry."""
 
     peer: PeerId
     subnet: str
     since: float
-    """Loop time of its last work, or of its beginning."""
+    """Loop time of its last work, or of its start."""
     evict: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
-    """Whether it waits for a computation of this host. It is then not evicted."""
+    """Whether it waits for a computation of this host. Then it is not evicted."""
     reservation: Reservation | None = None
     new_s: float = NEW_S
-    """Seconds within which its first work has to arrive."""
+    """Seconds until its first work must arrive."""
     stands_by: bool = False
-    """Whether it belongs to a standby, for which no client waits, so that it may be evicted at any time."""
+    """Whether it belongs to a standby. No client waits for a standby, so it may be evicted at any
+    time."""
     is_spare: bool = False
-    """Whether it belongs to a standby that is kept only while the host has no other work."""
+    """Whether it belongs to a standby that may stay only while the host has no other work."""
 
     def worked(self) -> None:
         """Note that work has arrived."""
         self.has_worked, self.since = True, asyncio.get_running_loop().time()
 
     def moved(self, size_bytes: int) -> None:
-        """Note that ``size_bytes`` of its work were transferred. A rate of at least ``SLOW_BYTES_PER_S`` keeps the slot."""
+        """Note ``size_bytes`` of transferred work. A rate of at least ``SLOW_BYTES_PER_S`` keeps
+        the slot."""
         now = asyncio.get_running_loop().time()
         self.since = min(now, self.since + size_bytes / SLOW_BYTES_PER_S)
 
     def is_idle(self, now: float) -> bool:
-        """Whether it may be evicted for another client."""
+        """Return whether the slot may be evicted for another client."""
         if self.stands_by:
             return True
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
 
 
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
-    """The slot to evict so that another client gets its ``amount``; None if all are in use. Pure.
+    """Return the slot to evict so that another client gets its ``amount``. None if all are in use.
+    Pure.
 
-    It is in the subnet (/24 or /48) that holds the most, and of the peer there that holds the most: a slot that never had work if there is one,
-    otherwise the one without work for longest.
+    The choice starts with the subnet (/24 or /48) that holds the most, and there with the peer that
+    holds the most. Of this peer's slots, one that never had work goes first, then the one idle for
+    longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)
@@ -78,9 +87,11 @@ class Slots:
 
     @contextmanager
     def take(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
-        """A slot for the peer of ``stream`` while the context is open. Raises ``ResourceLimitReached``.
+        """Take a slot for the peer of ``stream`` while the context is open. Raises
+        ``ResourceLimitReached``.
 
-        When all are taken and the peer is below its own limit, a slot without work is evicted first.
+        When all slots are taken and the peer is below its own limit, a slot without work is evicted
+        first.
         """
         now = asyncio.get_running_loop().time()
         if self._system.available(self._resource) < 1 <= stream.scope.available(self._resource):

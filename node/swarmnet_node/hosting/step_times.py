@@ -6,8 +6,8 @@ from collections.abc import Callable
 from swarmnet_protocols.session.hop_times import HOP_MOMENTS, HopTimes, Moment
 
 MAX_STEPS = 1024
-"""Most steps of one session whose times are being recorded, and most whose times wait to be sent. Beyond these, the oldest of the former and the
-newest of the latter are dropped."""
+"""Most steps of one session that are being recorded, and most recorded steps that wait to be sent.
+Beyond this, the oldest recording and the newest recorded step are dropped."""
 
 
 class HopStepTimes:
@@ -23,7 +23,7 @@ class HopStepTimes:
         self._under_way: dict[int, dict[Moment, float]] = {}
 
     def received(self, seq: int) -> None:
-        """Note that the inputs of a step, which is not a replay, have arrived."""
+        """Note that the inputs of a step have arrived. Do not call this for a replay."""
         if not self.are_wanted:
             return
         if len(self._under_way) >= MAX_STEPS:

@@ -1,11 +1,13 @@
-"""A worker's checkpoints: written atomically, verified by hash when read, exported as a folder for
-transformers.
+"""A worker's checkpoints: written atomically, verified by hash, and exported for transformers.
 
-A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``;
-transformers loads it), with ``state/optimizer.safetensors`` and ``state/outer.safetensors``, and
-``progress.json`` with the hashes of all files and of itself. It is written under a temporary name,
-synced and renamed. It does not depend on the number of workers, so a job can resume with more or
-fewer.
+A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``), which
+transformers loads. It also has ``state/optimizer.safetensors``, ``state/outer.safetensors``, and
+``progress.json`` with the hashes of all files and of itself.
+
+1. **Saved.** The store writes a checkpoint under a temporary name, syncs it and renames it.
+2. **Loaded.** A worker resumes from the newest checkpoint whose hashes match. A checkpoint does not
+   depend on the number of workers, so a job can resume with more or fewer.
+3. **Removed.** The store keeps only the newest few.
 """
 
 import hashlib
@@ -45,7 +47,7 @@ _TEMPORARY = ".new-"
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
+    """The state of a worker after ``round`` rounds. ``revision`` of them were committed.
 
     - ``parameters``: the agreed parameters, flat ``[n]`` float32.
     - ``optimizer``: AdamW's state.
@@ -63,7 +65,7 @@ class WorkerCheckpoint:
 
 
 MAX_SET_ASIDE = 3
-"""Copies that ``CheckpointStore.set_aside`` keeps; older ones are removed."""
+"""Copies that ``CheckpointStore.set_aside`` keeps. Older ones are removed."""
 
 
 class CheckpointStore:
@@ -75,11 +77,10 @@ class CheckpointStore:
         self._keep = keep
 
     def save(self, checkpoint: WorkerCheckpoint, write_model: Callable[[Path, Tensor], None]) -> Path:
-        """Write a checkpoint and remove the oldest; returns its folder. ``write_model`` is
-        ``Trainer.write``.
+        """Write a checkpoint and remove the oldest. Return its folder.
 
-        Raises ``OutOfResources`` if the disk is full or fails; earlier checkpoints are then
-        unchanged.
+        ``write_model`` is ``Trainer.write``. Raises ``OutOfResources`` if the disk is full or
+        fails; earlier checkpoints are then unchanged.
         """
         with _disk_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
@@ -102,10 +103,10 @@ class CheckpointStore:
         return target
 
     def set_aside(self) -> None:
-        """Copy the newest valid checkpoint to ``before-catch-up-ROUND``, because its state will be
-        replaced by that of other workers.
+        """Copy the newest valid checkpoint to ``before-catch-up-ROUND``.
 
-        Raises ``OutOfResources`` if the disk is full or fails.
+        Call this before the state of other workers replaces it. Raises ``OutOfResources`` if the
+        disk is full or fails.
         """
         found = self._newest_valid()
         if found is None:
@@ -118,8 +119,10 @@ class CheckpointStore:
                 shutil.rmtree(old)
 
     def load_newest(self, job_id: str) -> WorkerCheckpoint | None:
-        """The newest valid checkpoint, or None. Raises ``ConfigError`` if it belongs to another
-        job."""
+        """Return the newest valid checkpoint, or None.
+
+        Raises ``ConfigError`` if the checkpoint belongs to another job.
+        """
         found = self._newest_valid()
         if found is None:
             return None
@@ -140,11 +143,11 @@ class CheckpointStore:
         )
 
     def export(self, target: Path) -> None:
-        """Copy the model of the newest valid checkpoint to ``target``, a new folder that
-        transformers loads.
+        """Copy the model of the newest valid checkpoint to the new folder ``target``, for
+        transformers.
 
-        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, ``OutOfResources`` if
-        the disk is full.
+        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, and
+        ``OutOfResources`` if the disk is full.
         """
         found = self._newest_valid()
         if found is None:
@@ -159,7 +162,7 @@ class CheckpointStore:
                         shutil.copyfile(file, folder / file.name)
 
     def _folders(self) -> list[Path]:
-        """The folders of all checkpoints, newest first."""
+        """Return the folders of all checkpoints, newest first."""
         if not self._root.is_dir():
             return []
         return sorted((path for path in self._root.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
@@ -176,11 +179,11 @@ class CheckpointStore:
 def export_model(
     data_dir: Path, job_id: str, target: Path, *, cache_dir: Path, overwrite: bool, progress: Progress
 ) -> str:
-    """Write the newest model of a job and its tokenizer into ``target``; returns the tokenizer's
+    """Write the newest model of a job and its tokenizer into ``target``. Return the tokenizer's
     name.
 
-    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and is not a model's
-    folder that may be overwritten; ``OutOfResources`` if the disk is full.
+    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and may not be
+    overwritten: only the folder of a model may. Raises ``OutOfResources`` if the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")
@@ -227,8 +230,11 @@ def _write_byte_tokenizer(folder: Path) -> None:
 
 
 def _characters() -> list[str]:
-    """The character of each byte in byte-level BPE (GPT-2): itself if printable in Latin-1, else
-    the next unused one from U+0100 on."""
+    """Return the character of each byte in byte-level BPE (GPT-2).
+
+    A byte that is printable in Latin-1 is itself. Other bytes get the next unused character from
+    U+0100 on.
+    """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
@@ -239,7 +245,7 @@ def _update_json(path: Path, changes: dict[str, Any]) -> None:
 
 
 def params_hash(parameters: Tensor) -> str:
-    """The SHA-256 of the values (float32, little-endian), 64 hexadecimal digits."""
+    """Return the SHA-256 of the values (float32, little-endian) as 64 hexadecimal digits."""
     return hashlib.sha256(parameters.detach().to("cpu", torch.float32).contiguous().numpy().data).hexdigest()
 
 
@@ -261,8 +267,10 @@ def _hash_of(progress: Mapping[str, Any]) -> str:
 
 
 def _checked_progress(folder: Path) -> dict[str, Any]:
-    """The contents of ``progress.json``. Raises ``IntegrityError`` if any file of the folder is not
-    as it was written."""
+    """Return the contents of ``progress.json``.
+
+    Raises ``IntegrityError`` if any file of the folder has changed since it was written.
+    """
     invalid = IntegrityError(f"{folder} is not a valid checkpoint")
     with (folder / _PROGRESS).open("rb") as stream:
         raw = stream.read(_MAX_PROGRESS_BYTES)
@@ -290,8 +298,10 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that is synced and renamed to ``target`` on exit, and removed if an
-    exception is raised."""
+    """Yield a temporary folder. On exit, sync it and rename it to ``target``.
+
+    If an exception is raised, remove the folder instead.
+    """
     temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=_TEMPORARY))
     try:
         yield temporary

@@ -1,10 +1,14 @@
-"""The training data of a job: documents tokenised into a memory-mapped cache, and divided among the workers.
+"""The training data of a job: documents as tokens in a memory-mapped cache, divided among the
+workers.
 
-1. ``open_corpus`` tokenises the documents (``documents.py``) once, into files keyed by the content of the data and the tokenizer.
-2. A document belongs to the training or the validation part by its hash, so all machines agree on the parts. Where no sequence of a
-   small corpus falls into one part, the tokens are divided between the parts instead.
+1. ``open_corpus`` tokenises the documents (``documents.py``) once. The cache files are keyed by the
+   content of the data and the tokenizer.
+2. The hash of a document decides whether it belongs to the training or the validation part, so all
+   machines agree. If a small corpus leaves one part without a sequence, the tokens themselves are
+   divided.
 3. Each part is cut into ``Sequences`` of equal length.
-4. ``BatchSampler`` computes the sequences of each slot from the job's seed, so workers divide the data without communication.
+4. ``BatchSampler`` computes the sequences of each slot from the job's seed, so workers divide the
+   data without communication.
 """
 
 import hashlib
@@ -45,7 +49,8 @@ class Tokenizer(Protocol):
     vocab_size: int
 
     def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """The token ids of ``document`` (UTF-8), ``[n]``; the last is the end token, if the tokenizer has one."""
+        """Return the tokens of ``document`` (UTF-8), ``[n]``. The last is the end token, if there
+        is one."""
 
 
 END_OF_DOCUMENT = 0
@@ -53,7 +58,7 @@ END_OF_DOCUMENT = 0
 
 
 class ByteTokenizer:
-    """The tokenizer whose tokens are the 256 byte values."""
+    """A tokenizer with the 256 byte values as tokens."""
 
     name = BYTES
     vocab_size = 256
@@ -63,7 +68,7 @@ class ByteTokenizer:
 
 
 class ModelTokenizer:
-    """The tokenizer of a model; documents end with its end-of-sequence token."""
+    """The tokenizer of a model. Its end-of-sequence token ends each document."""
 
     def __init__(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> None:
         self.name = name
@@ -78,7 +83,10 @@ class ModelTokenizer:
 
 @dataclass(frozen=True)
 class Sequences:
-    """A part of a corpus, cut into sequences of ``length`` tokens. Each has one token more, the target of its last position."""
+    """A part of a corpus, cut into sequences of ``length`` tokens.
+
+    Each sequence has one more token, the target of its last position.
+    """
 
     tokens: NDArray[np.unsignedinteger]
     length: int
@@ -87,14 +95,20 @@ class Sequences:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """The sequences with these numbers, ``[k, length + 1]`` int64: inputs ``[:, :-1]``, targets ``[:, 1:]``."""
+        """Return the sequences with these numbers, ``[k, length + 1]`` int64.
+
+        The inputs are ``[:, :-1]``, the targets ``[:, 1:]``.
+        """
         rows = [self.tokens[n * self.length : (n + 1) * self.length + 1] for n in numbers.tolist()]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The tokenised data of a job. ``digest``: SHA-256 of the tokens. ``size_bytes``: size of all documents before tokenisation."""
+    """The tokenised data of a job.
+
+    ``digest``: SHA-256 of the tokens. ``size_bytes``: size of all documents before tokenisation.
+    """
 
     train: Sequences
     validation: Sequences
@@ -104,10 +118,11 @@ class Corpus:
 
 
 def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
-    """The job's data, tokenised or read from the cache.
+    """Return the job's data, tokenised or read from the cache.
 
-    Raises ``JobError`` for data that is missing, unreadable, larger than the job states, different from its digest, or too short for
-    one sequence of each part; ``OutOfResources`` if the cache cannot be written.
+    Raises ``JobError`` if the data is missing, unreadable, larger than the job states, different
+    from its digest, or too short for one sequence of each part. Raises ``OutOfResources`` if the
+    cache cannot be written.
     """
     files = files_of(data)
     tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
@@ -147,8 +162,9 @@ def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda 
 class BatchSampler:
     """Divides the ``sequences`` of a corpus among rounds, steps and slots.
 
-    The batches, in order of (round, step, slot), are consecutive parts of an infinite stream: one permutation of all sequences for each
-    epoch. So no sequence occurs twice in an epoch. The sequences of a slot without a worker are not trained on in that epoch.
+    The batches, in order of (round, step, slot), are consecutive parts of an infinite stream: one
+    permutation of all sequences after another. So no sequence occurs twice in an epoch. Sequences
+    of a slot without a worker are left out in that epoch.
     """
 
     seed: int
@@ -158,13 +174,16 @@ class BatchSampler:
     slots: int
 
     def batch(self, round: int, step: int, slot: int) -> NDArray[np.int64]:
-        """The sequence numbers of a slot's batch, ``[batch_size]`` in [0, sequences). Raises ``ValueError`` outside the job."""
+        """Return the sequence numbers of a slot's batch, ``[batch_size]`` in [0, sequences).
+
+        Raises ``ValueError`` outside the job.
+        """
         if not (round >= 0 and 0 <= step < self.steps_per_round and 0 <= slot < self.slots):
             raise ValueError(f"there is no batch for round {round}, step {step}, slot {slot}")
         first = ((round * self.steps_per_round + step) * self.slots + slot) * self.batch_size
         numbers = np.empty(self.batch_size, dtype=np.int64)
         done = 0
-        while done < self.batch_size:  # more than once only where a batch spans two epochs
+        while done < self.batch_size:  # repeats only where a batch spans two epochs
             epoch, start = divmod(first + done, self.sequences)
             count = min(self.batch_size - done, self.sequences - start)
             places = np.arange(start, start + count, dtype=np.uint64)
@@ -177,10 +196,11 @@ class BatchSampler:
 
 
 def permute(places: NDArray[np.uint64], size: int, key: bytes) -> NDArray[np.int64]:
-    """The images of ``places`` under a bijection of [0, size) that ``key`` (32 bytes) chooses.
+    """Map ``places`` by a bijection of [0, size) that ``key`` (32 bytes) chooses.
 
-    A Feistel network permutes the next larger power of four; images outside [0, size) are permuted again until they are inside
-    (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002, section 4).
+    A Feistel network permutes the next larger power of four. Images outside [0, size) are permuted
+    again until they are inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002, section 4).
     """
     half_bits = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
     keys = np.frombuffer(hashlib.shake_256(key).digest(8 * _FEISTEL_ROUNDS), dtype="<u8")
@@ -201,14 +221,17 @@ def _feistel(
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014): every input bit flips each output bit with probability 1/2."""
+    """Return the finaliser of splitmix64 (Steele, Lea and Flood, 2014).
+
+    Every input bit flips each output bit with probability 1/2.
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
-    """Bytes of all documents; None if only reading them tells."""
+    """Return the bytes of all documents. None if only reading them tells."""
     if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
         return None
     return sum(path.stat().st_size for path in files)
@@ -250,7 +273,7 @@ def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer,
         content.append(sha256_of(path, None).hex())
         progress("reading the data", number, len(files))
     what = [_VERSION, data.format, data.field, data.max_documents, data.validation, data.hub, data.split]
-    what.append(data.sequence_length)  # it decides how much of a small corpus is held out
+    what.append(data.sequence_length)  # decides how much of a small corpus is held out
     return hashlib.sha256(json.dumps([*what, tokenizer.name, content]).encode()).hexdigest()
 
 
@@ -263,7 +286,10 @@ def _is_validation(document: bytes, share: float) -> bool:
 
 
 def _read_cache(folder: Path) -> tuple[str, int] | None:
-    """Digest of the cached tokens and bytes of their documents; None if there are none. A damaged cache is removed."""
+    """Return the digest of the cached tokens, and the bytes of their documents.
+
+    None without a cache. A damaged cache is removed.
+    """
     if not folder.exists():
         return None
     try:
@@ -298,7 +324,7 @@ def _write_cache(
         try:
             os.rename(temporary, folder)
         except OSError:
-            if not folder.exists():  # else another process has written it meanwhile
+            if not folder.exists():  # otherwise another process has written it meanwhile
                 raise
         return digest, size_bytes
     finally:
@@ -308,7 +334,7 @@ def _write_cache(
 def _tokenise(
     folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
 ) -> tuple[str, int]:
-    """Write both parts; returns their digest and the bytes of all documents."""
+    """Write both parts. Return their digest and the bytes of all documents."""
     size_bytes = 0
     dtype = _dtype(tokenizer)
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as held_out:
@@ -324,9 +350,10 @@ def _tokenise(
 
 
 def _hold_out(folder: Path, dtype: np.dtype[np.unsignedinteger], data: DataSection) -> None:
-    """Divide the tokens again if one part has no sequence: the validation part gets its share of them, at least one sequence.
+    """Divide the tokens again if one part has no sequence.
 
-    Documents are drawn by their hash. Of a few, none or all may be drawn.
+    Hashes choose the documents of the validation part, so of a few documents they may choose none
+    or all. The validation part then gets its share of the tokens, at least one sequence.
     """
     train, held_out = (folder / f"{part}.bin" for part in _PARTS)
     tokens, drawn = (path.stat().st_size // dtype.itemsize for path in (train, held_out))
@@ -352,7 +379,7 @@ def _move_end(source: Path, target: Path, size_bytes: int) -> None:
 
 
 def _least_tokens(data: DataSection) -> int:
-    """The tokens of a sequence for each part."""
+    """Return the tokens of one sequence for each part."""
     return 2 * (data.sequence_length + 1)
 
 

@@ -1,4 +1,4 @@
-"""Reading a job's documents, one at a time, from local files or a Hugging Face dataset."""
+"""Reads a job's documents, one at a time, from local files or a Hugging Face dataset."""
 
 import codecs
 import glob
@@ -28,18 +28,17 @@ _KINDS = {
     codecs.BOM_UTF16_BE: ("in UTF-16", "save it as UTF-8"),
     codecs.BOM_UTF32_BE: ("in UTF-32", "save it as UTF-8"),
 }
-"""Files that are no text in UTF-8, by their first bytes: what they are, and what to do."""
+"""Files that are not UTF-8 text, by their first bytes: what they are, and what to do."""
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 _INSTALL = "pip install '.[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
 def files_of(data: DataSection) -> tuple[Path, ...]:
-    """The local files of the data, in the same order on every machine. Raises ``JobError`` if there
-    are none.
+    """Return the local files of the data, in the same order on every machine.
 
-    Paths come from the user of this machine only: published jobs have none
-    (``Job.check_published``).
+    Raises ``JobError`` if there are none. Paths come only from the user of this machine: published
+    jobs have none (``Job.check_published``).
     """
     if data.path is None:
         return ()
@@ -64,12 +63,13 @@ def files_of(data: DataSection) -> tuple[Path, ...]:
 
 
 def documents(data: DataSection, files: tuple[Path, ...]) -> Iterator[bytes]:
-    """Every document as UTF-8 bytes, one in memory at a time.
+    """Yield every document as UTF-8 bytes, one in memory at a time.
 
-    The split of a Hugging Face dataset is the files whose names begin with it. A text file is cut
-    at line ends into documents of about ``TEXT_DOCUMENT_BYTES``. Raises ``JobError`` with the file
-    and the place if a file cannot be read or is not UTF-8 text; ``Unreachable`` if the hub does not
-    answer.
+    The split of a Hugging Face dataset consists of the files whose names begin with it. A text file
+    is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``.
+
+    Raises ``JobError`` with file and place if a file cannot be read or is not UTF-8 text, and
+    ``Unreachable`` if the hub does not answer.
     """
     return islice(_all_documents(data, files), data.max_documents)
 
@@ -95,8 +95,10 @@ def _file_documents(stream: BinaryIO, where: str, data: DataSection) -> Iterator
 
 
 def _text_documents(stream: BinaryIO, name: str) -> Iterator[bytes]:
-    """The documents of a text file, without a byte order mark. Each is whole characters, even where
-    a line is longer than a document."""
+    """Yield the documents of a text file, without a byte order mark.
+
+    No document splits a character, even where a line is longer than a document.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     done = 0
     while part := stream.read(TEXT_DOCUMENT_BYTES):
@@ -111,8 +113,10 @@ def _text_documents(stream: BinaryIO, name: str) -> Iterator[bytes]:
 def _decoded(
     decoder: codecs.IncrementalDecoder, part: bytes, name: str, done: int, *, final: bool
 ) -> Iterator[bytes]:
-    """The whole characters of ``part``, which begins at byte ``done`` of the file; none or one
-    document."""
+    """Yield the whole characters of ``part`` as one document, or nothing if there are none.
+
+    ``part`` begins at byte ``done`` of the file.
+    """
     begun = len(decoder.getstate()[0])
     try:
         text = decoder.decode(part, final)
@@ -175,8 +179,7 @@ def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
 
 
 def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
-    """The documents in the files of a dataset, streamed. Scripts and configuration in its
-    repository are ignored."""
+    """Stream the documents of a dataset. Ignore scripts and configuration in its repository."""
     from huggingface_hub import HfFileSystem
 
     hub = HfFileSystem(skip_instance_cache=True, use_listings_cache=False)
@@ -188,7 +191,7 @@ def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
             if PurePosixPath(path).name.startswith(data.split) and path.endswith(suffix)
         ]
         for path in paths:
-            # ``BufferedReader.readline`` takes a limit; that of the hub's file does not.
+            # ``BufferedReader.readline`` takes a limit; the hub's file does not.
             with BufferedReader(hub.open(path, "rb")) as stream:
                 yield from _file_documents(stream, path, data)
     except FileNotFoundError as error:

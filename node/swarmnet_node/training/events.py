@@ -1,4 +1,4 @@
-"""The events of a training worker, and the report that the dashboard reads, which is made from them."""
+"""The events of a training worker, and the report for dashboards that is made from them."""
 
 import asyncio
 from collections import Counter
@@ -13,13 +13,13 @@ from swarmnet_protocols.training.rounds.averaging import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
 
 EventHandler = Callable[[dict[str, Any]], None]
-"""Receives each event as a JSON object with the fields that ``swarmnet train join --json`` prints."""
+"""Receives each event as a JSON object, with the fields of ``swarmnet train join --json``."""
 
 _STATES = {"ready": "training", "waiting": "waiting", "leaving": "leaving", "round": "training"}
 
 
 def exchange_fields(outcome: Outcome) -> dict[str, Any]:
-    """The fields that describe an exchange in an event."""
+    """Return the fields that describe an exchange in an event."""
     return {
         "committed": outcome.committed,
         "bytes_sent": outcome.bytes_sent,
@@ -31,7 +31,7 @@ def exchange_fields(outcome: Outcome) -> dict[str, Any]:
 
 
 class WorkerReporter:
-    """Passes a worker's events on to ``handler`` and keeps the totals for its report."""
+    """Passes a worker's events on to ``handler``, and keeps the totals for its report."""
 
     def __init__(
         self, sealed: SealedJob, version: str, handler: EventHandler, reach: Callable[[], Reach]
@@ -66,7 +66,7 @@ class WorkerReporter:
         self._handler(event)
 
     def report(self) -> pb.NodeReport:
-        """The current report."""
+        """Return the current report."""
         del self._report.contributions[:]
         for peer, rounds in self._contributions.most_common(MAX_CONTRIBUTIONS):
             self._report.contributions.add(peer=peer, rounds=rounds)

@@ -1,16 +1,16 @@
-"""Balance among routed experts: the biases of routers, moved towards the mean load.
+"""Balances routed experts: moves the biases of routers towards the mean load.
 
 Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts".
 
 Routers with sigmoid scores (DeepSeek-V3, GLM-4.5 and others) choose a row's experts by score plus
-each expert's bias, and weigh them by score alone. So no gradient reaches the bias. After each step
-the bias moves by ``STEP`` towards the mean load:
+each expert's bias, but weigh them by score alone. So no gradient reaches the bias. Instead, after
+each step the bias moves by ``STEP`` towards the mean load:
 
     bias_i += STEP * sign(mean load - load_i)
 
 Here the biases are parameters, and workers exchange them like all others. The gradient of a bias is
-its expert's share of the rows, less the mean. Workers that exchange gradients average it, so its
-sign shows the load of all their batches together.
+its expert's share of the rows minus the mean share. Workers that exchange gradients average it, so
+its sign shows the load of all their batches together.
 """
 
 from functools import partial
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from swarmnet_protocols.quantization.packed_experts import experts_modules
 
 BIAS = "e_score_correction_bias"
-"""transformers' name of the biases of a router."""
+"""The name of a router's biases in transformers."""
 STEP = 0.001
 
 
 def share_biases(model: nn.Module) -> None:
-    """Make parameters of the buffers of biases, because buffers are neither exchanged nor written
-    into checkpoints."""
+    """Turn the buffers of biases into parameters: buffers are neither exchanged nor saved."""
     for module in model.modules():
         if isinstance(values := module._buffers.get(BIAS), Tensor):
             delattr(module, BIAS)
@@ -36,12 +35,14 @@ def share_biases(model: nn.Module) -> None:
 
 
 class ExpertBalance:
-    """The biases of a model whose parameters are a flat vector, ``[n]``, in the order of
+    """The biases of a model with flat parameters ``[n]``, in the order of
     ``named_parameters()``."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Hook ``model``, so that each forward with gradients adds the loads of experts to the
-        gradients of their biases."""
+        """Hook ``model``.
+
+        Each forward with gradients then adds the loads of experts to the gradients of their biases.
+        """
         places, first = [torch.empty(0, dtype=torch.int64)], 0
         for name, parameter in model.named_parameters():
             if name.endswith(BIAS):
@@ -55,24 +56,29 @@ class ExpertBalance:
                     experts.register_forward_pre_hook(partial(_add_loads, bias=parameter))
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradients of the biases, ``[b]``, which become 0 in ``gradient``, ``[n]``: they have
-        no part in its norm, nor in AdamW's moments."""
+        """Return the gradients of the biases, ``[b]``, and set them to 0 in ``gradient``, ``[n]``.
+
+        The loads must not change the gradient's norm or AdamW's moments.
+        """
         loads = gradient[self._places]
         gradient[self._places] = 0.0
         return loads
 
     def biases(self, parameters: Tensor) -> Tensor:
-        """A copy of the biases, ``[b]``, of ``parameters``, ``[n]``."""
+        """Return a copy of the biases, ``[b]``, in ``parameters``, ``[n]``."""
         return parameters[self._places]
 
     def step(self, parameters: Tensor, biases: Tensor, loads: Tensor) -> None:
-        """Write ``biases``, moved by a step against ``loads``, into ``parameters``: weight decay
-        has no part in them."""
+        """Write ``biases``, moved one step against ``loads``, into ``parameters``.
+
+        This undoes what the optimizer's weight decay did to the biases.
+        """
         parameters[self._places] = biases - STEP * loads.sign()
 
 
 def _add_loads(experts: Any, args: tuple[Any, ...], *, bias: nn.Parameter) -> None:
-    """``args``: rows, the experts that the router chose for each of them, and their weights."""
+    """Add loads. ``args``: rows, the experts that the router chose for each row, and their
+    weights."""
     if bias.grad is None or not torch.is_grad_enabled():
         return
     chosen: Tensor = args[1]

@@ -1,4 +1,5 @@
-"""The jobs kept on this machine: sealed job files, the local paths of their data, and the folders of their workers."""
+"""The jobs on this machine: sealed job files, local paths of their data, and their workers'
+folders."""
 
 import json
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Paths of a job's data and model on this machine, chosen by its user. Jobs of other peers contain no paths."""
+    """Paths of a job's data and model on this machine, chosen by its user.
+
+    Jobs of other peers contain no paths.
+    """
 
     data: Path | None = None
     model: Path | None = None
 
     @classmethod
     def named_in(cls, job: "Job") -> "LocalFiles":
-        """The paths in a job file of this machine's user."""
+        """Return the paths in a job file of this machine's user."""
         from swarmnet_protocols.training.jobs import PYTHON_STDLIB, is_published
 
         data, model = job.data.path, job.model.checkpoint
@@ -33,14 +37,17 @@ class LocalFiles:
         )
 
     def applied_to(self, job: "Job") -> "Job":
-        """``job`` with these paths. Raises ``ConfigError`` if a path is missing or not needed."""
+        """Return ``job`` with these paths. Raises ``ConfigError`` if a path is missing or not
+        needed."""
         return job.with_files(self.data, self.model)
 
 
 def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
-    """The job in its published form: with the hashes of its data and checkpoint, and without local paths.
+    """Return the job in its published form: with hashes of its data and checkpoint, without local
+    paths.
 
-    Reads the data and the checkpoint. Raises ``JobError`` if this machine could not train with them, or others could not get them.
+    Reads the data and the checkpoint. Raises ``JobError`` if this machine could not train with
+    them, or others could not get them.
     """
     import psutil
 
@@ -59,12 +66,12 @@ def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
 
 
 def job_folder(data_dir: Path, job_id: str) -> Path:
-    """The folder of a job's worker: checkpoints, status and history."""
+    """Return the folder of a job's worker, with checkpoints, status and history."""
     return data_dir / "training" / job_id
 
 
 def has_job(data_dir: Path, job_id: str) -> bool:
-    """Whether the data directory has the job."""
+    """Return whether the data directory has the job."""
     return _job_path(data_dir, job_id).exists()
 
 
@@ -81,7 +88,8 @@ def store_local_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
 
 
 def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
-    """The stored local paths of a job's files, if any. Raises ``ConfigError`` for a damaged file."""
+    """Load the local paths of a job's files, if stored. Raises ``ConfigError`` for a damaged
+    file."""
     path = _files_path(data_dir, job_id)
     try:
         stored = json.loads(path.read_bytes())
@@ -95,9 +103,9 @@ def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
 
 
 async def fetch_job(data_dir: Path, directory: "Directory", job_id: str) -> bytes:
-    """The sealed job with this id, from the data directory, or from the swarm and then stored.
+    """Return the sealed job with this id, from the data directory or the swarm.
 
-    Raises ``Unreachable`` if no peer has it.
+    A job from the swarm is stored. Raises ``Unreachable`` if no peer has it.
     """
     from swarmnet_protocols.training.job_records import find_job
 
@@ -109,7 +117,10 @@ async def fetch_job(data_dir: Path, directory: "Directory", job_id: str) -> byte
 
 
 def load_stored_job(data_dir: Path, job_id: str) -> "tuple[SealedJob, bytes]":
-    """A stored job and its sealed form. Raises ``ConfigError`` if there is none, ``IntegrityError`` if the file is damaged."""
+    """Load a stored job and its sealed form.
+
+    Raises ``ConfigError`` if there is none, ``IntegrityError`` if the file is damaged.
+    """
     from swarmnet_protocols.training.jobs import MAX_JOB_BYTES, open_job
 
     path = _job_path(data_dir, job_id)

@@ -1,5 +1,7 @@
-"""The other workers of a job as one worker knows them: alive, voters, excluded, and sources of the
-shared state."""
+"""The other workers of a job as one worker knows them.
+
+Says which workers are alive, vote, are excluded, and can provide the shared state.
+"""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -12,10 +14,11 @@ from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
-"""Seconds that a worker is ignored after it claimed a round that no voter confirmed."""
+"""Seconds to ignore a worker after it claimed a round that no voter confirmed. Less lets false
+claims cost time again and again; more locks out a worker that was right too early."""
 MAX_EXCLUDED = 256
-"""Most excluded workers kept: four groups of 64. A dropped one may take part again, and is excluded
-at its next false result."""
+"""Most excluded workers to remember: four groups of 64. A forgotten one may take part again, and is
+excluded at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 
@@ -23,10 +26,12 @@ REFRESH_S = 5.0
 class KnownWorkers:
     """The workers of ``job_id`` except ``me``.
 
-    Workers come from the directory and from each roster. Voters are the members of the last roster
-    that continued the one before; a majority of them decides whether this worker is behind, so
-    newcomers cannot outvote them. Mates are the members of the last roster. Excluded workers are
-    not known and have no vote.
+    Workers come from the directory and from each roster.
+
+    - Voters: the members of the last roster that continued the roster before. A majority of voters
+      decides whether this worker is behind, so newcomers cannot outvote them.
+    - Mates: the members of the last roster.
+    - Excluded workers are neither known nor voters.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
@@ -42,7 +47,7 @@ class KnownWorkers:
         self._refreshed_s = -REFRESH_S
 
     async def refresh(self, *, now: bool = False) -> None:
-        """Add the workers in the directory; at most every ``REFRESH_S`` unless ``now``."""
+        """Add the workers in the directory, at most every ``REFRESH_S`` unless ``now``."""
         clock = asyncio.get_running_loop().time
         if not now and clock() - self._refreshed_s < REFRESH_S:
             return
@@ -52,17 +57,19 @@ class KnownWorkers:
                 self._known.setdefault(info.peer, info.member)
 
     def alive(self) -> list[Candidate]:
-        """The workers that may be alive, without the distrusted ones."""
+        """Return the workers that may be alive, without distrusted ones."""
         now = asyncio.get_running_loop().time()
         return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
 
     def distrust(self, peer: PeerId, for_s: float = DISTRUST_S) -> None:
-        """Omit a worker from ``alive`` for ``for_s`` seconds."""
+        """Leave a worker out of ``alive`` for ``for_s`` seconds."""
         self._distrusted_until[peer] = asyncio.get_running_loop().time() + for_s
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
-        """Ignore ``peers`` for the rest of the job. Beyond ``MAX_EXCLUDED``, those excluded first
-        are readmitted."""
+        """Ignore ``peers`` for the rest of the job.
+
+        Beyond ``MAX_EXCLUDED``, the workers excluded first are readmitted.
+        """
         for peer in peers:
             self.excluded.pop(peer, None)
             self.excluded[peer] = None
@@ -72,15 +79,15 @@ class KnownWorkers:
             del self.excluded[peer]
 
     def voters(self) -> list[Candidate]:
-        """The workers to ask whether this one is behind; before the first roster, the result of
-        ``alive``."""
+        """Return the workers to ask whether this one is behind. Before the first roster:
+        ``alive()``."""
         return list(self._voters.values()) or self.alive()
 
     def set_roster(self, members: Sequence[Candidate], *, is_new: bool = False) -> None:
-        """Replace the known workers by the members of a new roster; they become the voters if it
-        continues the last one.
+        """Replace the known workers by the members of a new roster.
 
-        ``is_new``: this worker has only just begun, and has no voters yet.
+        The members become the voters if the roster continues the last one. ``is_new``: this worker
+        has just started, and has no voters yet.
         """
         allowed = {member.peer: member for member in members if member.peer not in self.excluded}
         self._known = {peer: member for peer, member in allowed.items() if peer != self._me}
@@ -89,8 +96,10 @@ class KnownWorkers:
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
-        """The workers to download a state of ``peers`` from: ``peers`` first, then all others
-        alive, unless ``only``."""
+        """Return the workers to download a state of ``peers`` from.
+
+        ``peers`` come first. Then follow all others alive, unless ``only``.
+        """
         known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]
         return [

@@ -1,4 +1,5 @@
-"""The model of a job: checked before it is built, built from a config or a checkpoint, written in Hugging Face layout."""
+"""The model of a job: checked, built from a config or a checkpoint, and written in Hugging Face
+layout."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,21 +23,29 @@ from swarmnet_protocols.models.partial_model import build_whole, causal_class
 from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
-"""Memory per parameter, in bytes: the parameter in float32, AdamW's two moments, the agreed parameter and the outer momentum."""
+"""Bytes of memory per parameter: the parameter in float32, AdamW's two moments, the agreed
+parameter and the outer momentum."""
 _EXCHANGE_BYTES = 5 * 4
-"""Memory per parameter that an exchange adds, in bytes, as measured. The gradients of the inner steps are freed before it."""
+"""Bytes of memory per parameter that an exchange adds, as measured. The gradients of the inner
+steps are freed before."""
 _FORWARDS_BYTES = 4 * 4
-"""Memory per parameter if scalars are exchanged, in bytes: the parameter, the agreed and next agreed one, a copy for the loss."""
+"""Bytes of memory per parameter if scalars are exchanged: the parameter, the agreed and the next
+agreed one, and a copy for the loss."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
-"""Least similarity of an unknown key to a known one, in [0, 1], at which it counts as misspelt."""
+"""Similarity in [0, 1] to a known key from which an unknown key counts as misspelt. Less rejects
+keys of other versions of transformers; more lets typos pass."""
 _MAX_LAYERS = 4096
-"""Most layers of a model. Counting parameters builds every layer, and even one without weights takes memory."""
+"""Most layers of a model. Counting parameters builds every layer, which takes memory even on
+"meta"."""
 
 
 def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
-    """The checkpoint that the job starts from. Raises ``JobError`` for an unknown name, or files other than the job's."""
+    """Return the checkpoint that the job starts from.
+
+    Raises ``JobError`` for an unknown name, or for other files than the job's.
+    """
     name = str(section.checkpoint)
     try:
         local = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
@@ -53,7 +62,8 @@ def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | N
 
 
 def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
-    """The transformers config of the job's model. Raises ``JobError`` if transformers does not accept it."""
+    """Return the transformers config of the job's model. Raises ``JobError`` if transformers
+    rejects it."""
     from huggingface_hub.errors import StrictDataclassError
 
     if section.checkpoint is not None:
@@ -79,9 +89,11 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
 
 
 def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise ``JobError`` for a misspelt key, because transformers ignores unknown keys and would silently use a default.
+    """Raise ``JobError`` for a misspelt key. transformers would ignore it and silently use a
+    default.
 
-    Unknown keys that resemble no known one are accepted: configs written by other versions of transformers have some.
+    Unknown keys that resemble no known key are accepted: configs of other versions of transformers
+    have some.
     """
     try:
         known = [*type(config)().to_dict(), *config.attribute_map]
@@ -98,7 +110,10 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def parameter_count(config: PretrainedConfig) -> int:
-    """The number of parameters, counted without allocating them. Raises ``JobError`` for impossible shapes."""
+    """Count the parameters without allocating them.
+
+    Raises ``JobError`` for impossible shapes.
+    """
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > _MAX_LAYERS:
         raise JobError("model", "config", f"has {layers} layers, more than {_MAX_LAYERS}", hint=_CORRECT)
@@ -113,10 +128,11 @@ def parameter_count(config: PretrainedConfig) -> int:
 
 
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
-    """Raise ``JobError`` if the model does not fit the data or the memory; returns its number of parameters.
+    """Raise ``JobError`` if the model does not fit the data or the memory. Return its parameter
+    count.
 
-    The estimate is the parameter count times the bytes of weights, AdamW, outer state and an exchange, or of weights alone if scalars are
-    exchanged. Activations are not included.
+    The estimate multiplies the parameter count by the bytes of weights, AdamW, outer state and an
+    exchange. If scalars are exchanged, it counts weights only. It leaves out activations.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"
@@ -152,10 +168,10 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
 def build_model(
     section: ModelSection, seed: int, cache_dir: Path, progress: Progress = lambda *_: None
 ) -> PreTrainedModel:
-    """The job's model in float32 on the CPU.
+    """Return the job's model in float32 on the CPU.
 
-    Without a checkpoint its weights are drawn from ``seed``, bit-identical with the same torch build. torch's global generator is
-    restored.
+    Without a checkpoint, its weights are drawn from ``seed``, bit-identical with the same torch
+    build. torch's global generator is left unchanged.
     """
     model: Any
     if section.checkpoint is not None:
@@ -174,7 +190,10 @@ def build_model(
 
 
 def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
-    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) in Hugging Face layout, which transformers loads."""
+    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) for transformers.
+
+    The folder gets the Hugging Face layout.
+    """
     named, done = {}, 0
     for name, parameter in model.named_parameters():
         part = parameters[done : done + parameter.numel()]
@@ -196,7 +215,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def read_model(folder: Path) -> torch.Tensor:
-    """The parameters that ``write_model`` wrote, flat ``[n]`` float32.
+    """Return the parameters that ``write_model`` wrote, flat ``[n]`` float32.
 
     Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
@@ -212,7 +231,7 @@ def read_model(folder: Path) -> torch.Tensor:
 
 
 def flat_copy(model: torch.nn.Module) -> torch.Tensor:
-    """All parameters in the order of ``named_parameters()``, ``[n]`` float32."""
+    """Return all parameters in the order of ``named_parameters()``, ``[n]`` float32."""
     return torch.cat([parameter.detach().reshape(-1).float() for parameter in model.parameters()])
 
 

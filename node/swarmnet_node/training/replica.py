@@ -1,6 +1,7 @@
-"""One worker's replica of a job: model, inner optimizer, outer state and residual, and all computation with them.
+"""One worker's replica of a job, and all computation with it.
 
-Synchronous and not thread-safe: ``Worker`` calls it on its computing thread.
+A replica has a model, an inner optimizer, the outer state and a residual. It is synchronous and not
+thread-safe: ``Worker`` calls it on its computing thread.
 """
 
 import time
@@ -24,10 +25,11 @@ RESIDUAL = f"{OWN}error"
 
 
 class Replica:
-    """The replica after ``revision`` committed rounds; ``codec`` encodes its contributions.
+    """The replica after ``revision`` committed rounds. ``codec`` encodes its contributions.
 
-    What a biased codec loses of a contribution, the residual, is added to later ones (error feedback). A replica that loads the state of
-    another worker discards its residual, because it does not know which of its contributions were committed.
+    A biased codec loses a part of each contribution: the residual. Later contributions include it
+    (error feedback). A replica that loads another worker's state discards its residual, because it
+    does not know which of its contributions were committed.
     """
 
     def __init__(
@@ -47,7 +49,10 @@ class Replica:
         return self.trainer.steps(round, slot, end - first, first=first)
 
     def contribution(self, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The contribution to a round, ``[end - start]`` of ``method.range(round)``, and the work done for it after the inner steps."""
+        """Return the contribution to a round, and the work done for it after the inner steps.
+
+        The contribution is ``[end - start]`` of ``method.range(round)``.
+        """
         values, report = self._own_contribution(round, slot)
         if self._feedback is not None:
             values = self._feedback.send(round, self.method.range(round)[0], values)
@@ -64,9 +69,10 @@ class Replica:
         return method.contribution(round, self.trainer.view()), NO_STEPS
 
     def apply(self, round: int, average: Average | None, delivered: Sequence[Slice] = ()) -> None:
-        """Apply the outcome of a round: ``average``, or None if it was discarded.
+        """Apply the outcome of a round: ``average``, or None if the round was discarded.
 
-        ``delivered``: the slices that contain this worker's contribution; the others stay in the residual.
+        ``delivered``: the slices that contain this worker's contribution. The others stay in the
+        residual.
         """
         if self._feedback is not None:
             self._feedback.acknowledge(round, delivered)
@@ -81,12 +87,15 @@ class Replica:
         self.trainer.load(self.method.apply(round, self.trainer.view(), average))
 
     def merge(self, parameters: torch.Tensor) -> None:
-        """Replace the parameters by ``[n]``, the average of all replicas at the end of a job, and reset the outer state."""
+        """Replace the parameters by ``[n]`` and reset the outer state.
+
+        At the end of a job, ``parameters`` is the average of all replicas.
+        """
         self.method.begin(parameters)
         self.trainer.load(parameters)
 
     def evaluate(self) -> tuple[float, int]:
-        """The validation loss of the agreed parameters, and its number of tokens."""
+        """Return the validation loss of the agreed parameters, and its number of tokens."""
         own = self.trainer.parameters()
         self.trainer.load(self.method.agreed())
         try:
@@ -95,18 +104,18 @@ class Replica:
             self.trainer.load(own)
 
     def params_hash(self) -> str:
-        """SHA-256 of the agreed parameters."""
+        """Return the SHA-256 of the agreed parameters."""
         return params_hash(self.method.agreed())
 
     def pack_shared(self) -> list[Buffer]:
-        """The shared state as buffers that later steps do not change."""
+        """Return the shared state as buffers that later steps do not change."""
         inner = {}
         if self.method.kind == "gradients":
             inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
         return SharedState(self.revision, self.method.agreed(), self.method.state(), inner).pack()
 
     def load_shared(self, data: bytearray) -> None:
-        """Replace the state by one that ``pack_shared`` packed; ``data`` must not change afterwards.
+        """Replace the state by a packed one. ``data`` must not change afterwards.
 
         Raises ``IntegrityError`` if it is not a state of this job.
         """
@@ -120,7 +129,7 @@ class Replica:
         self._feedback = self._new_feedback()
 
     def checkpoint(self, job_id: str, round: int, excluded: tuple[PeerId, ...] = ()) -> WorkerCheckpoint:
-        """A checkpoint of the replica, valid until the next step. ``excluded``: see :class:`WorkerCheckpoint`."""
+        """Return a checkpoint of the replica, valid until the next step."""
         return WorkerCheckpoint(
             job_id=job_id,
             round=round,
@@ -132,7 +141,7 @@ class Replica:
         )
 
     def restore(self, saved: WorkerCheckpoint) -> None:
-        """Replace the whole state, residual included, by that of a checkpoint."""
+        """Replace the whole state, with the residual, by a checkpoint's."""
         self.revision = saved.revision
         self.trainer.load(saved.parameters)
         self.trainer.load_optimizer_state(saved.optimizer)
@@ -151,7 +160,10 @@ class Replica:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """The slopes along the round's directions, one per step. Each step measures at the parameters left by the one before."""
+        """Return the slopes along the round's directions, one per step.
+
+        Each step measures at the parameters that the step before left.
+        """
         start_s = self._stopwatch()
         slopes, losses = [], []
         for step in range(method.steps_per_round):
@@ -170,7 +182,7 @@ class Replica:
 
 
 def combined(one: StepReport, other: StepReport) -> StepReport:
-    """The sum of two reports, with the loss weighted by tokens."""
+    """Return the sum of two reports, with the loss weighted by tokens."""
     tokens = one.tokens + other.tokens
     loss = (one.loss * one.tokens + other.loss * other.tokens) / max(1, tokens)
     return StepReport(loss, tokens, one.seconds + other.seconds)

@@ -1,6 +1,7 @@
-"""The state that all workers share between rounds, packed as bytes that newcomers download and workers compare by hash.
+"""The state that all workers share between rounds, packed as bytes.
 
-The bytes are a safetensors file in a canonical form, so equal states have equal bytes. Those from another worker are untrusted:
+Newcomers download the bytes, and workers compare them by hash. The bytes are a safetensors file in
+a canonical form, so equal states have equal bytes. Bytes from another worker are untrusted:
 ``unpack`` accepts only the canonical form, and downloads stop at ``max_state_bytes``.
 """
 
@@ -21,7 +22,8 @@ OUTER = "outer."
 INNER = "inner."
 
 _VECTORS = 4
-"""Vectors of the model's size in a state, at most: agreed parameters, and momentum or AdamW's two moments."""
+"""Most vectors of the model's size in a state: agreed parameters, and momentum or AdamW's two
+moments."""
 _HEADER_BYTES = 1 << 16
 _LENGTH_BYTES = 8
 _DTYPES = {"F32": torch.float32, "I64": torch.int64}
@@ -31,8 +33,10 @@ _DTYPES = {"F32": torch.float32, "I64": torch.int64}
 class SharedState:
     """The state at the start of a round, equal on all workers.
 
-    ``revision``: number of committed rounds. ``agreed``: parameters, ``[n]`` float32. ``outer``: the method's state. ``inner``: AdamW's
-    state if workers exchange gradients, else empty.
+    - ``revision``: number of committed rounds.
+    - ``agreed``: parameters, ``[n]`` float32.
+    - ``outer``: the method's state.
+    - ``inner``: AdamW's state if workers exchange gradients, otherwise empty.
     """
 
     revision: int
@@ -41,7 +45,8 @@ class SharedState:
     inner: Mapping[str, torch.Tensor]
 
     def pack(self) -> list[Buffer]:
-        """The canonical bytes as a list of buffers, without the outer state that is private to one worker."""
+        """Return the canonical bytes as buffers. Outer state that is private to one worker is left
+        out."""
         tensors = {AGREED: self.agreed, REVISION: torch.tensor(self.revision)}
         tensors |= {OUTER + name: values for name, values in self.outer.items() if not name.startswith(OWN)}
         tensors |= {INNER + name: values for name, values in self.inner.items()}
@@ -49,7 +54,10 @@ class SharedState:
 
     @classmethod
     def unpack(cls, data: bytearray) -> "SharedState":
-        """The state that ``pack`` wrote; its tensors are views of ``data``. Raises ``IntegrityError`` for bytes of another form."""
+        """Return the state that ``pack`` wrote. Its tensors are views of ``data``.
+
+        Raises ``IntegrityError`` for bytes of another form.
+        """
         tensors = unpack(data)
         agreed, revision = tensors.pop(AGREED, None), tensors.pop(REVISION, None)
         if agreed is None or revision is None or revision.shape != () or revision.dtype != torch.int64:
@@ -64,13 +72,17 @@ class SharedState:
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> list[Buffer]:
-    """A canonical safetensors file as a list of buffers: its header, then the memory of each tensor, not copied."""
+    """Return a canonical safetensors file as buffers: its header, then each tensor's memory,
+    uncopied."""
     ordered = dict(sorted(tensors.items(), key=lambda each: (-each[1].itemsize, each[0])))
     return [_header(ordered), *(_memory(values) for values in ordered.values())]
 
 
 def unpack(data: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors that ``pack`` wrote, as views of ``data``. Raises ``IntegrityError`` for bytes of another form."""
+    """Return the tensors that ``pack`` wrote, as views of ``data``.
+
+    Raises ``IntegrityError`` for bytes of another form.
+    """
     try:
         return _views(data)
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -97,7 +109,10 @@ def _memory(values: torch.Tensor) -> memoryview:
 
 
 def _views(data: bytearray) -> dict[str, torch.Tensor]:
-    """The tensors of a packed state. A malformed header raises one of the errors that ``unpack`` catches."""
+    """Return the tensors of a packed state.
+
+    A malformed header raises one of the errors that ``unpack`` catches.
+    """
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > _HEADER_BYTES:
         raise ValueError("the header is too long")
@@ -116,5 +131,5 @@ def _views(data: bytearray) -> dict[str, torch.Tensor]:
 
 
 def max_state_bytes(parameter_count: int) -> int:
-    """Upper bound on the packed state of a model with ``parameter_count`` parameters."""
+    """Return an upper bound on the packed state of a model with ``parameter_count`` parameters."""
     return _VECTORS * 4 * parameter_count + _HEADER_BYTES

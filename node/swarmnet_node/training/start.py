@@ -1,4 +1,9 @@
-"""Starting a training worker: connects to the swarm, loads the job, its data and model, and assembles a ``Worker``."""
+"""Starts a training worker.
+
+1. Connect to the swarm.
+2. Get the job, its data and its model.
+3. Assemble a ``Worker``.
+"""
 
 import asyncio
 import os
@@ -28,7 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The user's settings of a worker. ``job`` is an id of 64 hexadecimal digits; rates are None for no limit."""
+    """The user's settings of a worker. ``job``: an id of 64 hexadecimal digits. Rates: None for no
+    limit."""
 
     job: str
     network: Network
@@ -45,10 +51,10 @@ class WorkerConfig:
 async def start(
     config: WorkerConfig, handler: "EventHandler", progress: "Progress" = lambda *_: None
 ) -> "AsyncIterator[Worker]":
-    """A worker that is ready to ``run``; ``handler`` receives its events.
+    """Yield a worker that is ready to ``run``. ``handler`` receives its events.
 
-    Raises ``Unreachable`` if no peer has the job, and the errors of reading its data and building its model. Leaving the context
-    stops a computation at its next inner step.
+    Leaving the context stops a computation at its next inner step. Raises ``Unreachable`` if no
+    peer has the job, and the errors of reading its data and building its model.
     """
     stopped = threading.Event()
 
@@ -116,7 +122,7 @@ async def start(
 
 
 async def _fail_with_transport(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:
-    """Stop the worker when its transport ends: the worker then reaches no other."""
+    """Stop the worker when its transport ends, because it can then reach no other worker."""
     try:
         await transport.died()
     except NotAuthorised as error:

@@ -1,7 +1,7 @@
 """The inner loop: AdamW steps of one worker on the samples of its slot.
 
-All parameters are views of one flat buffer, and all gradients of another. Reading or replacing them is one copy, and clipping and AdamW
-are one operation each.
+All parameters are views of one flat buffer, and all gradients are views of another. So reading or
+replacing them is one copy, and clipping and AdamW are one operation each.
 """
 
 import math
@@ -29,7 +29,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StepReport:
-    """The work of some inner steps: mean ``loss`` in nats over ``tokens`` predicted tokens, and ``seconds`` of computing."""
+    """The work of some inner steps.
+
+    ``loss``: mean in nats over ``tokens`` predicted tokens. ``seconds``: computing time.
+    """
 
     loss: float
     tokens: int
@@ -37,7 +40,10 @@ class StepReport:
 
 
 def learning_rate(training: TrainingSection, step: int, total_steps: int) -> float:
-    """The learning rate of inner step ``step``, counted from the start of the job: linear warm-up, then constant or cosine."""
+    """Return the learning rate of inner step ``step``, counted from the start of the job.
+
+    Warm-up is linear; then the rate is constant or follows a cosine.
+    """
     if step < training.warmup_steps:
         return training.learning_rate * (step + 1) / training.warmup_steps
     if training.schedule == "constant":
@@ -59,7 +65,7 @@ class Trainer:
         device: torch.device,
         progress: Progress = lambda *_: None,
     ) -> None:
-        """``progress`` is called at every inner step; an exception from it ends the computation."""
+        """``progress`` is called at every inner step. An exception from it ends the computation."""
         self.corpus = corpus
         self._progress = progress
         self._training = job.training
@@ -96,7 +102,10 @@ class Trainer:
         device: torch.device,
         progress: Progress = lambda *_: None,
     ) -> "Trainer":
-        """A trainer with the job's initial parameters. Raises ``JobError`` for data or a model that this machine cannot train."""
+        """Return a trainer with the job's initial parameters.
+
+        Raises ``JobError`` for data or a model that this machine cannot train.
+        """
         steps = job.make_method().steps_per_round
         corpus = open_corpus(job.data, cache_dir, progress)
         check_model(job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir)
@@ -108,19 +117,23 @@ class Trainer:
         return self._flat.numel()
 
     def view(self) -> Tensor:
-        """The parameters, ``[n]`` float32 on the CPU, valid until the next step or ``load``."""
+        """Return the parameters, ``[n]`` float32 on the CPU, valid until the next step or
+        ``load``."""
         return self._flat.detach().to("cpu")
 
     def parameters(self) -> Tensor:
-        """A copy of the parameters, ``[n]`` float32 on the CPU, in the order of ``named_parameters()``."""
+        """Return a copy of the parameters, ``[n]`` float32 on the CPU, ordered like
+        ``named_parameters()``."""
         return self._flat.detach().to("cpu", copy=True)
 
     def storage(self) -> Tensor:
-        """The parameters' own memory, ``[n]`` float32 on the device, for changes in place."""
+        """Return the parameters' own memory, ``[n]`` float32 on the device, for changes in
+        place."""
         return self._flat.data
 
     def load(self, parameters: Tensor) -> None:
-        """Replace the parameters by ``[n]`` float32; AdamW keeps its state. Raises ``IntegrityError`` for other shapes."""
+        """Replace the parameters by ``[n]`` float32. AdamW keeps its state. Raises
+        ``IntegrityError``."""
         with torch.no_grad():
             self._flat.copy_(check_flat(parameters, self.parameter_count))
 
@@ -143,19 +156,21 @@ class Trainer:
         self._progress("inner steps", step, self._steps_per_round)
 
     def gradient(self, round: int, step: int, slot: int) -> tuple[Tensor, StepReport]:
-        """The mean gradient of the slot's batch, ``[n]`` float32 on the CPU, unclipped. Parameters do not change."""
+        """Return the mean unclipped gradient of the slot's batch, ``[n]`` float32 on the CPU."""
         started = time.perf_counter()
         loss, tokens = self._backward(round, step, slot)
         gradient = self._gradients().to("cpu", copy=True)
         return gradient, StepReport(float(loss), tokens, time.perf_counter() - started)
 
     def apply_gradient(self, round: int, step: int, gradient: Tensor) -> None:
-        """Run one inner step with ``gradient`` (``[n]`` float32), clipped like a gradient of its own."""
+        """Run one inner step with ``gradient`` (``[n]`` float32), clipped like the trainer's own
+        gradients."""
         self._gradients().copy_(check_flat(gradient, self.parameter_count))
         self._update(round, step)
 
     def loss(self, round: int, step: int, slot: int) -> float:
-        """The mean loss of the slot's batch at the current parameters, in nats per token; no gradient is computed."""
+        """Return the mean loss of the slot's batch in nats per token, without computing a
+        gradient."""
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         with torch.no_grad():
@@ -164,7 +179,8 @@ class Trainer:
             )
 
     def evaluate(self, batches: int) -> tuple[float, int]:
-        """The mean loss over at most ``batches`` batches of the validation part, and its number of tokens."""
+        """Return the mean loss of at most ``batches`` validation batches, and its number of
+        tokens."""
         held_out: Sequences = self.corpus.validation
         count = min(len(held_out), batches * self._training.batch_size)
         total, tokens = 0.0, 0
@@ -181,12 +197,19 @@ class Trainer:
         return total / tokens, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """AdamW's state on the CPU, valid until the next step: scalar ``step`` and two moments ``[n]``; empty before the first step."""
+        """Return AdamW's state on the CPU, valid until the next step.
+
+        The state has the scalar ``step`` and two moments ``[n]``. It is empty before the first
+        step.
+        """
         state = self._optimizer.state.get(self._flat, {})
         return {name: value.detach().to("cpu") for name, value in state.items()}
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state by one from ``optimizer_state``. Raises ``IntegrityError`` for other names, shapes or infinite values."""
+        """Replace AdamW's state by a result of ``optimizer_state``.
+
+        Raises ``IntegrityError`` for other names or shapes, and for values that are not finite.
+        """
         if not state:
             self._optimizer.state.clear()
             return
@@ -201,7 +224,7 @@ class Trainer:
         }
 
     def write(self, folder: Path, parameters: Tensor) -> None:
-        """Write the model with ``parameters`` in Hugging Face layout into ``folder``."""
+        """Write the model with ``parameters`` into ``folder``, in Hugging Face layout."""
         write_model(self._model, check_flat(parameters, self.parameter_count), folder)
 
     @property
@@ -214,7 +237,7 @@ class Trainer:
         return [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
 
     def _gradients(self) -> Tensor:
-        """The flat gradient, allocated on first use: zeroth-order methods never need one."""
+        """Return the flat gradient, allocated on first use: zeroth-order methods never need one."""
         if self._flat.grad is None:
             self._flat.grad = torch.zeros_like(self._flat)
             for parameter, part in self._parts(self._flat.grad):
@@ -222,7 +245,7 @@ class Trainer:
         return self._flat.grad
 
     def _free_gradients(self) -> None:
-        """Free the gradients, because the exchange that follows needs the memory."""
+        """Free the gradients, because the next exchange needs the memory."""
         self._flat.grad = None
         for parameter in self._model.parameters():
             parameter.grad = None
@@ -243,7 +266,7 @@ class Trainer:
         return tuple(batch[start : start + size] for start in range(0, len(batch), size))
 
     def _loss_sum(self, batch: Tensor) -> Tensor:
-        """The summed cross-entropy of ``batch`` (``[k, length + 1]``)."""
+        """Return the summed cross-entropy of ``batch`` (``[k, length + 1]``)."""
         batch = batch.to(self._device)
         logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")

@@ -1,17 +1,23 @@
 """A training worker, from its start to the last round of its job.
 
-``Worker.run`` resumes from the newest checkpoint and repeats rounds until the job is done. One round:
+``Worker.run`` resumes from the newest checkpoint and repeats rounds until the job is done. One
+round:
 
-1. Train: the inner steps on this worker's slot of the data. With overlap, the exchange of the last round ends among them.
-2. Finish the exchange of the last round: apply its average, publish the new shared state, evaluate and save a checkpoint.
-3. Match: form a group with the other workers in this round (``matchmaking``); its roster has the slots of the next round.
+1. Train: run the inner steps on this worker's slot of the data. With overlap, the exchange of the
+   last round ends during these steps.
+2. Finish the exchange of the last round: apply its average, publish the new shared state, evaluate
+   and save a checkpoint.
+3. Match: form a group with the other workers in this round (``matchmaking``). Its roster has the
+   slots of the next round.
 4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
 
-Between rounds all workers hold the same shared state, compared by its hash. A worker whose group is at a later round or has another
-state is out of sync: it asks the voters for their round and state, and downloads the one that most of them have. It then has no slot,
-like a new worker, and takes part in one exchange without a contribution to be assigned one.
+Between rounds all workers hold the same shared state, and compare its hash. A worker is out of sync
+if its group is at a later round or has another state. It then asks the voters for their round and
+state, and downloads the state that most of them have. Now it has no slot, like a new worker: it
+joins one exchange without a contribution to get one.
 
-The protocols between workers are in ``swarmnet_protocols.training``; all computation is in ``replica.py``.
+The protocols between workers are in ``swarmnet_protocols.training``. All computation is in
+``replica.py``.
 """
 
 import asyncio
@@ -56,26 +62,28 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
-"""Seconds before the voters are asked again, after an answer without a majority."""
+"""Seconds until the voters are asked again, after an answer without a majority."""
 NEW_S = 60.0
-"""Seconds for which a worker without a checkpoint is new (``catch_up.join``). Less than workers take to find each other leaves those
-that start together in several groups; more lets a majority of strangers replace the weights of a worker that has trained so long."""
+"""Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
+longer to find each other, those that start together stay in several groups. With more, a majority
+of strangers can replace the weights of a worker that has trained so long."""
 NEW_DISTRUST_S = 5.0
-"""Seconds for which a new worker ignores one that claimed a later round alone: it may be in a smaller group, which will join this one."""
+"""Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that
+worker may be in a smaller group, which will join this one."""
 RETRY_DOWNLOAD_S = 5.0
-"""Seconds before another attempt to download the shared state."""
+"""Seconds until another attempt to download the shared state."""
 
 
 @dataclass(frozen=True)
 class WorkerDependencies:
-    """Network, threads, clock and random source of a worker. Tests replace them by simulated ones."""
+    """Network, threads, clock and random source of a worker. Tests replace them."""
 
     transport: Transport
     directory: Directory
     executor: Executor
-    """One thread, on which all torch computation runs."""
+    """One thread, which runs all torch computation."""
     codec_executor: Executor
-    """A second thread, on which contributions are encoded and decoded during inner steps."""
+    """A second thread, which encodes and decodes contributions during inner steps."""
     rng: random.Random
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
@@ -122,13 +130,14 @@ class Worker:
         self._checkpoints = checkpoints
         self._emit = handler
         self._slot: int | None = None
-        """This worker's share of the data in the next round; None until a roster assigns one."""
+        """This worker's share of the data in the next round. None until a roster assigns one."""
         self._state = b""
         """The hash of the shared state."""
         self._pending: PendingExchange | None = None
         self._last_exchange = 0
         self._step_s = 0.0
-        """Seconds of a recent inner step. An exchange that overlaps N of them is paced to take N times as long."""
+        """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
+        times as long."""
         self._rates = ArrivalRates()
         self._new_until_s = 0.0
         self._failure: SwarmnetError | None = None
@@ -156,7 +165,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Train until the last round of the job, or until ``stop``; then save a checkpoint.
+        """Train until the last round of the job, or until ``stop``. Then save a checkpoint.
 
         Raises the error given to ``fail``, and ``OutOfResources`` if the disk is full.
         """
@@ -198,14 +207,15 @@ class Worker:
         self._failure = error
         self._failed.set()
 
-    # ---- rounds -----------------------------------------------------------------------------------------
+    # ---- rounds ----------------------------------------------------------------------------------
 
     async def _run_rounds(self) -> None:
         while not self._is_done():
             try:
                 await self._run_round()
                 if self._is_done() or not self._method.overlap_steps:
-                    await self._finish_exchange()  # may set the round back; the loop then repeats it
+                    # may set the round back; then the loop repeats it
+                    await self._finish_exchange()
             except OutOfSync as out_of_sync:
                 await self._catch_up(out_of_sync)
         if self.round < self._job.job.rounds:
@@ -218,24 +228,28 @@ class Worker:
         return self.stopping or self.round >= self._job.job.rounds
 
     async def _run_round(self) -> None:
-        """One round, up to the start of its exchange. Raises ``OutOfSync`` if its group is at another round or state."""
+        """Run one round, up to the start of its exchange.
+
+        Raises ``OutOfSync`` if its group is at another round or state.
+        """
         contribution, report = None, NO_STEPS
         looking = self._workers.refresh(now=self._is_new())
         if self._slot is None:
             await looking
-        else:  # the inner steps hide the time of the read
+        else:  # read the directory during the inner steps
             (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
         await self._finish_exchange()
         if self.round and self._is_new() and self._method.shares_weights:
             await self._join_larger_group()
-        if self._slot is None:  # out of sync: the contribution belongs to another state than the group's
+        # out of sync: the contribution belongs to another state than the group's
+        if self._slot is None:
             contribution, report = None, NO_STEPS
         start_s = self._now()
         roster = await self._form_group(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
         self._slot = roster.slot(self._transport.peer_id) if enough else None
         if not any(member.weight for member in roster.members):
-            # No member has trained: the group exists only to assign slots.
+            # No member has trained: the group only assigns slots.
             if not enough:
                 self._emit({"event": "waiting", "round": self.round, "workers": len(roster.members)})
                 await asyncio.sleep(REFRESH_S)
@@ -244,7 +258,10 @@ class Worker:
         self.round += 1
 
     async def _train(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
-        """Train one round; returns its contribution, or None if the last exchange shows that this worker is behind."""
+        """Train one round. Return its contribution.
+
+        Return None as contribution if the last exchange shows that this worker is behind.
+        """
         report = NO_STEPS
         if self._method.kind == "parameters":
             steps = self._method.steps_per_round
@@ -265,7 +282,10 @@ class Worker:
         return report
 
     async def _form_group(self, weight: float) -> Roster:
-        """Form this round's group; returns its roster. ``weight``: the tokens that this worker trained on in the round."""
+        """Form this round's group. Return its roster.
+
+        ``weight``: the tokens that this worker trained on in the round.
+        """
         addresses = tuple(self._transport.addresses())
         me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
         roster = await self._matchmaking.form_group(
@@ -310,7 +330,8 @@ class Worker:
         self._pending = None
         self._rates.add(outcome.arrivals)
         if outcome.behind:
-            # The others may have committed without this worker. Matchmaking for the same round, without a slot, tells.
+            # The others may have committed without this worker. Matchmaking for the same round,
+            # without a slot, tells.
             self.round, self._slot = pending.round, None
             self._emit({"event": "behind", "round": pending.round, "reason": outcome.reason})
             return
@@ -342,9 +363,13 @@ class Worker:
             await self._save()
 
     async def _merge_replicas(self) -> None:
-        """At the end of a job whose workers keep different parameters, average them. If it fails, each worker keeps its own."""
+        """Average the replicas at the end of a job whose workers keep different parameters.
+
+        If this fails, each worker keeps its own.
+        """
         event: dict[str, Any] = {"event": "merge", "round": self.round}
-        # A worker without a slot has a copy of another worker's replica, which that worker contributes.
+        # A worker without a slot has a copy of another worker's replica. That other worker
+        # contributes it.
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._form_group(weight)
@@ -366,10 +391,10 @@ class Worker:
         params_hash = await self._compute(self._replica.params_hash)
         self._emit({**event, "params_hash": params_hash, **exchange_fields(outcome)})
 
-    # ---- the shared state -------------------------------------------------------------------------------
+    # ---- the shared state ------------------------------------------------------------------------
 
     async def _resume(self) -> None:
-        """Load the newest checkpoint if there is one; else keep the job's initial parameters."""
+        """Load the newest checkpoint, or keep the job's initial parameters."""
         saved = await self._compute(self._checkpoints.load_newest, self.job_id)
         if saved is not None:
             self.round = saved.round
@@ -383,13 +408,16 @@ class Worker:
         return self._replica.revision == 0 or self._now() < self._new_until_s
 
     async def _join_larger_group(self) -> None:
-        """Move to the state of a larger group if there is one. Workers that start together may begin in several groups."""
+        """Move to the state of a larger group, if there is one.
+
+        Workers that start together may begin in several groups.
+        """
         verdict = await self._compare()
         if isinstance(verdict, CatchUp):
             await self._move(verdict)
 
     async def _compare(self) -> CatchUp | Stay:
-        """Whether this worker, which is at another position than some, moves to theirs."""
+        """Decide whether this worker moves to another round or state, by asking other workers."""
         mine = WorkerPosition(self.round, self._state)
         if self._is_new() and self._method.shares_weights:
             mates = self._workers.mates
@@ -402,7 +430,10 @@ class Worker:
         return catch_up(mine, positions, same_state=self._method.shares_weights)
 
     async def _catch_up(self, out_of_sync: OutOfSync) -> None:
-        """Move to the round and state that most have. ``out_of_sync`` is one worker's claim and decides nothing."""
+        """Move to the round and state that most workers have.
+
+        ``out_of_sync`` is one worker's claim, so it decides nothing.
+        """
         await self._workers.refresh(now=True)
         verdict = await self._compare()
         if isinstance(verdict, CatchUp):
@@ -436,7 +467,8 @@ class Worker:
                 partial(self._dependencies.progress, "fetching the state"),
             )
         except SwarmnetError as error:
-            # The sources may have replaced the state meanwhile. The next matchmaking tells which one is current.
+            # The sources may have replaced the state meanwhile. The next matchmaking tells which
+            # state is current.
             await self._matchmaking.set_position(self.round, self._state)
             self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
             await asyncio.sleep(RETRY_DOWNLOAD_S)
@@ -471,7 +503,7 @@ class Worker:
 
         await self._compute(save)
 
-    # ---- helpers ----------------------------------------------------------------------------------------
+    # ---- helpers ---------------------------------------------------------------------------------
 
     def _announcements(self) -> Iterable[Announcement]:
         addresses = tuple(self._transport.addresses())
@@ -489,7 +521,7 @@ class Worker:
 
 
 def averaging_rules(job: Job) -> AggregationRules:
-    """The job's aggregation rules, equal on all workers."""
+    """Return the job's aggregation rules, equal on all workers."""
 
     def aggregate_clipped(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
