@@ -1,4 +1,4 @@
-"""The directory: signed records that every peer of a swarm publishes and looks up by topic. Here is its interface."""
+"""The interface of the directory: signed records that peers publish and look up by topic."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol
@@ -8,7 +8,7 @@ from swarmnet_protocols.machine.clock import Clock
 
 
 class Directory(Protocol):
-    """Signed records by topic, eventually visible to every peer of the swarm."""
+    """Signed records by topic. Every peer of the swarm eventually sees them."""
 
     @property
     def swarm(self) -> bytes:
@@ -16,23 +16,28 @@ class Directory(Protocol):
 
     @property
     def clock(self) -> Clock:
-        """Clock by which records expire."""
+        """The clock for the expiry of records."""
 
     @property
     def refused(self) -> int:
-        """Stores of this peer's records that other peers refused, since the start."""
+        """Number of times that other peers refused to store this peer's records, since the
+        start."""
 
     def warning(self) -> str:
-        """The warning for the owner of this peer if few others can find its records; else empty."""
+        """Return a warning for the owner if few other peers can find this peer's records, else
+        ""."""
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         """Replace this peer's record under ``topic``.
 
-        The new record lives for ``lifetime_s``, or longer if the one it replaces would outlive it.
+        The new record lives for ``lifetime_s``, or longer if its predecessor would outlive it.
         """
 
     async def lookup(self, topic: str) -> Sequence[Record]:
-        """The newest record of every signer, verified and not expired; empty if no other peer answers."""
+        """Return the newest record of every signer, verified and not expired.
+
+        Empty if no other peer answers.
+        """
 
     async def sample(
         self,
@@ -42,9 +47,13 @@ class Directory(Protocol):
         blocks: tuple[int, int] | None = None,
         copies: int = 1,
     ) -> Sequence[Record]:
-        """Records under ``topics``, at most ``most`` of each, drawn at random by a peer that stores them.
+        """Return random records under ``topics``, at most ``most`` of each, drawn by a peer that
+        stores them.
 
-        A cheaper :meth:`lookup`, for topics under which many peers publish. ``blocks``: only announcements of hosts with one of these
-        blocks [start, end). ``copies``: peers that draw for each topic, so that more is found, of up to ``most`` records each. Verified,
-        not expired, the newest of each signer.
+        A cheaper :meth:`lookup` for topics under which many peers publish. The records are
+        verified, not expired, and the newest of each signer.
+
+        - ``blocks``: return only announcements of hosts with one of these blocks [start, end).
+        - ``copies``: number of storing peers that draw for each topic, up to ``most`` records each.
+          More copies find more records.
         """

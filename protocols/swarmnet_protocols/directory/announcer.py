@@ -1,12 +1,12 @@
-"""The announcer: keeps what a peer announces in the directory, where every record expires.
+"""The announcer: keeps a peer's announcements in the directory, where every record expires.
 
-Each thing that a peer announces has an ``Announcer``: its blocks, its experts, its models, its job,
-its process, itself as a relay or an issuer. The life of one:
+A peer has one ``Announcer`` for each thing that it announces: its blocks, its experts, its models,
+its job, its process, itself as a relay or an issuer. The life of an announcer:
 
-1. ``run`` announces at the start, then every ``every_s``, and at once when ``facts`` change.
-   It skips announcements that readers do not need.
-2. A failed announcement is tried again soon, and then less and less often. The record of the last
-   one outlives a few failures.
+1. ``run`` announces at the start, then every ``every_s``, and at once when ``facts`` change. It
+   skips announcements that readers do not need.
+2. After a failure it tries again soon, and then less and less often. The record of the last
+   announcement outlives a few failures.
 3. ``withdraw`` announces the end, so that readers need not wait until the record expires.
 """
 
@@ -22,9 +22,11 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import SwarmnetError
 
 RETRY_S = 1.0
-"""Seconds until the first retry of a failed announcement; the pause doubles with each failure, up
-to the usual period. Shorter, and a directory that recovers is flooded; longer, and a newcomer whose
-first announcement failed stays unknown."""
+"""Seconds until the first retry of a failed announcement.
+
+The pause doubles with each failure, up to the usual period. Shorter, and peers flood a directory
+that recovers. Longer, and a newcomer whose first announcement failed stays unknown.
+"""
 
 
 class Announcement(NamedTuple):
@@ -35,12 +37,12 @@ class Announcement(NamedTuple):
     lifetime_s: float
 
     async def publish(self, directory: Directory) -> None:
-        """Raises ``SwarmnetError`` if the directory does not take the record."""
+        """Publish this record. Raises ``SwarmnetError`` if the directory does not take it."""
         await directory.publish(self.topic, self.body, lifetime_s=self.lifetime_s)
 
 
 Compose = Callable[[], Iterable[Announcement]]
-"""Returns what to announce at this moment; nothing while there is nothing to announce."""
+"""Returns what to announce now; nothing while there is nothing to announce."""
 
 
 async def _always() -> bool:
@@ -55,19 +57,19 @@ class Announcer:
     rng: random.Random
     compose: Compose
     every_s: float
-    """Seconds between two announcements, at most. May change at any time."""
+    """Most seconds between two announcements. May change at any time."""
     facts: Callable[[], object] = lambda: None
-    """Returns what is announced at once when it changes."""
+    """Returns the facts behind the announcement. A change is announced at once."""
     check_s: float = math.inf
-    """Seconds between two looks at ``facts``."""
+    """Seconds between two checks of ``facts``."""
     is_needed: Callable[[], Awaitable[bool]] = _always
-    """Asked before each announcement whether readers need it."""
+    """Returns whether readers need the next announcement."""
     ending: Compose = lambda: ()
     """Returns what ``withdraw`` announces."""
     _announced: object = field(default=None, init=False)
     """The facts at the last announcement."""
     _due: float = field(default=-math.inf, init=False)
-    """When to announce next, on the clock of the loop."""
+    """Time of the next announcement, on the clock of the loop."""
     _retry_s: float = field(default=RETRY_S, init=False)
 
     async def run(self) -> NoReturn:
@@ -101,11 +103,11 @@ class Announcer:
         self._retry_s = RETRY_S
 
     def _pause(self, pause_s: float) -> None:
-        # Randomised, so that peers which started together do not announce together for ever.
+        # Randomised, so that peers that started together do not announce together for ever.
         self._due = asyncio.get_running_loop().time() + pause_s * self.rng.uniform(0.8, 1.0)
 
     async def withdraw(self, within_s: float | None = None) -> None:
-        """Announce the end, within a time or not at all: the records expire soon."""
+        """Announce the end, or give up after ``within_s``: the records expire soon anyway."""
         with contextlib.suppress(SwarmnetError, TimeoutError):
             async with asyncio.timeout(within_s):
                 for each in self.ending():

@@ -1,6 +1,7 @@
-"""The catalog of a swarm: the models that are hosted and the jobs that are trained, for clients that know no hash or id.
+"""The catalog of a swarm: its hosted models and trained jobs, for clients that know no hash or id.
 
-All entries are under one topic, which has room for some thousands. So a peer announces what it hosts only while a sample shows that few others do.
+All entries are under one topic, which has room for some thousands. So a peer announces what it
+hosts only while a sample shows that few others announce the same.
 """
 
 import random
@@ -18,15 +19,24 @@ from swarmnet_protocols.wire import records_pb2 as pb
 TOPIC = "catalog"
 MAX_NAME_CHARS = 128
 MAX_MODELS = 32
-"""Most models that are read: those named by most peers. Any member may name models that do not exist."""
+"""Most models that are read: the ones that most peers name.
+
+Any member may name models that do not exist.
+"""
 MAX_JOBS = 32
 LIFETIME_S = 600.0
 ANNOUNCE_S = 200.0
-"""Seconds between two announcements. Rare: an entry names what exists, not which peers are online."""
+"""Seconds between two announcements.
+
+Rare, because an entry names what exists, not which peers are online.
+"""
 ENOUGH = 32
-"""Peers that announce the same model or job, with which others need not. Many: readers leave out what few peers name."""
+"""Number of peers whose announcements of a model or job are enough.
+
+Readers leave out what few peers name, so fewer would hide a model. More would fill the topic.
+"""
 SAMPLE = 256
-"""Entries of a sample of the catalog."""
+"""Number of entries in a sample of the catalog."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class CatalogModel:
 class Catalog:
     models: tuple[CatalogModel, ...] = ()
     jobs: tuple[str, ...] = ()
-    """Ids, 64 hexadecimal digits."""
+    """Ids, 64 hexadecimal digits each."""
 
 
 def model_announcer(directory: Directory, rng: random.Random, model: CatalogModel) -> Announcer:
@@ -60,7 +70,7 @@ def _announcer(directory: Directory, rng: random.Random, record: pb.CatalogRecor
 
     async def is_needed() -> bool:
         sample = await directory.sample([TOPIC], SAMPLE)
-        # Entries that end before all peers have looked again do not count.
+        # Entries that expire before all peers have checked again do not count.
         least = directory.clock() + ANNOUNCE_S
         lasting = [each.body for each in sample if each.expires_at > least]
         return not is_enough(lasting, entry.body, is_full=len(sample) >= SAMPLE)
@@ -69,8 +79,9 @@ def _announcer(directory: Directory, rng: random.Random, record: pb.CatalogRecor
 
 
 def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
-    """Whether enough entries are equal to ``body``: ``ENOUGH``, or of a full sample half of what each would have if all were equally frequent.
+    """Return whether enough entries are equal to ``body``.
 
+    Enough is ``ENOUGH``. In a full sample, half an equal share of the entries is also enough.
     ``is_full``: the catalog may have more entries than the sample.
     """
     wanted = float(ENOUGH)
@@ -80,12 +91,12 @@ def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
 
 
 async def read_catalog(directory: Directory) -> Catalog:
-    """The catalog; a model with several names has the one that most peers use."""
+    """Read the catalog. A model with several names gets the name that most peers use."""
     return merge(record.body for record in await directory.lookup(TOPIC))
 
 
 def merge(bodies: Iterable[bytes]) -> Catalog:
-    """One catalog of the entries of all peers. Invalid entries are left out."""
+    """Merge the entries of all peers into one catalog. Leaves out invalid entries."""
     named: dict[bytes, Counter[tuple[str, int]]] = {}
     jobs: Counter[str] = Counter()
     for body in bodies:

@@ -1,9 +1,11 @@
-"""Detection of a duplicate identity: another process that uses the same key on the network.
+"""Detects a duplicate identity: another process that uses the same key on the network.
 
-Each process publishes announcements with a random process number. Two processes with one key publish under the same signer and
-topic, so the directory returns the newer announcement. A process that finds another's number looks and announces more often for a
-while, as does a process that has just started; both processes are then certain within seconds. Neither stops: which one is legitimate
-cannot be decided, and a thief of the key could otherwise stop the owner's node. The owner is warned.
+1. Each process publishes announcements with a random process number. Two processes with one key
+   publish under the same signer and topic, so the directory returns the newer announcement.
+2. A process that finds another number looks and announces more often for a while. So does a process
+   that has just started. Both processes are then certain within seconds.
+3. The owner is warned, and neither process stops. Nobody can decide which process is legitimate.
+   Otherwise a thief of the key could stop the owner's node.
 """
 
 import asyncio
@@ -32,17 +34,21 @@ _log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 16
 REMEMBERED_S = 600.0
-"""Seconds after the last announcement at which a duplicate counts as gone."""
+"""Seconds after its last announcement until a duplicate counts as gone."""
 SUSPECTED_FACTOR = 12
 """Factor by which a process looks and announces more often while it suspects a duplicate."""
 SUSPECTED_AT_START, SUSPECTED = 0.25, 1.5
-"""Time for which a process suspects a duplicate after its own start and after a duplicate's announcement, in units of
-``Timing.identity_announce_s``: long enough for the other process to look, whether that has just started or was running."""
+"""How long a process suspects a duplicate, after its own start and after a duplicate's
+announcement.
+
+In units of ``Timing.identity_announce_s``. Long enough for the other process to look, whether it
+has just started or was already running.
+"""
 
 
 @dataclass(frozen=True)
 class ProcessAnnouncement:
-    """The number and addresses of a process; ``sequence`` grows with each of its announcements."""
+    """The number and addresses of a process. ``sequence`` grows with each of its announcements."""
 
     process: bytes
     addresses: tuple[str, ...]
@@ -52,11 +58,15 @@ class ProcessAnnouncement:
 class Duplicate:
     """The evidence of another process with this identity. Pure: takes the time as an argument.
 
-    One announcement may be left over from a process that ended, so only a second, newer one proves a duplicate.
+    One announcement may be left over from a process that ended. So only a second, newer
+    announcement proves a duplicate.
     """
 
     def __init__(self, process: bytes, period_s: float, now: float) -> None:
-        """For ``process``, which starts ``now`` and looks every ``period_s`` seconds when it suspects no duplicate."""
+        """Start for ``process`` at time ``now``.
+
+        ``period_s``: seconds between two looks while no duplicate is suspected.
+        """
         self._process = process
         self._period_s = period_s
         self._suspected_until = now + SUSPECTED_AT_START * period_s
@@ -64,7 +74,7 @@ class Duplicate:
         self._heard_at = -math.inf
 
     def look(self, found: ProcessAnnouncement, now: float) -> None:
-        """Record the newest announcement of this identity, usually that of this process."""
+        """Record the newest announcement of this identity, usually this process's own."""
         if found.process == self._process:
             return
         is_later = self._last is not None and found.sequence > self._last.sequence
@@ -75,11 +85,11 @@ class Duplicate:
         self._last = found
 
     def at(self, now: float) -> ProcessAnnouncement | None:
-        """The last announcement of a running duplicate; None if there is none."""
+        """Return the last announcement of a running duplicate; None if there is no duplicate."""
         return self._last if now < self._heard_at + REMEMBERED_S else None
 
     def every_s(self, now: float, rng: Random) -> float:
-        """Seconds, at most, until the next look and announcement."""
+        """Return the most seconds until the next look and announcement."""
         if now < self._suspected_until:
             # Randomised: of two processes in step, one would only ever see its own announcements.
             return rng.uniform(0.5, 1.0) * self._period_s / SUSPECTED_FACTOR
@@ -87,12 +97,12 @@ class Duplicate:
 
 
 def topic_of(peer: PeerId) -> str:
-    """The topic of the announcements of a peer's processes."""
+    """Return the topic of the announcements of a peer's processes."""
     return f"identity/{peer}"
 
 
 class DuplicateWatch:
-    """Announces this process and looks for a duplicate. Made by :meth:`keep`."""
+    """Announces this process and looks for a duplicate. :meth:`keep` makes one."""
 
     def __init__(
         self,
@@ -126,7 +136,8 @@ class DuplicateWatch:
     ) -> AsyncIterator["DuplicateWatch"]:
         """Announce this process, and look for a duplicate, while the context is open.
 
-        A duplicate is logged once. ``changed`` is called with the warning then, and with an empty string when it has gone.
+        Logs a duplicate once. Then calls ``changed`` with the warning, and with "" when the
+        duplicate has gone.
         """
         watch = cls(transport, directory, rng, timing, changed)
         watching = asyncio.create_task(
@@ -138,7 +149,7 @@ class DuplicateWatch:
             await cancel(watching)
 
     def warning(self) -> str:
-        """The warning for the owner; empty if there is no duplicate."""
+        """The warning for the owner; empty while there is no duplicate."""
         duplicate = self._duplicate.at(self._now())
         if duplicate is None:
             return ""
@@ -151,8 +162,8 @@ class DuplicateWatch:
         )
 
     async def _look(self) -> bool:
-        """Look for a duplicate before each announcement, which is needed in any case."""
-        with contextlib.suppress(SwarmnetError):  # the directory may answer the next time
+        """Look for a duplicate before each announcement. The announcement is needed in any case."""
+        with contextlib.suppress(SwarmnetError):  # the directory may answer next time
             await self._read()
         warning = self.warning()
         if warning and not self._was_found:

@@ -1,8 +1,9 @@
-"""Announcements of routed experts in the directory: which peers compute which experts of a model for hosts of its blocks.
+"""Announcements of routed experts: which peers compute which experts of a model for other hosts.
 
-An announcement is a claim: any peer may sign one that names every expert. It tells where to ask, and nothing follows from it alone: hosts and peers
-with experts count what a peer has told and computed on a stream of its own (``swarmnet_node/experts/``). Reading many claims has to be cheap, so
-:class:`ExpertSample` reads a bounded number of them, parses each once, and keeps a bit for each expert.
+An announcement is a claim: any peer may sign one that names every expert. It tells where to ask,
+and proves nothing. Hosts and peers with experts count only what a peer has told and computed on a
+stream of its own (``swarmnet_node/experts/``). Reading many claims has to be cheap, so
+:class:`ExpertSample` reads a bounded number, parses each once, and keeps one bit for each expert.
 """
 
 import math
@@ -34,26 +35,32 @@ MAX_EXPERTS = 1024
 MAX_EXPERT_BLOCKS = 1024
 """Most blocks with experts in one announcement."""
 SAMPLE = 96
-"""Most announcements that one read takes from one peer of the directory. A host has streams to ``MAX_LINKS`` peers, fewer than these."""
+"""Most announcements that one read takes from one peer of the directory.
+
+A host has streams to ``MAX_LINKS`` peers, fewer than this.
+"""
 COPIES = 2
-"""Peers of the directory that are read: one may lack announcements."""
+"""Peers of the directory that are asked. One alone may lack announcements."""
 MAX_KNOWN = 256
-"""Announcements that are kept, those read last, of up to 40 kB each. Fewer would hide peers from each other where honest ones are many."""
+"""Announcements that are kept; the ones read last stay. Each has up to 40 kB.
+
+Fewer would hide peers from each other where many are honest.
+"""
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 
 
 class ExpertBits(AbstractSet[int]):
-    """The numbers of some experts of one block, a bit for each: as small as the bytes of which it is made."""
+    """A set of experts of one block, stored as one bit for each expert."""
 
     __slots__ = ("_bits",)
 
     def __init__(self, bits: int = 0) -> None:
-        """``bits``: bit n stands for expert n."""
+        """Make a set from ``bits``: bit n stands for expert n."""
         self._bits = bits
 
     @classmethod
     def of(cls, experts: Iterable[int]) -> "ExpertBits":
-        """The set of ``experts``."""
+        """Make the set of ``experts``."""
         if isinstance(experts, ExpertBits):
             return experts
         bits = 0
@@ -90,12 +97,13 @@ class ExpertBits(AbstractSet[int]):
         return f"ExpertBits({self._bits:#x})"
 
     def to_bytes(self) -> bytes:
-        """The lowest bit of the first byte for expert 0, without zeros at the end."""
+        """Return the bits as bytes without zeros at the end. Expert 0 is the first byte's lowest
+        bit."""
         return self._bits.to_bytes(-(-self._bits.bit_length() // 8), "little")
 
 
 BlockExperts = Mapping[int, AbstractSet[int]]
-"""The numbers of some experts of each block."""
+"""Block → the numbers of some of its experts."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +115,17 @@ class ExpertHost:
     experts: BlockExperts
     is_online: bool
     row_s: float = 0.0
-    """Seconds for one row through one expert, as the peer measured it; 0: not measured."""
+    """Seconds for one row through one expert, as the peer measured it; 0 if not measured."""
     precision: str = ""
     public_name: str = ""
     is_compatible: bool = True
-    """Whether it has this version of the protocol."""
+    """Whether the peer has this version of the protocol."""
     capacity: int = 0
-    """Experts that it holds at most, if hosts may choose which; 0: its owner has chosen them."""
+    """Most experts that the peer holds if hosts may choose them; 0 if its owner has chosen."""
 
 
 def experts_topic(manifest: bytes) -> str:
-    """The topic of the announcements of peers with experts of a model."""
+    """Return the topic for announcements of a model's experts."""
     return f"experts/{manifest.hex()}"
 
 
@@ -129,7 +137,7 @@ def expert_announcement(
     version: str,
     lifetime_s: float,
 ) -> Announcement:
-    """Return the announcement of this peer, which is ``host``."""
+    """Return the announcement of this peer, described by ``host``."""
     record = pb.ExpertsRecord(
         manifest=manifest,
         state=state,
@@ -149,7 +157,7 @@ def expert_announcement(
 
 
 def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
-    """The peer that ``record`` announces; None if the record is malformed or of another model."""
+    """Return the peer that ``record`` announces; None if it is malformed or names another model."""
     try:
         body = pb.ExpertsRecord.FromString(record.body)
     except DecodeError:
@@ -181,17 +189,20 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
 
 @dataclass(frozen=True)
 class AnnouncedExperts:
-    """An announcement, as it was read."""
+    """An announcement as it was read."""
 
     host: ExpertHost
     sequence: int
-    """Grows with every announcement of the peer."""
+    """Counter that grows with every announcement of the peer."""
     expires_at: float
     """Unix time."""
 
 
 class ExpertSample:
-    """Announcements of the experts of a model that this peer has read: all of them in a small swarm, a random sample in a large one."""
+    """The announcements of a model's experts that this peer has read.
+
+    In a small swarm these are all of them, in a large swarm a random sample.
+    """
 
     def __init__(self, directory: Directory, manifest: bytes) -> None:
         self._directory = directory
@@ -200,17 +211,21 @@ class ExpertSample:
 
     @property
     def known(self) -> list[AnnouncedExperts]:
-        """The newest announcement of each known peer that has not expired, in any state, in the order of peer ids."""
+        """The newest announcement of each known peer, ordered by peer id.
+
+        Includes every state. Leaves out expired announcements.
+        """
         now = self._directory.clock()
         self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
         return [self._known[peer] for peer in sorted(self._known)]
 
     async def refresh(self) -> list[AnnouncedExperts]:
-        """Read the directory and return ``known``. Raises ``SwarmnetError`` if it does not answer."""
+        """Read the directory and return ``known``. Raises ``SwarmnetError`` if it does not
+        answer."""
         topic = experts_topic(self._manifest)
         for record in await self._directory.sample([topic], SAMPLE, copies=COPIES):
             self._take(record)
-        while len(self._known) > MAX_KNOWN:  # those that were read longest ago
+        while len(self._known) > MAX_KNOWN:  # drop what was read longest ago
             del self._known[next(iter(self._known))]
         return self.known
 
@@ -224,24 +239,25 @@ class ExpertSample:
 
 
 def is_bits(bits: bytes) -> bool:
-    """Whether ``bits`` can be a set of experts of a block."""
+    """Return whether ``bits`` can be a set of experts of a block."""
     return 0 < len(bits) <= MAX_EXPERTS // 8
 
 
 def to_bits(experts: Collection[int]) -> bytes:
-    """A bit for each expert, the lowest bit of the first byte for expert 0."""
+    """Encode experts as one bit each. Expert 0 is the lowest bit of the first byte."""
     return ExpertBits.of(experts).to_bytes()
 
 
 def from_bits(bits: bytes) -> ExpertBits:
-    """The inverse of ``to_bits``."""
+    """Invert ``to_bits``."""
     return ExpertBits(int.from_bytes(bits, "little"))
 
 
 def parse_experts(text: str, counts: Mapping[int, int]) -> BlockExperts:
-    """Parses the experts of blocks: ``3:0-15``, ``0-7:0-3,12;8:5``; ``all`` stands for all blocks or experts.
+    """Parse a list of experts: ``3:0-15`` or ``0-7:0-3,12;8:5``. ``all``: all blocks or experts.
 
-    ``counts``: the number of experts of each block that has some. Raises ``ConfigError`` for another form, or an expert that the model does not have.
+    ``counts``: block → number of its experts. Raises ``ConfigError`` for another form, or an expert
+    that the model does not have.
     """
     found: dict[int, frozenset[int]] = {}
     for part in text.split(";"):
@@ -276,7 +292,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def format_experts(experts: BlockExperts) -> str:
-    """The inverse of ``parse_experts``: blocks with the same experts are named together."""
+    """Invert ``parse_experts``. Blocks with the same experts are written together."""
     blocks: dict[AbstractSet[int], list[int]] = {}
     for block in sorted(experts):
         blocks.setdefault(experts[block], []).append(block)
@@ -284,7 +300,7 @@ def format_experts(experts: BlockExperts) -> str:
 
 
 def ranges(numbers: Collection[int]) -> str:
-    """Numbers as ranges: ``0-3,7``."""
+    """Write numbers as ranges: ``0-3,7``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and number == parts[-1][-1] + 1:

@@ -1,8 +1,11 @@
-"""Announcements of hosts in the directory: their blocks, speed, state and addresses, and which of these are plausible.
+"""Announcements of hosts: their blocks, speed, state and addresses. Also checks which are
+plausible.
 
-Clients read them to build chains, and joining nodes to choose their blocks. A node announces each of its states:
+Clients read them to build chains, and joining nodes to choose their blocks. A node announces each
+of its states:
 
-1. ``choosing``: the blocks that it intends to take, so that nodes which join at the same time take others.
+1. ``choosing``: the blocks that it intends to take, so that nodes that join at the same time take
+   others.
 2. ``joining``: the blocks that it is loading.
 3. ``online``: clients may open sessions.
 4. ``leaving`` and ``paused``: clients must not choose this host.
@@ -27,35 +30,44 @@ from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_ADDRESSES = 16
-"""Most addresses that are read from one record. Each may be dialled."""
+"""Most addresses that are read from one record. A peer may dial each of them."""
 MAX_ADDRESSES_BYTES = 2048
 """Most bytes of all addresses in one record."""
 MAX_STEP_S = 3600.0
 PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
-"""Precisions that a host may announce."""
+"""Pattern of the precisions that a host may announce."""
 MISSING_EXPERTS = re.compile(r"[0-9,:;-]{1,127}…?")
-"""Lists of experts that a host may announce."""
+"""Pattern of the lists of experts that a host may announce."""
 MAX_EXPERTS_CHARS = 100
-"""Most characters of the missing experts in an announcement; more are cut."""
+"""Most characters of the missing experts in an announcement. Longer lists are cut."""
 PROTOCOL = 2
 """Version of session.proto that this release implements."""
 SHARDS = 16
-"""Topics over which the announcements of a model's hosts are spread: about 4,000 fit under the keys of each."""
+"""Number of topics that share the announcements of a model's hosts.
+
+The keys of each topic have room for about 4,000 announcements.
+"""
 WANTED = 96
-"""Announcements that a refresh reads, about."""
+"""Number of announcements that a refresh reads, approximately."""
 FIRST_SHARDS = 2
-"""Shards that are read first. How many more are needed follows from what they hold."""
+"""Number of shards that are read first. Their content decides how many more are needed."""
 MIN_PER_SHARD = 16
-"""Announcements that are asked for in each shard at least: shards of a small swarm have more and less than their share."""
+"""Fewest announcements that are requested from each shard.
+
+In a small swarm the shards hold unequal numbers of announcements.
+"""
 MAX_KNOWN = 1024
-"""Announcements that are kept, those read last."""
+"""Announcements that are kept; the ones read last stay."""
 REDRAW_S = 60.0
-"""Seconds after which other shards are read first."""
+"""Seconds until a refresh draws a new order of shards."""
 MAX_TEXT_CHARS = 128
 MAX_NAME_CHARS = 64
-"""Most characters of the public name of a peer."""
+"""Most characters of a peer's public name."""
 MAX_NUMBER = 1 << 53
-"""Largest number that peers tell. Above it a double, as JSON readers use it, skips integers."""
+"""Largest number in a peer's announcement.
+
+Above it a double, as JSON readers use it, skips integers.
+"""
 _TOPIC = "hosts/"
 _STATES = {
     number: name.removeprefix("HOST_STATE_").lower() for name, number in pb.HostState.items() if number
@@ -63,7 +75,7 @@ _STATES = {
 
 
 def listed(addresses: Sequence[str]) -> list[str]:
-    """The first of ``addresses``, as many as fit into a record."""
+    """Return the first of ``addresses``, as many as fit into a record."""
     kept: list[str] = []
     for address in addresses[:MAX_ADDRESSES]:
         if sum(map(len, kept)) + len(address) <= MAX_ADDRESSES_BYTES:
@@ -72,9 +84,12 @@ def listed(addresses: Sequence[str]) -> list[str]:
 
 
 def host_announcement(record: pb.HostRecord, transport: Transport, lifetime_s: float) -> Announcement:
-    """Return the announcement of this peer as the host that ``record`` describes, at the addresses of ``transport``."""
+    """Return the announcement of this peer as a host.
+
+    ``record`` describes the host. The addresses come from ``transport``.
+    """
     record.protocol = PROTOCOL
-    # Readers take the first addresses. Loopback ones are of use to peers on the same machine only.
+    # Readers take the first addresses. Loopback addresses help only peers on the same machine.
     record.addresses[:] = listed(sorted(transport.addresses(), key=_is_loopback))
     record.nat = _nat(transport.reach())
     topic = hosts_topic(record.manifest, transport.peer_id)
@@ -92,12 +107,13 @@ def _nat(reach: Reach) -> pb.Nat:
 
 
 def shortened(experts: str) -> str:
-    """Return a list of experts, cut to as much as fits into an announcement."""
+    """Cut a list of experts to the length that fits into an announcement."""
     return experts if len(experts) <= MAX_EXPERTS_CHARS else experts[:MAX_EXPERTS_CHARS] + "…"
 
 
 def hosts_topic(manifest: bytes, peer: PeerId) -> str:
-    """The topic of the announcements of a model's hosts with the shard of ``peer``."""
+    """Return the topic for the announcement of host ``peer`` of a model. The peer id picks the
+    shard."""
     return _shard_topic(manifest, hashlib.sha256(peer.encode()).digest()[0] % SHARDS)
 
 
@@ -106,37 +122,43 @@ def _shard_topic(manifest: bytes, shard: int) -> str:
 
 
 class HostSample:
-    """Announcements of a model's hosts that this peer has read: all of them in a small swarm, a random sample in a large one.
+    """The announcements of a model's hosts that this peer has read.
 
-    The announcements are spread over ``SHARDS`` topics by the hash of the host's peer id. A refresh reads some shards, drawn at random, and
-    of each a random sample, until it has about ``WANTED`` announcements. What was read stays known until it expires. So no peer
-    decides what others read of the swarm, as one that made summaries would, and no peer id or announcement attracts more readers than others.
+    In a small swarm these are all of them, in a large swarm a random sample. A host's peer id
+    hashes to one of ``SHARDS`` topics. A refresh reads random shards, and a random sample of each,
+    until it has about ``WANTED`` announcements. Announcements stay known until they expire.
+
+    So no peer decides what others read of the swarm, as a peer that made summaries would. No peer
+    id and no announcement attracts more readers than others.
     """
 
     def __init__(
         self, directory: Directory, manifest: bytes, rng: random.Random, *, wanted: int = WANTED
     ) -> None:
-        """``wanted``: announcements from which on a refresh reads no further shard."""
+        """``wanted``: once a refresh has read this many announcements, it reads no further
+        shard."""
         self._directory = directory
         self._manifest = manifest
         self._rng = rng
         self._wanted = wanted
         self._known: dict[PeerId, HostInfo] = {}
         self._order: list[int] = []
-        """The shards in the order in which they are read."""
+        """The shards in reading order."""
         self._until = -math.inf
 
     @property
     def known(self) -> list[HostInfo]:
-        """The newest announcement of each known host that has not expired, in the order of peer ids."""
+        """The newest announcement of each known host that has not expired, ordered by peer id."""
         now = self._directory.clock()
         self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
         return [self._known[peer] for peer in sorted(self._known)]
 
     async def refresh(self, *, blocks: tuple[int, int] | None = None) -> list[HostInfo]:
-        """Read the directory and return ``known``. With ``blocks`` [start, end): read every shard for hosts with one of these blocks.
+        """Read the directory and return ``known``.
 
-        In a small swarm the first refresh, and always one for certain blocks, asks two peers for each shard, because one may lack records.
+        ``blocks`` [start, end): read every shard, for hosts with one of these blocks. One peer may
+        lack records, so two peers are asked for each shard if ``blocks`` is given, and in the first
+        refresh of a small swarm.
         """
         now = self._directory.clock()
         if now >= self._until:
@@ -167,12 +189,12 @@ class HostSample:
                 peer = each.peer
                 before = self._known.pop(peer, each)
                 self._known[peer] = each if each.sequence >= before.sequence else before
-        while len(self._known) > MAX_KNOWN:  # those that were read longest ago
+        while len(self._known) > MAX_KNOWN:  # drop what was read longest ago
             del self._known[next(iter(self._known))]
 
 
 def read_announcement(record: Record, manifest: bytes) -> HostInfo | None:
-    """The host that ``record`` announces; None if no host of the model can have made it."""
+    """Return the host that ``record`` announces; None if no host of the model can have made it."""
     try:
         body = pb.HostRecord.FromString(record.body)
     except DecodeError:
@@ -184,15 +206,15 @@ def read_announcement(record: Record, manifest: bytes) -> HostInfo | None:
 
 
 def is_possible(body: pb.HostRecord) -> bool:
-    """Whether a host can have described itself like this."""
+    """Return whether a host can have described itself like this."""
     is_span = 0 <= body.start <= body.end <= MAX_BLOCKS
     return is_span and 0 <= body.step_s <= MAX_STEP_S and math.isfinite(body.step_s)
 
 
 def host_info(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -> HostInfo:
-    """The host that describes itself in ``body``, which ``is_possible``.
+    """Return the host that describes itself in ``body``, for which ``is_possible`` holds.
 
-    Each fact is bounded here, or left out if it has no form that a host sends.
+    Bounds each fact, or leaves it out if no host sends such a value.
     """
     moves = body.next_start < body.next_end <= MAX_BLOCKS
     return HostInfo(
@@ -224,26 +246,29 @@ def host_info(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -
 
 
 def state_name(state: int) -> str:
-    """The name of a host's state; ``joining`` for states that this release does not know."""
+    """Return the name of a host's state. A state that this release does not know is ``joining``."""
     return _STATES.get(state, "joining")
 
 
 def load_of(body: pb.HostRecord) -> float:
-    """The load of a host, as it announces it; 0 if that is out of range.
+    """Return the announced load of a host; 0 if it is out of range.
 
-    At most n / (n + 1) with n open sessions: one client that waits for each of its tokens keeps a host busy, and
-    another host would not make it faster.
+    At most n / (n + 1) with n open sessions. One client that waits for each of its tokens keeps a
+    host busy, and another host would not make it faster.
     """
     return min(body.load, body.sessions / (body.sessions + 1)) if 0 <= body.load <= 1 else 0.0
 
 
 def clean(text: str) -> str:
-    """The printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
+    """Return the printable characters of ``text``, at most the last ``MAX_TEXT_CHARS``."""
     return "".join(filter(str.isprintable, text))[-MAX_TEXT_CHARS:]
 
 
 def announced_blocks(sealed: bytes) -> tuple[int, int]:
-    """The blocks [start, end) in a host's sealed announcement, which was verified before; (0, 0) for other records."""
+    """Return the blocks [start, end) in a host's sealed announcement, which was verified before.
+
+    (0, 0) for other records.
+    """
     with suppress(DecodeError):
         record = pb.SignedRecord.FromString(sealed)
         if record.topic.startswith(_TOPIC):
@@ -253,7 +278,7 @@ def announced_blocks(sealed: bytes) -> tuple[int, int]:
 
 
 async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo]:
-    """Hosts of a model that are online: all, or a random sample in a large swarm."""
+    """Return the online hosts of a model: all, or a random sample in a large swarm."""
     found = await HostSample(directory, manifest, random.SystemRandom()).refresh()
     return [each for each in found if each.online]
 
@@ -261,9 +286,10 @@ async def read_hosts(directory: Directory, manifest: bytes) -> Sequence[HostInfo
 def signed_addresses(
     record: bytes, peer: PeerId, manifest: bytes, *, swarm: bytes, now: float
 ) -> tuple[str, ...]:
-    """The addresses that ``peer`` announced, from ``record``, its sealed announcement as a host of a model.
+    """Return the addresses in ``record``, the sealed announcement of ``peer`` as a host of a model.
 
-    Empty if ``record`` is of another peer, model or swarm, expired, or not signed by ``peer``.
+    Empty if ``record`` is expired, belongs to another peer, model or swarm, or is not signed by
+    ``peer``.
     """
     for opened in open_valid([record], swarm=swarm, now=now):
         with suppress(DecodeError):

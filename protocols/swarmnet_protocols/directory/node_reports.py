@@ -1,4 +1,4 @@
-"""Reports that nodes make about themselves (report.proto): requesting and validating them."""
+"""Requests and validates the reports that nodes make about themselves (report.proto)."""
 
 import math
 import re
@@ -25,31 +25,31 @@ from swarmnet_protocols.wire import report_pb2 as pb
 from swarmnet_protocols.wire.records_pb2 import HOST_STATE_UNSPECIFIED, HostState
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
-"""Upper bounds in seconds of the buckets of ``Times``; a last bucket counts everything slower."""
+"""Upper bounds of the buckets of ``Times`` in seconds. A last bucket counts everything slower."""
 MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_EXPERT_PEERS = 64
-"""Most peers that compute experts of one host."""
+"""Most peers that compute experts for one host."""
 _PEER = re.compile("[1-9A-HJ-NP-Za-km-z]{32,64}")
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether ``text`` has the form of a peer id."""
+    """Return whether ``text`` has the form of a peer id."""
     return _PEER.fullmatch(text) is not None
 
 
 def experts_of(blocks: Iterable[pb.BlockExperts]) -> BlockExperts:
-    """The experts in a part of a report."""
+    """Return the experts in a part of a report."""
     return {each.block: from_bits(each.experts) for each in blocks}
 
 
 def experts_text(blocks: Iterable[pb.BlockExperts]) -> str:
-    """The experts in a part of a report, as `join --experts` takes them; empty for none."""
+    """Return the experts in a part of a report, as ``join --experts`` takes them; "" for none."""
     return format_experts(experts_of(blocks))
 
 
 def rows_of(blocks: Iterable[pb.BlockExperts]) -> dict[tuple[int, int], int]:
-    """The rows that each (block, expert) has computed, without those that computed none."""
+    """Return how many rows each (block, expert) has computed. Leaves out experts with no rows."""
     return {
         (each.block, expert): rows
         for each in blocks
@@ -61,7 +61,7 @@ def rows_of(blocks: Iterable[pb.BlockExperts]) -> dict[tuple[int, int], int]:
 def describe_experts(
     experts: BlockExperts, rows: Mapping[tuple[int, int], int] | None = None
 ) -> list[pb.BlockExperts]:
-    """Experts as a report has them, with the ``rows`` that each (block, expert) has computed."""
+    """Encode experts for a report. ``rows``: how many rows each (block, expert) has computed."""
     found = []
     for block in sorted(experts):
         counts = [(rows or {}).get((block, expert), 0) for expert in sorted(experts[block])]
@@ -76,7 +76,8 @@ ReportStream = TypedStream[pb.ReportRequest, pb.NodeReport]
 async def request_report(stream: ReportStream) -> pb.NodeReport:
     """Request the report of the node at the other end of a REPORT stream.
 
-    Raises ``StreamEnded``, ``DeadlineExceeded`` without an answer, and ``ProtocolViolation`` for a report that :func:`check` rejects.
+    Raises ``StreamEnded``, ``DeadlineExceeded`` without an answer, and ``ProtocolViolation`` for a
+    report that :func:`check` rejects.
     """
     await stream.send(pb.ReportRequest())
     report, _ = await stream.receive()
@@ -85,7 +86,10 @@ async def request_report(stream: ReportStream) -> pb.NodeReport:
 
 
 def check(report: pb.NodeReport) -> None:
-    """Raise ``ProtocolViolation`` unless every number is finite and in its range, and every text short and printable."""
+    """Check that every number is finite and in its range, and every text short and printable.
+
+    Raises ``ProtocolViolation``.
+    """
     _require(len(report.public_name) <= MAX_NAME_CHARS, "a long name")
     texts = [report.version, report.public_name]
     numbers = [report.uptime_s]
@@ -118,7 +122,7 @@ def check(report: pb.NodeReport) -> None:
             numbers += [*trunk.round_trips_s, trunk.far]
             numbers += [trunk.rows, trunk.failed, trunk.hedged, trunk.loaded]
         _require(is_possible(record), "no host can say this of itself")
-        # A host of experts only has no blocks.
+        # A node that hosts only experts has no blocks.
         _require(record.start < record.end or record.end == 0, "no span")
         _require(
             record.end <= host.total_blocks and 0 < host.total_blocks <= MAX_BLOCKS, "no span of a model"
@@ -143,7 +147,10 @@ def check(report: pb.NodeReport) -> None:
 
 
 def _experts_checked(blocks: Sequence[pb.BlockExperts]) -> list[int]:
-    """The numbers of rows. Raises ``ProtocolViolation`` unless blocks and experts are within the limits of an announcement."""
+    """Check blocks and experts against the limits of an announcement. Returns the numbers of rows.
+
+    Raises ``ProtocolViolation``.
+    """
     numbers = [each.block for each in blocks]
     _require(len(numbers) <= MAX_EXPERT_BLOCKS, "too many blocks with experts")
     _require(numbers == sorted({*numbers}), "blocks with experts ascend")

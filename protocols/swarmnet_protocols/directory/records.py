@@ -1,4 +1,7 @@
-"""Signed records: what a peer publishes in the directory, in a form that no other peer can make, change or prolong."""
+"""Signed records: what a peer publishes in the directory. Nobody else can make or change them.
+
+Nobody else can prolong a record, either: the signature covers its expiry.
+"""
 
 import contextlib
 import hashlib
@@ -16,7 +19,10 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_RECORD_BYTES = 16 << 10
 MAX_STATEMENT_BYTES = 4 << 10
-"""Most bytes of a record under one of ``_STATEMENTS``, where many peers publish and all records are read together."""
+"""Most bytes of a record under one of ``_STATEMENTS``.
+
+Many peers publish under these topics, and readers read all the records together.
+"""
 _STATEMENTS = ("hosts/", "train/", "identity/")
 MAX_TOPIC_CHARS = 128
 MAX_LIFETIME_S = 24 * 3600.0
@@ -25,7 +31,7 @@ SWARM_BYTES = 32
 _SIGNATURE_CONTEXT = b"swarmnet-record-1"
 _KEY_CONTEXT = b"swarmnet-key-1"
 KEY_SALTS = 3
-"""Keys of a topic."""
+"""Number of DHT keys of a topic."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +43,15 @@ class Record:
     signer: bytes
     """Raw Ed25519 public key."""
     sequence: int
-    """Grows with every publication of this topic by this signer."""
+    """Counter that grows with every publication of this topic by this signer."""
     expires_at: float
     """Unix time, kept to the millisecond."""
     body: bytes
     certificate: bytes = b""
-    """The sealed certificate of the signer; empty where members need none. ``signers.py`` checks it."""
+    """The sealed certificate of the signer; empty in swarms without certificates.
+
+    ``signers.py`` checks it.
+    """
     sealed: bytes = field(default=b"", compare=False, repr=False)
     """The encoded record with its signature, as received; empty for a record made here."""
 
@@ -52,11 +61,17 @@ class Record:
 
 
 Check = Callable[[Record], None]
-"""Raises ``IntegrityError`` or ``NotAuthorised`` for a record whose signer may not publish it: see ``signers.py``."""
+"""Raises ``IntegrityError`` or ``NotAuthorised`` if the signer may not publish the record.
+
+See ``signers.py``.
+"""
 
 
 def seal(identity: Identity, record: Record) -> bytes:
-    """``record`` with the signature of its signer. Raises ``ValueError`` if it is over the limits or not ``identity``'s."""
+    """Encode and sign ``record``.
+
+    Raises ``ValueError`` if it is over the limits or its signer is not ``identity``.
+    """
     if record.signer != identity.public_key:
         raise ValueError("a record can only be sealed by its signer")
     if len(record.swarm) != SWARM_BYTES:
@@ -80,8 +95,11 @@ def seal(identity: Identity, record: Record) -> bytes:
 
 
 class Publisher:
-    """Seals the records of one peer. Sequence numbers grow with every record; so do expiries, unless the clock was set back by more
-    than a day."""
+    """Seals the records of one peer.
+
+    Sequence numbers grow with every record. So do expiries, unless the clock was set back by more
+    than a day.
+    """
 
     max_lifetime_s = MAX_LIFETIME_S
     """Longest lifetime that replicas accept, in seconds."""
@@ -89,7 +107,8 @@ class Publisher:
     def __init__(
         self, identity: Identity, swarm: bytes, clock: Clock, certificate: Callable[[], bytes] = bytes
     ) -> None:
-        """``certificate``: the current sealed certificate of this peer; empty where members need none."""
+        """``certificate`` returns this peer's current sealed certificate; empty where members need
+        none."""
         self.certificate = certificate
         self._identity = identity
         self.swarm = swarm
@@ -97,13 +116,14 @@ class Publisher:
         self._last: dict[str, Record] = {}
 
     def seal(self, topic: str, body: bytes, *, lifetime_s: float) -> tuple[Record, bytes]:
-        """The next record under ``topic``, and its sealed form."""
+        """Make the next record under ``topic``. Returns it with its sealed form."""
         now = self.clock()
         sequence, expires_at = int(now * 1000), now + lifetime_s
         if last := self._last.get(topic):
             sequence = max(sequence, last.sequence + 1)
-            # A replica replaces a record only by one that expires later. A record that outlives MAX_LIFETIME_S was sealed while the
-            # clock was ahead: replicas refused it, and would refuse a successor that expires even later.
+            # A replica replaces a record only by one that expires later. A record that outlives
+            # MAX_LIFETIME_S was sealed while the clock was ahead. Replicas refused it, and would
+            # refuse a successor that expires even later.
             if last.expires_at < now + self.max_lifetime_s:
                 expires_at = max(expires_at, last.expires_at + 0.001)
         record = Record(
@@ -121,15 +141,16 @@ class Publisher:
 
 
 def max_bytes(topic: str) -> int:
-    """Largest size in bytes of a sealed record under ``topic``."""
+    """Return the most bytes of a sealed record under ``topic``."""
     return MAX_STATEMENT_BYTES if topic.startswith(_STATEMENTS) else MAX_RECORD_BYTES
 
 
 def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
-    """The record in ``data``, verified.
+    """Verify and decode a sealed record.
 
-    Raises ``NotAuthorised`` for a record of another swarm, ``IntegrityError`` for one that is too large, not in
-    canonical form, not signed by its signer, expired, or valid for longer than is allowed.
+    Raises ``NotAuthorised`` for a record of another swarm. Raises ``IntegrityError`` for a record
+    that is too large, not in canonical form, not signed by its signer, expired, or valid for too
+    long.
     """
     if len(data) > MAX_RECORD_BYTES:
         raise IntegrityError(f"the record has {len(data)} bytes, {MAX_RECORD_BYTES} are allowed")
@@ -169,7 +190,7 @@ def open_record(data: bytes, *, swarm: bytes, now: float) -> Record:
 def open_valid(
     sealed: Iterable[bytes], *, swarm: bytes, now: float, check: Check = lambda _: None
 ) -> Iterator[Record]:
-    """The records in ``sealed`` that :func:`open_record` and ``check`` accept."""
+    """Yield the records in ``sealed`` that :func:`open_record` and ``check`` accept."""
     for data in sealed:
         with contextlib.suppress(IntegrityError, NotAuthorised):
             record = open_record(data, swarm=swarm, now=now)
@@ -178,7 +199,7 @@ def open_valid(
 
 
 def newest(records: Iterable[Record]) -> tuple[Record, ...]:
-    """The record with the highest sequence of each signer, in the order of the signers' keys."""
+    """Return the record with the highest sequence of each signer, ordered by signer key."""
     best: dict[bytes, Record] = {}
     for record in records:
         if record.signer not in best or best[record.signer].sequence < record.sequence:
@@ -187,7 +208,10 @@ def newest(records: Iterable[Record]) -> tuple[Record, ...]:
 
 
 def dht_keys(swarm: bytes, topic: str) -> tuple[bytes, ...]:
-    """The DHT keys of ``topic``. Several: peers that surround one of them cannot hide a record."""
+    """Return the DHT keys of ``topic``.
+
+    There are several, so peers that surround one key cannot hide a record.
+    """
     return tuple(
         hashlib.sha256(_with_sizes(_KEY_CONTEXT, bytes([salt]), swarm, topic.encode())).digest()
         for salt in range(KEY_SALTS)

@@ -1,8 +1,8 @@
-"""Announcements of relays, for peers that the bootstrap peers have no reservation for.
+"""Announcements of relays, for peers that get no reservation at the bootstrap peers.
 
-Any peer can announce relays that do not exist. So relays are drawn from different subnets, those
-that have held a reservation of this peer come first, and a relay stops announcing itself only if
-others answer it.
+Any peer can announce relays that do not exist. So relays are drawn from different subnets, and
+relays that have held a reservation of this peer come first. A relay stops announcing itself only if
+other relays answer it.
 """
 
 import asyncio
@@ -27,22 +27,25 @@ TOPIC = "relays"
 LIFETIME_S = 300.0
 ANNOUNCE_S = 100.0
 ENOUGH = 256
-"""Subnets with announced relays from which on no other peer announces itself: all records lie under
-one topic."""
-CHECKED = 4
-"""Announced relays that must answer before a relay counts on them, and does not announce itself."""
-MAX_FOUND = 16
-"""Most relays that a peer takes from the directory at once: most records may be stale or invented.
+"""Number of subnets with announced relays that is enough. Then no other relay announces itself.
+
+All records lie under one topic.
 """
+CHECKED = 4
+"""Number of announced relays that must answer before a relay stops announcing itself."""
+MAX_FOUND = 16
+"""Most relays that a peer takes from the directory at once. Most records may be stale or
+invented."""
 SAMPLED = MAX_FOUND
-"""Records that a storing peer draws, one of each network that published any before a second one.
-More than are taken would be filled up by a network that publishes many, with addresses that it
-claims in any subnet; fewer would leave out real relays.
+"""Records that a storing peer draws: one from each network before a second one from any.
+
+More than the number taken would leave room for a network that publishes many records, with
+addresses that it claims in any subnet. Fewer would leave out real relays.
 """
 MAX_ANSWERED = 4
-"""Relays that a peer remembers because they have held a reservation."""
+"""Most relays that a peer remembers because they have held a reservation."""
 FIND_S = 30.0
-"""Seconds for which the relays that were found are used again."""
+"""Seconds until the directory is asked again. Until then the relays found last are used."""
 
 
 async def _unknown(_address: str) -> bool:
@@ -55,11 +58,11 @@ def relay_announcer(
     addresses: Callable[[], Sequence[str]],
     answers: Callable[[str], Awaitable[bool]] = _unknown,
 ) -> Announcer:
-    """Return an announcer of this peer as a relay: it announces while the peer has ``addresses``
-    and there are not ``ENOUGH`` other relays.
+    """Return an announcer of this peer as a relay.
 
-    ``answers`` calls the peer at a multiaddr, and returns whether it answers; without it, this peer
-    is never silent.
+    It announces while the peer has ``addresses`` and there are not ``ENOUGH`` other relays.
+    ``answers`` calls the peer at a multiaddr and returns whether it answers. Without it, this peer
+    always announces.
     """
 
     def compose() -> Iterable[Announcement]:
@@ -76,8 +79,7 @@ def relay_announcer(
 async def _are_enough(
     directory: Directory, rng: random.Random, answers: Callable[[str], Awaitable[bool]]
 ) -> bool:
-    """Whether there are relays in ``ENOUGH`` subnets, and ``CHECKED`` of them, drawn at random,
-    answer."""
+    """Return whether ``ENOUGH`` subnets have relays, and ``CHECKED`` random ones answer."""
     found = _by_subnet(await directory.sample([TOPIC], ENOUGH, copies=2))
     if len(found) < ENOUGH:
         return False
@@ -94,20 +96,20 @@ class RelayFinder:
         rng: random.Random,
         held: Callable[[], Collection[PeerId]] = tuple,
     ) -> None:
-        """``held``: the relays that hold a reservation of this peer."""
+        """``held`` returns the relays that hold a reservation of this peer."""
         self._directory = directory
         self._rng = rng
         self._held = held
         self._answered: OrderedDict[PeerId, str] = OrderedDict()
-        """The multiaddrs of relays that have held a reservation, those of the latest last."""
+        """The multiaddrs of relays that have held a reservation, the latest last."""
         self._found: Sequence[str] = ()
         self._until = 0.0
 
     async def find(self) -> Sequence[str]:
-        """One multiaddr each of up to ``MAX_FOUND`` relays: those that have held a reservation,
-        then announced ones, drawn at random.
+        """Return one multiaddr each of up to ``MAX_FOUND`` relays.
 
-        None are drawn if the directory does not answer.
+        Relays that have held a reservation come first, then random announced ones. If the directory
+        does not answer, only the former are returned.
         """
         self._remember()
         now = asyncio.get_running_loop().time()
@@ -133,8 +135,10 @@ class RelayFinder:
 
 
 def choose(records: Iterable[Record], rng: random.Random) -> Sequence[str]:
-    """One multiaddr each of up to ``MAX_FOUND`` relays, over TCP where there is one; one of each
-    subnet before a second one of any."""
+    """Choose up to ``MAX_FOUND`` relays and return one multiaddr of each, over TCP if there is one.
+
+    Takes one relay of each subnet before a second one of any.
+    """
     by_subnet = [rng.sample(found, len(found)) for found in _by_subnet(records)]
     rng.shuffle(by_subnet)
     chosen: list[str] = []
@@ -145,8 +149,7 @@ def choose(records: Iterable[Record], rng: random.Random) -> Sequence[str]:
 
 
 def _by_subnet(records: Iterable[Record]) -> list[list[str]]:
-    """One direct multiaddr of each announced relay, over TCP where there is one, in a list for each
-    subnet."""
+    """Group the announced relays by subnet: one direct multiaddr each, over TCP if there is one."""
     found = dict[str, list[str]]()
     for record in records:
         with contextlib.suppress(DecodeError):

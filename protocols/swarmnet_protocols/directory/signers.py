@@ -1,9 +1,8 @@
-"""Who may sign records of a private swarm: members, each kind of record by those whose role has to
-do with it.
+"""Who may sign records of a private swarm: members whose role fits the kind of record.
 
-Any member with a role in the directory may store records, also those of others. So every peer that
-stores or reads a record checks that its signer is a member: by the certificate in the record, the
-list in the swarm file, and the revocations.
+Any member with a role in the directory may store records, also records of others. So every peer
+that stores or reads a record checks that its signer is a member. It uses the certificate in the
+record, the list in the swarm file, and the revocations.
 """
 
 from collections import OrderedDict
@@ -20,22 +19,23 @@ _ROLES = {
     "experts/": frozenset({Role.HOST}),
     "train/": frozenset({Role.TRAINER}),
 }
-"""The roles whose members publish under topics that begin so. Elsewhere: every role that stores
-records."""
+"""Topic prefix → roles that may publish under it. Elsewhere every role that stores records may."""
 _MAX_OPENED = 2048
-"""Certificates whose signatures are not checked again: at most 3 MiB."""
+"""Most certificates that are remembered as checked: at most 3 MiB."""
 
 
 class Signers:
-    """Checks the signers of records by the rules of one swarm, as this peer knows them now."""
+    """Checks the signers of records by the current rules of one swarm."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._opened: OrderedDict[bytes, Certificate] = OrderedDict()
 
     def check(self, record: Record) -> None:
-        """Raise ``NotAuthorised`` unless the signer of ``record``, which is verified, is a member
-        that may publish it."""
+        """Check that the signer of a verified ``record`` is a member that may publish it.
+
+        Raises ``NotAuthorised``.
+        """
         membership = self._membership
         if membership.is_public:
             return
@@ -51,7 +51,7 @@ class Signers:
         )
 
     def admits(self, record: Record) -> bool:
-        """Whether ``check`` accepts ``record``."""
+        """Return whether ``check`` accepts ``record``."""
         try:
             self.check(record)
         except NotAuthorised:
@@ -59,8 +59,11 @@ class Signers:
         return True
 
     def _certificate(self, sealed: bytes) -> Certificate | None:
-        """The certificate in ``sealed``; ``admit`` checks its times and signers at every use.
-        Raises ``NotAuthorised`` for an invalid one."""
+        """Return the certificate in ``sealed``. ``admit`` checks its times and signers at every
+        use.
+
+        Raises ``NotAuthorised`` for an invalid certificate.
+        """
         if (known := self._opened.get(sealed)) is not None:
             self._opened.move_to_end(sealed)
             return known

@@ -1,7 +1,8 @@
 """Contacts of DHT peers: signed addresses that are sent with DHT calls and answers.
 
-hivemind's DHT names peers by id and relies on libp2p's own Kademlia for their addresses. That DHT stores records of any peer, members
-or not, so p2pd runs without it. Instead a peer sends its own contact with each call, and an answer that names peers contains theirs.
+hivemind's DHT names peers by id, and relies on libp2p's own Kademlia for their addresses. Kademlia
+stores records of any peer, members or not, so p2pd runs without it. Instead a peer sends its own
+contact with each call. An answer that names peers contains their contacts.
 """
 
 from collections import OrderedDict
@@ -20,11 +21,11 @@ MAX_CONTACT_BYTES = 3072
 MAX_CONTACTS = 64
 """Most contacts in one answer."""
 MAX_KNOWN = 4096
-"""Most contacts kept, the most recently used ones: at most 12 MiB."""
+"""Most contacts that are kept; the most recently used stay. At most 12 MiB."""
 
 
 class Contacts:
-    """The contact of this peer, and those of the peers it may dial."""
+    """This peer's contact, and the contacts of the peers it may dial."""
 
     def __init__(
         self,
@@ -32,17 +33,24 @@ class Contacts:
         addresses: Callable[[], Sequence[str]],
         check: Check = lambda _: None,
     ) -> None:
-        """``addresses``: the current addresses of this peer, with its peer id. ``check``: whether a signer is a member."""
+        """Make the contacts of one peer.
+
+        - ``addresses`` returns this peer's current addresses, with its peer id.
+        - ``check`` checks whether a signer is a member.
+        """
         self._publisher = publisher
         self._check = check
         self._addresses = addresses
         self._mine: tuple[Record, bytes] | None = None
         self._known: OrderedDict[PeerId, tuple[Record, bytes]] = OrderedDict()
         self._sealed: set[bytes] = set()
-        """The sealed contacts in ``_known``, whose signatures need no second check."""
+        """The sealed contacts in ``_known``. Their signatures need no second check."""
 
     def mine(self) -> bytes:
-        """The sealed contact of this peer, renewed when its addresses or its certificate change, or half of its lifetime is over."""
+        """Return the sealed contact of this peer.
+
+        Renews it when the addresses or the certificate change, or half of its lifetime is over.
+        """
         body = pb.ContactRecord(addresses=self._addresses()[:MAX_ADDRESSES]).SerializeToString()
         expires_by, content = self._publisher.clock() + LIFETIME_S / 2, (body, self._publisher.certificate())
         mine = self._mine
@@ -51,7 +59,7 @@ class Contacts:
         return mine[1]
 
     def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
-        """Keep the valid contacts, or only that of the peer ``only``."""
+        """Keep the valid contacts. ``only``: keep just the contact of this peer."""
         new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
         swarm, now = self._publisher.swarm, self._publisher.clock()
         for sealed in new[:MAX_CONTACTS]:
@@ -71,13 +79,13 @@ class Contacts:
             self._sealed.remove(self._known.pop(peer)[1])
 
     def of(self, peers: Iterable[PeerId]) -> list[bytes]:
-        """The sealed contacts of those of ``peers`` that are known and have not expired."""
+        """Return the sealed contacts of ``peers``, without unknown peers and expired contacts."""
         now = self._publisher.clock()
         found = (self._known[peer] for peer in dict.fromkeys(peers) if peer in self._known)
         return [sealed for record, sealed in found if record.expires_at > now][:MAX_CONTACTS]
 
     def addresses_of(self, peer: PeerId) -> tuple[str, ...]:
-        """The addresses that ``peer`` announced; empty if it is unknown."""
+        """Return the addresses that ``peer`` announced; empty if the peer is unknown."""
         if peer not in self._known:
             return ()
         self._known.move_to_end(peer)
@@ -89,10 +97,13 @@ class Contacts:
 
 
 def contacts_in(message: bytes) -> list[bytes]:
-    """The contacts sent with a call or an answer. Raises ``DecodeError``."""
+    """Return the contacts sent with a call or an answer. Raises ``DecodeError``."""
     return list(pb.WithContacts.FromString(message).contacts)
 
 
 def with_contacts(message: bytes, contacts: Sequence[bytes]) -> bytes:
-    """A call or answer of hivemind's with ``contacts`` appended, as a field whose number hivemind does not know and skips."""
+    """Append ``contacts`` to one of hivemind's calls or answers.
+
+    They get a field number that hivemind does not know and skips.
+    """
     return message + pb.WithContacts(contacts=contacts).SerializeToString()

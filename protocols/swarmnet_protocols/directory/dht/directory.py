@@ -1,7 +1,11 @@
 """The directory over the network: signed records in hivemind's Kademlia DHT.
 
-hivemind's DHT trusts its peers. Here the id of a DHT node follows from its authenticated peer id, a record is stored and read only
-with the signature of its signer, who must be a member, every call comes from an admitted peer, and storage is bounded.
+hivemind's DHT trusts its peers. This module does not:
+
+- The id of a DHT node follows from its authenticated peer id.
+- A record is stored and read only with the signature of its signer, who must be a member.
+- Every call comes from an admitted peer.
+- Storage is bounded.
 """
 
 import asyncio
@@ -34,13 +38,14 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_S = 5.0
 _SHUTDOWN_S = 2.0
 _MAX_OPENED_BYTES = 4 << 20
-"""Bytes of records whose signatures are not checked again: a thousand of the largest announcements of hosts."""
+"""Bytes of records whose signatures are not checked again. Enough for a thousand large host
+records."""
 _MAX_UNRESPONSIVE = 256
-"""Bootstrap peers whose silence is logged. Those found in the local network may be many."""
+"""Most bootstrap peers whose silence is logged. The local network may offer many."""
 
 
 class DhtDirectory:
-    """The directory of one peer. Made by :meth:`create`."""
+    """The directory of one peer. :meth:`create` makes one."""
 
     def __init__(
         self,
@@ -64,10 +69,10 @@ class DhtDirectory:
         self._replicator = Replicator(node, publisher.clock)
         self._sampler = RecordSampler(node, publisher.swarm, publisher.clock)
         self._opened: OrderedDict[bytes, Record] = OrderedDict()
-        """Records that samples held, by their sealed form: the next sample holds some of them again."""
+        """Records from samples, by their sealed form. The next sample holds some of them again."""
         self._opened_bytes = 0
         self._unresponsive: set[PeerId] = set()
-        """Bootstrap peers that did not answer the last time."""
+        """Bootstrap peers that did not answer last time."""
 
     @property
     def swarm(self) -> bytes:
@@ -89,13 +94,15 @@ class DhtDirectory:
         client_mode: bool = False,
         is_reachable: bool = True,
     ) -> AsyncIterator["DhtDirectory"]:
-        """A directory of the swarm of ``handshakes``, which takes part in the DHT while the context is open.
+        """Take part in the DHT of the swarm of ``handshakes`` while the context is open.
 
-        ``bootstrap``: the current multiaddrs, with ``/p2p/ID``, of peers that are asked whenever no other peer is known; peers that do
-        not answer are no error. In client mode this peer stores no records for others, nor while it is not ``is_reachable``.
+        - ``bootstrap`` returns the current multiaddrs, with ``/p2p/ID``, of peers to ask whenever
+          no other peer is known. A peer that does not answer is not an error.
+        - ``client_mode``: this peer stores no records for others. Nor does it while it is not
+          ``is_reachable``.
 
-        Raises ``NotAuthorised``, as does each later call, when this peer is no member, or is refused by a bootstrap peer and knows
-        no other peer.
+        Raises ``NotAuthorised`` if this peer is not a member, or if a bootstrap peer refuses it and
+        it knows no other peer. Each later call then raises it, too.
         """
 
         from swarmnet_protocols.directory.dht.contacts import Contacts
@@ -131,7 +138,11 @@ class DhtDirectory:
                     await node.shutdown()
 
     def set_reachable(self, is_reachable: bool) -> None:
-        """Whether other peers can dial this one. If not, it stores no records for others from now on. Not for client mode."""
+        """Set whether other peers can dial this one. If not, it stores no records for others from
+        now on.
+
+        Not for client mode.
+        """
         from swarmnet_protocols.directory.dht import node as dht_node
 
         dht_node.set_reachable(self._node, is_reachable=is_reachable)
@@ -176,7 +187,7 @@ class DhtDirectory:
                     self._opened[sealed] = record
                     self._opened_bytes += len(sealed)
             found = self._opened.get(sealed)
-            # A signer may have been revoked since.
+            # A signer may have been revoked meanwhile.
             is_current = found is not None and found.topic in topics and found.expires_at > now
             if found is not None and is_current and self._signers.admits(found):
                 records.append(found)
@@ -202,14 +213,15 @@ class DhtDirectory:
         return bool(self._node.protocol.routing_table.uid_to_peer_id)
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
-        """The peers of the DHT that this one knows, with the addresses that they announced."""
+        """Return the known peers of the DHT, with the addresses that they announced."""
         known = [PeerId(each.to_base58()) for each in self._node.protocol.routing_table.peer_id_to_uid]
         return {peer: self._contacts.addresses_of(peer) for peer in known}
 
     async def join_through(self, addresses: Sequence[str]) -> bool:
-        """Join the DHT of the peers at ``addresses``, also if others are known; whether any of them answered.
+        """Join the DHT of the peers at ``addresses``, even if others are known.
 
-        Raises ``NotAuthorised`` if one refuses this peer and no other answers.
+        Returns whether any of them answered. Raises ``NotAuthorised`` if one refuses this peer and
+        no other answers.
         """
         by_peer = defaultdict[PeerId, list[str]](list)
         for address in addresses:
@@ -223,7 +235,10 @@ class DhtDirectory:
         return any(connected)
 
     async def _join(self) -> None:
-        """Join through the bootstrap peers if no peer is known. Raises ``NotAuthorised`` as :meth:`create`."""
+        """Join through the bootstrap peers if no peer is known.
+
+        Raises ``NotAuthorised``, as :meth:`create`.
+        """
         self._handshakes.membership.check()
         if not self.knows_peers:
             await self.join_through(self._bootstrap())
@@ -242,7 +257,7 @@ class DhtDirectory:
             refusals.append(error)
             return False
         except (PeerUnreachable, Refused, TimeoutError) as error:
-            # Logged once: every look-up tries again.
+            # Logged once, because every look-up tries again.
             if peer not in self._unresponsive and len(self._unresponsive) < _MAX_UNRESPONSIVE:
                 self._unresponsive.add(peer)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"

@@ -31,32 +31,35 @@ from swarmnet_protocols.wire import records_pb2
 
 _WAIT_S = 1.5
 MAX_ANSWER_BYTES = 3 << 20
-"""Most bytes of records in one answer. Records of further keys are left to other replicas."""
+"""Most bytes of records in one answer. The caller gets further keys from other replicas."""
 MAX_SAMPLE = 256
 """Most records under one key in a sample."""
 MAX_SAMPLE_BYTES = 256 << 10
 """Most bytes of records in one sample."""
 _SERIALIZED = 3
-"""Copies of an answer in memory while it is made: its records, packed by key, and as one message."""
+"""Copies of an answer in memory while it is made: records, records packed by key, one message."""
 KEY_BYTES = 20
 _RNG = random.SystemRandom()
 _DEPTH_MODULO = 5
 _LOST_PERIOD_S = 3.0
 _LOST_AT_ONCE = 2
-"""Lost peers that are called in each period. A call to one that is gone costs a few packets."""
+"""Lost peers that are called in each period. A call to a dead peer costs a few packets."""
 _MAX_LOST = 64
 _LOST_S = 3600.0
-"""Seconds after which a lost peer is not called any more: its contact, with its addresses, has expired."""
+"""Seconds until a lost peer is no longer called. Its contact, with its addresses, has expired."""
 _PARALLEL_RPC = 64
 
 
 def node_id_of(peer: PeerID) -> DHTID:
-    """The only DHT node id that ``peer`` may use."""
+    """Return the only DHT node id that ``peer`` may use."""
     return DHTID.generate(source=peer.to_bytes())
 
 
 def _unpack(packed: bytes) -> object:
-    """A byte string of at most ``MAX_RECORD_BYTES``, or a scalar. Raises ``ValueError`` for anything larger."""
+    """Unpack a byte string of at most ``MAX_RECORD_BYTES``, or a scalar.
+
+    Raises ``ValueError`` for anything larger.
+    """
     return msgpack.unpackb(
         packed, max_bin_len=MAX_RECORD_BYTES, max_str_len=0, max_array_len=0, max_map_len=0, max_ext_len=0
     )
@@ -68,7 +71,10 @@ def _blocks_of(value: bytes) -> tuple[int, int]:
 
 
 class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts a value only under the key, with the subkey and with the expiry that its signature covers, and of a signer that may publish it."""
+    """Accepts a value only if its signature covers the key, the subkey and the expiry.
+
+    The signer must also be allowed to publish it.
+    """
 
     def __init__(self, swarm: bytes, clock: Clock, check: Check) -> None:
         self._swarm = swarm
@@ -94,24 +100,33 @@ class SignedRecordValidator(RecordValidatorBase):  # type: ignore[misc]
 class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     """hivemind's protocol with limits. The class name is part of the protocol ids of its RPCs."""
 
-    _rpc_handlers = None  # not inherited: the parent's handlers have its class name
+    _rpc_handlers = None  # not inherited: the parent's handlers have the parent's class name
     _stub_type = None
     p2p: GuardedP2P
     blacklist: Blacklist
-    """The peers that searches leave out for a while, because they did not answer: the node's own list, set by ``create_node``."""
+    """Peers that searches leave out for a while, because they did not answer.
+
+    The node's own list, set by ``create_node``.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.lost: OrderedDict[PeerID, float] = OrderedDict()
-        """The peers that did not answer and left the routing table, with the loop's time of that; at most ``_MAX_LOST``, the latest."""
+        """Peers that left the routing table because they did not answer → loop time of that.
+
+        Keeps the latest ``_MAX_LOST``.
+        """
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         scope = self.p2p.scope_of(context.remote_id)
         with self.storage.stored_by(scope, self.p2p.origin):
-            return await super().rpc_store(request, context)  # which awaits nothing
+            return await super().rpc_store(request, context)  # the parent awaits nothing
 
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
-        """The records under each key, up to ``MAX_ANSWER_BYTES``. Their size is charged to the caller before they are copied."""
+        """Return the records under each key, up to ``MAX_ANSWER_BYTES``.
+
+        Charges their size to the caller before it copies them.
+        """
         keys = list(dict.fromkeys(request.keys))
         if len(keys) != len(request.keys) or len(keys) > MAX_KEYS:
             raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys, each once")
@@ -125,19 +140,19 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
         size = min(size, MAX_ANSWER_BYTES)
         scope.charge(Rate.FRAMES, size / BYTES_PER_FRAME, now)
         with scope.reserve(Resource.MEMORY, _SERIALIZED * size), self.storage.showing(known):
-            return await super().rpc_find(request, context)  # which awaits nothing
+            return await super().rpc_find(request, context)  # the parent awaits nothing
 
     async def rpc_sample(
         self, request: records_pb2.SampleRequest, context: P2PContext
     ) -> records_pb2.SampleReply:
-        """Records under each key, drawn at random, until ``MAX_SAMPLE_BYTES``."""
+        """Return random records under each key, up to ``MAX_SAMPLE_BYTES``."""
         keys = list(dict.fromkeys(request.keys))
         if len(keys) != len(request.keys) or len(keys) > MAX_KEYS or {len(key) for key in keys} - {KEY_BYTES}:
             raise ProtocolViolation(f"a call names up to {MAX_KEYS} keys of {KEY_BYTES} bytes, each once")
         return self.draw(request)
 
     def draw(self, request: records_pb2.SampleRequest) -> records_pb2.SampleReply:
-        """The answer to a valid request."""
+        """Make the answer to a valid request."""
         blocks = (request.start, request.end) if request.end else None
         reply, left = records_pb2.SampleReply(), MAX_SAMPLE_BYTES
         for key in request.keys:
@@ -166,7 +181,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
         await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
-        """Drop invalid records, so that one of them does not hide the valid ones."""
+        """Drop invalid records, so that an invalid one does not hide the valid ones."""
         if not isinstance(dictionary, DictionaryDHTValue):
             return False
         with dictionary.freeze():
@@ -181,7 +196,7 @@ class _Node(DHTNode):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._searches: set[asyncio.Task[Any]] = set()
-        """Searches that run, also those whose callers were cancelled."""
+        """Running searches, also searches whose callers were cancelled."""
 
     async def find_nearest_nodes(self, *arguments: Any, **options: Any) -> Any:
         return await self._to_the_end(super().find_nearest_nodes(*arguments, **options))
@@ -190,7 +205,11 @@ class _Node(DHTNode):  # type: ignore[misc]
         return await self._to_the_end(super().get_many(*arguments, **options))
 
     async def _to_the_end(self, search: Coroutine[Any, Any, Any]) -> Any:
-        """The result of ``search``. If the caller is cancelled, the search goes on to its end: hivemind would leave tasks of a cancelled one pending."""
+        """Return the result of ``search``. If the caller is cancelled, the search still runs to its
+        end.
+
+        hivemind would leave tasks of a cancelled search pending.
+        """
         task = asyncio.create_task(search)
         self._searches.add(task)
         task.add_done_callback(self._searches.discard)
@@ -204,16 +223,20 @@ class _Node(DHTNode):  # type: ignore[misc]
 
 
 def set_reachable(node: DHTNode, *, is_reachable: bool) -> None:
-    """Whether peers take this node into their routing tables: those that learn its node id do."""
+    """Set whether peers may take this node into their routing tables.
+
+    A peer takes a node in once it learns the node's id.
+    """
     own = dht_pb2.NodeInfo(node_id=node.node_id.to_bytes()) if is_reachable else dht_pb2.NodeInfo()
     node.protocol.node_info = own
 
 
 async def find_lost_peers(node: DHTNode) -> None:
-    """Call peers that stopped answering again, some in each period, until cancelled.
+    """Call peers that stopped answering, some in each period, until cancelled.
 
-    When the network splits, each part forgets the peers of the others, and knows enough peers not to ask a bootstrap peer. Without these calls the parts
-    would stay apart after the network heals.
+    When the network splits, each part forgets the peers of the other parts. Each part still knows
+    enough peers, so it does not ask a bootstrap peer. Without these calls the parts would stay
+    separate after the network heals.
     """
     loop, lost = asyncio.get_running_loop(), node.protocol.lost
     while True:
@@ -229,7 +252,7 @@ async def find_lost_peers(node: DHTNode) -> None:
 async def create_node(
     p2p: GuardedP2P, validator: SignedRecordValidator, *, client_mode: bool, clock: Clock
 ) -> DHTNode:
-    """A node with an empty routing table."""
+    """Make a node with an empty routing table."""
     node_id = node_id_of(p2p.peer_id)
     settings: dict[str, Any] = {
         "bucket_size": BUCKET_SIZE,
@@ -246,13 +269,14 @@ async def create_node(
         "cache_on_store": False,
         "cache_refresh_before_expiry": 0,
     }
-    # In client mode the node registers no handlers, so the protocol it makes for itself can be replaced by ours.
+    # In client mode the node registers no handlers, so this module can replace its protocol.
     node = await _Node.create(p2p, node_id, client_mode=True, **no_cache, **settings)
     node.protocol = await SwarmDirectoryV1.create(p2p, node_id, client_mode=client_mode, **settings)
     node.protocol.blacklist = node.blacklist
     if not client_mode:
         await p2p.add_protobuf_handler(DHT_SAMPLE.id, node.protocol.rpc_sample, records_pb2.SampleRequest)
     node.protocol.storage = BoundedStorage(StorageLimits(), clock, _blocks_of)
-    # hivemind answers from its cache alone if that has the latest expiry: one cached record would hide all others.
+    # hivemind answers from its cache alone if the cache has the latest expiry. Then one cached
+    # record would hide all others.
     node.protocol.cache = BoundedStorage(StorageLimits(total_bytes=0, key_bytes=0), clock)
     return node

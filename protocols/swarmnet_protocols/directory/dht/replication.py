@@ -1,6 +1,7 @@
 """Replication: stores a peer's records with the peers nearest to their keys, one call to each peer.
 
-hivemind's own ``store_many`` makes a search for every key, and each search fetches and verifies all records under that key.
+hivemind's own ``store_many`` searches for every key. Each search fetches and verifies all records
+under that key.
 """
 
 import asyncio
@@ -19,17 +20,21 @@ from swarmnet_protocols.machine.clock import Clock
 _log = logging.getLogger(__name__)
 
 REPLICAS = 5
-"""Replicas of a record under each of its keys."""
+"""Number of replicas of a record under each of its keys."""
 FOUND_S = 60.0
-"""Seconds for which the replicas found for a topic are used again. A nearer peer that joins meanwhile gets the record from its neighbours."""
+"""Seconds until a topic's replicas are searched again.
+
+A nearer peer that joins meanwhile gets the record from its neighbours.
+"""
 
 _Replicas = Mapping[DHTID, Sequence[PeerID]]
-"""Peers for each key, nearest first."""
+"""Key → peers, nearest first."""
 
 
 async def find_nearest(node: DHTNode, keys: Sequence[DHTID]) -> _Replicas:
-    """The peers nearest to each key, ``node`` itself included."""
-    # A search for a key returns the records under it. The id that differs in the last bit has the same neighbours and no records.
+    """Find the peers nearest to each key, including ``node`` itself."""
+    # A search for a key returns the records under it. The id that differs in the last bit has the
+    # same neighbours, and no records.
     adjacent = {DHTID(key ^ 1): key for key in keys}
     nearest = await node.find_nearest_nodes(list(adjacent))
     return {adjacent[key]: list(peers.values()) for key, peers in nearest.items()}
@@ -53,12 +58,13 @@ class Replicator:
         self._short: set[str] = set()
         """Topics whose records have too few replicas, because peers refused to store them."""
         self.refused = 0
-        """Stores that peers refused, since the start: they have reached a limit."""
+        """Stores that peers refused since the start, because they had reached a limit."""
 
     async def store(self, record: Record, sealed: bytes) -> None:
         """Store ``record`` on its replicas, in place of its predecessor.
 
-        A record that peers refuse is offered to the next nearest ones, and again at the next call. It is logged if too few accept it.
+        If a peer refuses, the next nearest peer is asked, and the refusing peer again at the next
+        call. Logs when too few peers accept.
         """
         now, refused = self._clock(), self.refused
         self._found = {topic: found for topic, found in self._found.items() if now < found.until}
@@ -73,12 +79,14 @@ class Replicator:
             fewest = min(map(len, replicas.values()))
             self._log_shortage(record.topic, fewest, is_short=fewest < REPLICAS and self.refused > refused)
             if not self._is_enough(replicas, nearest):
-                return  # the next call searches again: a peer may be reachable or have space by then
+                # the next call searches again: by then a peer may be reachable or have space
+                return
             found = _Found(now + FOUND_S, replicas)
         self._found[record.topic] = found
 
     def _log_reachability(self, topic: str, replicas: _Replicas) -> None:
-        """Log once when no other peer stores the record of ``topic``, and once when one does again."""
+        """Log once when no other peer stores the record of ``topic``, and once when one does
+        again."""
         others = {peer for peers in replicas.values() for peer in peers} - {self._node.peer_id}
         is_hidden = not others and bool(self._node.protocol.routing_table.uid_to_peer_id)
         if is_hidden and topic not in self._hidden:
@@ -89,7 +97,8 @@ class Replicator:
             self._hidden.discard(topic)
 
     def _log_shortage(self, topic: str, fewest: int, *, is_short: bool) -> None:
-        """Log once when the record of ``topic`` has too few replicas because peers refused it, and once when it has enough."""
+        """Log once when refusals leave too few replicas for ``topic``, and once when it has
+        enough."""
         if is_short and topic not in self._short:
             _log.warning(
                 "peers have no room for the record of %s: it has %d of %d replicas, and few may find it. It is offered again "
@@ -109,7 +118,8 @@ class Replicator:
         return bool(self._short)
 
     async def _put(self, nearest: _Replicas, record: Record, sealed: bytes) -> _Replicas:
-        """Store under each key on the first ``REPLICAS`` peers that accept the record, and return these."""
+        """Store the record on the first ``REPLICAS`` peers of each key that accept it. Returns
+        these peers."""
         candidates = {key: deque(peers) for key, peers in nearest.items()}
         replicas: dict[DHTID, list[PeerID]] = {key: [] for key in nearest}
         unresponsive = set[PeerID]()
@@ -134,11 +144,14 @@ class Replicator:
                 for key, is_kept in zip(keys, kept, strict=True):
                     if is_kept:
                         replicas[key].append(peer)
-                    else:  # the peer has reached a limit, and the next nearest is asked
+                    else:  # the peer has reached a limit, so ask the next nearest
                         self.refused += peer != self._node.peer_id
 
     def _is_enough(self, kept: _Replicas, asked: _Replicas) -> bool:
-        """Whether every key has ``REPLICAS`` replicas, or all peers that were asked, and another peer than this one is among them."""
+        """Return whether every key has enough replicas, and another peer than this one has some.
+
+        Enough is ``REPLICAS``, or all peers that were asked.
+        """
         others = {peer for peers in kept.values() for peer in peers} - {self._node.peer_id}
         return bool(others) and all(
             len(kept[key]) == min(REPLICAS, len(peers)) for key, peers in asked.items()
@@ -147,7 +160,7 @@ class Replicator:
     async def _call(
         self, peer: PeerID, keys: Sequence[DHTID], record: Record, sealed: bytes
     ) -> list[bool] | None:
-        """Whether ``peer`` accepted the record under each key; None if it did not answer."""
+        """Return whether ``peer`` accepted the record under each key; None if it did not answer."""
         protocol = self._node.protocol
         value = protocol.serializer.dumps(sealed)
         if peer == self._node.peer_id:

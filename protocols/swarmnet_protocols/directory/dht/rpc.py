@@ -1,4 +1,5 @@
-"""hivemind's DHT calls over guarded streams: only to admitted peers and only from admitted peers."""
+"""hivemind's DHT calls over guarded streams: only to admitted peers and only from admitted
+peers."""
 
 import asyncio
 import contextlib
@@ -23,26 +24,33 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 
 _ENTER_S = 5.0
-"""Timeout in seconds of the handshake before a call. It exceeds the timeout of a call, because a late handshake still serves the next call."""
+"""Timeout in seconds of the handshake before a call.
+
+It is longer than the timeout of a call, because a late handshake still serves the next call.
+"""
 MAX_REQUEST_BYTES = {
     DHT_PING.id: 4 << 10,
     DHT_FIND.id: 16 << 10,
     DHT_STORE.id: 512 << 10,
     DHT_SAMPLE.id: 4 << 10,
 }
-"""Largest request by protocol. hivemind answers a call without yielding, so a large one would delay every other task."""
+"""Most bytes of a request, by protocol.
+
+hivemind answers a call without yielding, so a larger request would delay every other task.
+"""
 MAX_KEYS = 16
-"""Most keys in one find call: as many as hivemind asks one peer for at once."""
+"""Most keys in one find call: hivemind asks one peer for as many at once."""
 BUCKET_SIZE = 20
-"""Peers in a bucket of the routing table, and most peers that an answer names for a key."""
+"""Most peers in a bucket of the routing table, and most peers in an answer for one key."""
 BYTES_PER_FRAME = 1024
-"""Each KiB of a call or an answer is charged as one frame."""
+"""Bytes of a call or an answer that are charged as one frame."""
 
 
 class GuardedP2P:
-    """The part of hivemind's ``P2P`` that its DHT uses. A call is parsed only if it comes from an admitted peer.
+    """The part of hivemind's ``P2P`` that its DHT uses. Parses calls only from admitted peers.
 
-    Calls do not use p2pd's unary handlers: those allocate the size that a caller announces before any of it has arrived.
+    Calls do not use p2pd's unary handlers. Those handlers allocate the size that a caller announces
+    before any bytes have arrived.
     """
 
     def __init__(self, transport: Transport, handshakes: Handshakes, contacts: Contacts) -> None:
@@ -53,7 +61,7 @@ class GuardedP2P:
         self._contacts = contacts
         self._origin = ""
         self._is_called = False
-        """Whether this peer serves calls, and so sends its contact with its own."""
+        """Whether this peer serves calls. If so, it sends its contact with its own calls."""
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
 
     async def add_protobuf_handler(
@@ -63,7 +71,7 @@ class GuardedP2P:
         input_type: type[Protobuf],
         **_options: object,
     ) -> None:
-        """Serve calls of ``name``. The bytes of a caller that may not make them are not parsed."""
+        """Serve calls of ``name``. Does not parse the bytes of a caller that may not make them."""
         protocol = self._protocols[name]
         self._is_called = True
 
@@ -102,23 +110,24 @@ class GuardedP2P:
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 encoded = with_contacts(reply.SerializeToString(), contacts)
-            if not isinstance(reply, dht_pb2.FindResponse):  # charged in rpc_find, before it is made
+            # charged in rpc_find, before it is made
+            if not isinstance(reply, dht_pb2.FindResponse):
                 scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, clock())
             return encoded
 
         await self._transport.serve(protocol, serve)
 
     def scope_of(self, peer: PeerID) -> Scope:
-        """The resource scope of a peer."""
+        """Return the resource scope of a peer."""
         return self._transport.resources.peer(peer.to_base58(), asyncio.get_running_loop().time())
 
     @property
     def origin(self) -> str:
-        """The caller's subnet in the call that is being answered. Valid for a handler until its first await."""
+        """The subnet of the current caller. A handler may use it until its first await."""
         return self._origin
 
     async def remove_protobuf_handler(self, _name: str, **_options: object) -> None:
-        """Does nothing: protocols are served until the transport ends."""
+        """Do nothing: protocols are served until the transport ends."""
 
     async def call_protobuf_handler(
         self, peer: PeerID, name: str, request: Protobuf, output_type: type[Protobuf]
@@ -147,7 +156,10 @@ class GuardedP2P:
 
 
 def _check_found(reply: dht_pb2.FindResponse) -> None:
-    """Raise ``ProtocolViolation`` for more keys, or more peers for a key, than an honest peer sends: each costs time to process."""
+    """Check that an answer has no more keys, or peers for a key, than an honest peer sends.
+
+    Each of them costs time to process. Raises ``ProtocolViolation``.
+    """
     if len(reply.results) > MAX_KEYS:
         raise ProtocolViolation(f"an answer about {len(reply.results)} keys")
     for result in reply.results:
@@ -156,7 +168,7 @@ def _check_found(reply: dht_pb2.FindResponse) -> None:
 
 
 def _named_in(reply: Protobuf) -> list[PeerId]:
-    """The peers that an answer refers its caller to."""
+    """Return the peers that an answer refers its caller to."""
     if not isinstance(reply, dht_pb2.FindResponse):
         return []
     packed = dict.fromkeys(peer for result in reply.results for peer in result.nearest_peer_ids)

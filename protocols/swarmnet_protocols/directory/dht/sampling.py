@@ -1,8 +1,13 @@
 """Sampling: reads a few records of topics under which many peers publish, from single replicas.
 
-A look-up of hivemind's asks at least twenty peers, and each sends every record that it has under the key. Here the peers nearest to a key are
-found once in ``FOUND_S``, as for storing, and a read asks one of them for records drawn at random. Records are signed, so a replica can leave
-some out and can make none. A topic has several keys: the key and the replica are drawn at random, so no peer hides a record from many reads.
+hivemind's look-up asks at least twenty peers, and each sends every record that it has under the
+key. Sampling is cheaper:
+
+1. Once in ``FOUND_S`` it finds the peers nearest to a key, as for storing.
+2. A read asks one of these peers for random records.
+
+Records are signed, so a replica can leave some out but cannot make any. A topic has several keys.
+The key and the replica are drawn at random, so no peer can hide a record from many reads.
 """
 
 import asyncio
@@ -24,12 +29,12 @@ from swarmnet_protocols.net.protocol_ids import DHT_SAMPLE
 from swarmnet_protocols.wire import records_pb2 as pb
 
 ATTEMPTS = 3
-"""Replicas of a key that are asked, one after another, until one answers."""
+"""Most replicas of a key that are asked, one after another, until one answers."""
 
 
 @dataclass
 class _Place:
-    """A key, the peers nearest to it, and those of them that did not answer."""
+    """A key, the peers nearest to it, and which of these peers did not answer."""
 
     until: float
     replicas: Sequence[PeerID]
@@ -53,7 +58,10 @@ class RecordSampler:
     async def read(
         self, topics: Collection[str], most: int, *, blocks: tuple[int, int] | None = None, copies: int = 1
     ) -> list[bytes]:
-        """Sealed records, not verified: up to ``most`` under each topic from each of ``copies`` of its keys."""
+        """Return sealed records, not verified: up to ``most`` under each topic from each key.
+
+        ``copies``: number of keys of a topic that are read.
+        """
         keys = [
             DHTID.generate(source=key)
             for topic in topics
@@ -81,7 +89,7 @@ class RecordSampler:
         return found
 
     async def _find(self, keys: Sequence[DHTID]) -> None:
-        """Find the replicas of those of ``keys`` for which none are known."""
+        """Find the replicas of the keys without known replicas."""
         now = self._clock()
         self._places = {key: place for key, place in self._places.items() if now < place.until and place.left}
         missing = [key for key in keys if key not in self._places]
@@ -91,7 +99,10 @@ class RecordSampler:
                 self._places[key] = _Place(now + FOUND_S, others[:REPLICAS] or [self._node.peer_id])
 
     def _assigned(self, keys: Sequence[DHTID]) -> list[tuple[PeerID, list[DHTID]]]:
-        """A replica for every key, drawn at random, and the same one for several keys where it can be: few calls."""
+        """Draw a replica for every key at random. Several keys share a replica where possible.
+
+        That needs few calls.
+        """
         calls: list[tuple[PeerID, list[DHTID]]] = []
         left = list(dict.fromkeys(keys))
         self._rng.shuffle(left)
@@ -109,7 +120,7 @@ class RecordSampler:
     async def _call(
         self, peer: PeerID, keys: Sequence[DHTID], most: int, blocks: tuple[int, int] | None
     ) -> list[bytes] | None:
-        """Records under ``keys``; None if ``peer`` did not give a valid answer."""
+        """Return records under ``keys``; None if ``peer`` did not give a valid answer."""
         start, end = blocks or (0, 0)
         request = pb.SampleRequest(keys=[key.to_bytes() for key in keys], most=most, start=start, end=end)
         protocol = self._node.protocol
@@ -123,7 +134,10 @@ class RecordSampler:
 
 
 def _checked(reply: pb.SampleReply, keys: int, most: int) -> list[bytes] | None:
-    """The records of an answer about ``keys`` keys; None if it has more than was asked for: each costs time to verify."""
+    """Return the records of an answer about ``keys`` keys; None if it has more than was asked for.
+
+    Each record costs time to verify.
+    """
     records = [record for sample in reply.samples for record in sample.records]
     if len(records) > keys * most or any(len(record) > MAX_RECORD_BYTES for record in records):
         return None

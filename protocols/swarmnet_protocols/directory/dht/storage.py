@@ -1,7 +1,7 @@
 """The bounded storage of a DHT node, shared fairly between the subnets that store in it.
 
-Identities are free, subnets are not. So when a key or the whole storage is full, a new record evicts one that was stored from the
-subnet with the most bytes there.
+Identities are free, subnets are not. So when a key or the whole storage is full, a new record
+evicts a record of the subnet with the most bytes there.
 """
 
 import heapq
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class StorageLimits:
     total_bytes: int = 64 << 20
-    """Most bytes of all records. At the limit, records of the subnet with the most bytes are evicted, soonest expiry first."""
+    """Most bytes of all records.
+
+    At the limit, records of the subnet with the most bytes are evicted, soonest expiry first.
+    """
     key_bytes: int = 2 << 20
     """Most bytes under one key. They must fit into one answer (``MAX_ANSWER_BYTES``)."""
     signer_records: int = 256
@@ -38,13 +41,16 @@ class _Kept:
     reservations: tuple[Reservation, ...]
     """The bytes of the record, reserved in the scope of the peer that stored it."""
     origin: str
-    """Subnet of that peer; empty for this node."""
+    """Subnet of the peer that stored the record; empty for this node."""
     blocks: tuple[int, int]
-    """Blocks [start, end) of the host that announces itself with the record; (0, 0) for records of other kinds."""
+    """Blocks [start, end) of the host that the record announces; (0, 0) for other records."""
 
 
 class BoundedStorage:
-    """Replaces hivemind's ``DHTLocalStorage``. Stores signed records only: values with the signer's key as subkey."""
+    """Replaces hivemind's ``DHTLocalStorage``. Stores only signed records.
+
+    The subkey of a record is its signer's key.
+    """
 
     def __init__(
         self,
@@ -52,7 +58,8 @@ class BoundedStorage:
         clock: Clock,
         blocks_of: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
-        """``blocks_of``: the blocks of the host whose announcement a value is, for :meth:`draw`."""
+        """``blocks_of`` returns the blocks of the host that a value announces. :meth:`draw` uses
+        them."""
         self._limits = limits
         self._clock = clock
         self._blocks_of = blocks_of
@@ -62,7 +69,7 @@ class BoundedStorage:
         self._signer_records: Counter[bytes] = Counter()
         self.total_bytes = 0
         self._origin_bytes: Counter[tuple[DHTID | None, str]] = Counter()
-        """Bytes by key and subnet; the key None: under all keys."""
+        """Bytes by (key, subnet). The key None stands for all keys together."""
         self._expiries_of: dict[str, list[tuple[float, DHTID, bytes]]] = {}
         self._storer: Scope | None = None
         self._origin = ""
@@ -70,7 +77,10 @@ class BoundedStorage:
 
     @contextmanager
     def stored_by(self, scope: Scope, origin: str) -> Iterator[None]:
-        """Charge records that are stored while the context is open to ``scope`` and to the subnet ``origin``, until they are dropped."""
+        """Charge records that are stored in this context to ``scope`` and to the subnet ``origin``.
+
+        The charge ends when a record is dropped.
+        """
         self._storer, self._origin = scope, origin
         try:
             yield
@@ -79,7 +89,7 @@ class BoundedStorage:
 
     @contextmanager
     def showing(self, keys: "Set[DHTID]") -> Iterator[None]:
-        """While the context is open, :meth:`get` returns records under ``keys`` only."""
+        """Let :meth:`get` return only records under ``keys`` while the context is open."""
         self._shown = keys
         try:
             yield
@@ -87,7 +97,7 @@ class BoundedStorage:
             self._shown = None
 
     def key_bytes(self, key: "DHTID") -> int:
-        """The bytes of all records under ``key``."""
+        """Return the bytes of all records under ``key``."""
         self._expire(self._clock())
         return self._key_bytes.get(key, 0)
 
@@ -96,8 +106,11 @@ class BoundedStorage:
         return subkey is not None and self.store_subkey(key, subkey, value, expiration_time)
 
     def store_subkey(self, key: "DHTID", subkey: bytes, value: bytes, expiration_time: float) -> bool:
-        """Store a record and return whether it was accepted: it is within the limits and expires later
-        than its predecessor, or is the same record again."""
+        """Store a record and return whether it was accepted.
+
+        It must be within the limits. It must also expire later than its predecessor, or be the same
+        record again.
+        """
         now = self._clock()
         self._expire(now)
         old = self._records.get(key, {}).get(subkey)
@@ -106,7 +119,8 @@ class BoundedStorage:
             return False
         if old and (old.value, old.expires_at) == (value, expiration_time):
             return True
-        # A record that expires after MAX_LIFETIME_S was accepted while the clock was ahead. It must not block its successor.
+        # A record that expires after MAX_LIFETIME_S was accepted while the clock was ahead. It must
+        # not block its successor.
         if old and expiration_time <= old.expires_at <= now + MAX_LIFETIME_S:
             return False
         if self._key_bytes[key] + grown_bytes > self._limits.key_bytes and not self._can_evict(
@@ -141,7 +155,7 @@ class BoundedStorage:
         return subkey in self._records.get(key, {})
 
     def get(self, key: "DHTID") -> "ValueWithExpiration[DictionaryDHTValue] | None":
-        """All records under ``key``, in a new dictionary."""
+        """Return all records under ``key`` in a new dictionary."""
         self._expire(self._clock())
         if key not in self._records or (self._shown is not None and key not in self._shown):
             return None
@@ -150,10 +164,11 @@ class BoundedStorage:
     def draw(
         self, key: "DHTID", most: int, rng: random.Random, blocks: tuple[int, int] | None = None
     ) -> list[bytes]:
-        """Up to ``most`` values under ``key``, drawn at random; with ``blocks`` [start, end), only of hosts with one of these blocks.
+        """Draw up to ``most`` random values under ``key``.
 
-        If there are more, one that was stored from each subnet is drawn before a second one from any: a subnet that stores
-        thousands of records does not keep those of others out of a sample.
+        ``blocks`` [start, end): draw only announcements of hosts with one of these blocks. Draws
+        one value from each subnet before a second one from any. So a subnet that stores thousands
+        of records cannot keep the records of others out of a sample.
         """
         self._expire(self._clock())
         kept = list(self._records.get(key, {}).values())
@@ -181,14 +196,16 @@ class BoundedStorage:
             self._drop_soonest(self._expiries)
 
     def _drop_soonest(self, queue: "list[tuple[float, DHTID, bytes]]") -> None:
-        """Drop the record of the first entry of ``queue``, unless it was replaced or dropped before."""
+        """Drop the record of the first entry of ``queue``, unless it was replaced or dropped
+        before."""
         expires_at, key, subkey = heapq.heappop(queue)
         kept = self._records.get(key, {}).get(subkey)
         if kept is not None and kept.expires_at == expires_at:
             self._forget(key, subkey)
 
     def _drop_replaced(self) -> None:
-        """Rebuild the queues without entries of replaced records, which would grow without bound."""
+        """Rebuild the queues without entries of replaced records. Otherwise they would grow without
+        bound."""
         self._expiries, self._expiries_of = [], {}
         for key, records in self._records.items():
             for subkey, kept in records.items():
@@ -199,9 +216,10 @@ class BoundedStorage:
             heapq.heapify(queue)
 
     def _can_evict(self, key: "DHTID", old: _Kept | None, nbytes: int) -> bool:
-        """Whether, under a full key, another subnet has more bytes than the storing one would have with ``nbytes`` more.
+        """Return whether another subnet would still have more bytes under a full key than this one.
 
-        False for a record that is larger than the limit of a key.
+        ``nbytes`` more are counted for the storing subnet. False for a record larger than the limit
+        of a key.
         """
         mine_bytes = self._origin_bytes[key, self._origin] + nbytes
         if old is not None and old.origin == self._origin:
@@ -209,7 +227,7 @@ class BoundedStorage:
         return self._key_bytes[key] > 0 and mine_bytes < self._origin_bytes[key, self._largest_subnet(key)]
 
     def _evict(self, key: "DHTID") -> None:
-        """Drop the record that expires soonest of the subnet with the most bytes under ``key``."""
+        """Drop the record of the largest subnet under ``key`` that expires soonest."""
         origin = self._largest_subnet(key)
         theirs = {signer: kept for signer, kept in self._records[key].items() if kept.origin == origin}
         self._forget(key, min(theirs, key=lambda signer: theirs[signer].expires_at))
