@@ -1,6 +1,7 @@
-"""Bandwidth of workers, as the workers that receive from them measure it. Pure.
+"""Bandwidth of workers, as measured by the workers that receive from them. Pure.
 
-A member's rate in a roster is the median of the other members' measurements; its own report is ignored.
+A member's rate in a roster is the median of the other members' measurements. The member's own
+report is ignored.
 """
 
 import statistics
@@ -11,18 +12,21 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
 
 MIN_BYTES = 512 << 10
-"""Shorter payloads are ignored: their transfer time measures buffers and latency rather than bandwidth."""
+"""Bytes of the shortest payload that counts.
+
+The transfer time of a shorter payload measures buffers and latency rather than bandwidth.
+"""
 DECAY = 0.5
-"""Factor by which each payload reduces the weight of earlier measurements."""
+"""Weight that earlier measurements keep at each new payload."""
 MAX_PEERS = 256
 
 Measured = Mapping[PeerId, float]
-"""Measured rate of each peer in bytes per second."""
+"""Peer → measured rate in bytes per second."""
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A payload that arrived from ``peer``: the bytes of its timed parts, and the seconds that they took."""
+    """A payload that arrived from ``peer``: the bytes of its timed parts, and their seconds."""
 
     peer: PeerId
     size_bytes: int
@@ -30,13 +34,16 @@ class Arrival:
 
 
 class ArrivalRates:
-    """The rate at which bulk data of each peer arrives here: an exponentially decayed sum of bytes over one of seconds."""
+    """The rate at which bulk data of each peer arrives here.
+
+    An exponentially decayed sum of bytes, divided by a decayed sum of seconds.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[PeerId, tuple[float, float]] = {}
 
     def add(self, arrivals: Iterable[Arrival]) -> None:
-        """Add measurements. Payloads under ``MIN_BYTES`` are ignored."""
+        """Add measurements. Ignores payloads under ``MIN_BYTES``."""
         for arrival in arrivals:
             if arrival.size_bytes < MIN_BYTES or arrival.seconds <= 0:
                 continue
@@ -49,16 +56,20 @@ class ArrivalRates:
                 del self._sums[next(iter(self._sums))]
 
     def bytes_per_s(self) -> dict[PeerId, float]:
-        """The rate of every peer that was measured, the most recently measured last."""
+        """Return the rate of every measured peer, the most recently measured last."""
         return {peer: size_bytes / seconds for peer, (size_bytes, seconds) in self._sums.items()}
 
 
 def agreed_rates(members: Sequence[PeerId], reports: Mapping[PeerId, Measured]) -> dict[PeerId, float]:
-    """The rate of every member in bytes per second: the median of the other members' measurements.
+    """Return the rate of every member in bytes per second: the median of the others' measurements.
 
-    Of two middle values the one nearer to the swarm's median (the median of the reporters' medians) is taken. A member that at most half
-    of the others measured gets the swarm's median. So one false report among three members moves a rate at most from its true value to the
-    swarm's median, a minority among more members moves no rate beyond the reports of honest ones, and no member moves its own rate.
+    The swarm's median is the median of the reporters' medians. Of two middle values, the value
+    nearer to the swarm's median counts. A member gets the swarm's median if at most half of the
+    others measured it. This limits what false reports can do:
+
+    - One false report among three members moves a rate at most to the swarm's median.
+    - A minority among more members moves no rate beyond the reports of honest members.
+    - No member moves its own rate.
     """
     by_reporter = {
         reporter: {

@@ -1,14 +1,13 @@
-"""The conditions under which a worker that is behind replaces its weights with those of other
-workers. Pure.
+"""The conditions under which a worker that is behind takes over the weights of others. Pure.
 
-No single worker may move another one to a state of its choice. A worker that learns of a later
-position therefore asks its *voters*, the members of the last roster that continued the one before
-it, each over a stream that proves the peer id. It moves only to a position that more than half of
-the answering voters report. So neither a minority of its former group nor any number of newcomers
-can replace its weights.
+No single worker may move another one to a state of its choice. So a worker that learns of a later
+position asks its *voters*: the members of the last roster that continued the one before it. Each
+voter answers over a stream that proves its peer id. The worker moves only to a position that more
+than half of the answering voters report. So neither a minority of its former group nor any number
+of newcomers can replace its weights.
 
 A *new* worker has no voters: it has not trained, or only just begun. Workers that start together
-may find each other late and begin in several groups, so a new worker moves to a group that is
+may find each other late and begin in several groups. So a new worker moves to a group that is
 larger than its own (``join``).
 """
 
@@ -25,7 +24,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class WorkerPosition:
-    """A worker's next round number, and the id of the state from which this round starts."""
+    """A worker's next round number, and the id of the state at the start of this round."""
 
     round: int
     state: bytes
@@ -41,8 +40,11 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Stay:
-    """Keep the present state. ``is_settled``: most voters are not ahead of this worker, so the
-    worker that reported another position is not asked again soon."""
+    """Keep the present state.
+
+    ``is_settled``: most voters are not ahead of this worker. So the worker that reported another
+    position is not asked again soon.
+    """
 
     is_settled: bool
 
@@ -50,11 +52,11 @@ class Stay:
 def catch_up(
     mine: WorkerPosition, votes: Mapping[PeerId, WorkerPosition], *, same_state: bool
 ) -> CatchUp | Stay:
-    """Whether a worker at position ``mine`` moves, given the positions that its voters reported.
+    """Decide whether a worker at position ``mine`` moves, given the positions of its voters.
 
-    ``same_state``: all workers share one state (all methods but gossip), so positions can be
-    compared. Otherwise the worker moves to the median of the voters' rounds, and takes the state of
-    one voter at that round.
+    ``same_state``: all workers share one state, so positions can be compared. This holds for all
+    methods but gossip. With gossip the worker moves to the median of the voters' rounds, and takes
+    the state of one voter at that round.
     """
     if not votes:
         return Stay(is_settled=False)
@@ -62,8 +64,8 @@ def catch_up(
         position, count = Counter(votes.values()).most_common(1)[0]
         with_us = sum(each == mine for each in votes.values()) + 1
         is_later = position.round > mine.round and 2 * count > len(votes)
-        # A round whose members split into two groups: the larger group wins; of equal groups, the
-        # one whose state has the larger id.
+        # The members of a round may have split into two groups. The larger group wins. Of equal
+        # groups, the group whose state has the larger id wins.
         is_other = position.round == mine.round and (count, position.state) > (with_us, mine.state)
         if position != mine and (is_later or is_other):
             return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
@@ -78,13 +80,14 @@ def catch_up(
 
 
 def join(mine: WorkerPosition, mates: int, others: Mapping[PeerId, WorkerPosition]) -> CatchUp | Stay:
-    """Whether a new worker at position ``mine`` joins a group of other workers, given their
-    positions.
+    """Decide whether a new worker at position ``mine`` joins a group of other workers.
 
-    ``mates``: the workers of its own group, itself included; 0 if it has not trained. Workers at
-    round 0 have not trained and do not count. A worker that has trained moves to the largest other
-    group, if that is larger than its own; among equal groups to the later one, then to the larger
-    state id. A worker that has not trained moves to the majority of the workers that have.
+    ``mates``: number of workers in its own group, including itself; 0 if it has not trained.
+    Workers at round 0 have not trained and do not count.
+
+    - A worker that has trained moves to the largest other group, if that is larger than its own.
+      Among equal groups it moves to the later one, then to the larger state id.
+    - A worker that has not trained moves to the majority of the workers that have.
     """
     trained = {peer: each for peer, each in others.items() if each.round}
     groups = Counter(trained.values())
@@ -98,9 +101,8 @@ def join(mine: WorkerPosition, mates: int, others: Mapping[PeerId, WorkerPositio
 
 
 def continued(before: Collection[PeerId], roster: Mapping[PeerId, T]) -> bool:
-    """Whether ``roster`` continues the roster ``before``: more than half of the earlier members are
-    in it.
+    """Return whether ``roster`` contains more than half of the members of the roster ``before``.
 
-    A minority that was cut off, and a roster of many newcomers, do not continue it.
+    A minority that was cut off does not continue the roster. Nor does a roster of many newcomers.
     """
     return not before or 2 * len(set(before) & roster.keys()) > len(before)

@@ -17,20 +17,24 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 PROTOCOL = 1
 """Version of the records in workers.proto. Records of other versions are ignored."""
 MAX_PUBLISHED_BYTES = 12 << 10
-"""Upper bound on a sealed job, so that it fits a DHT record."""
+"""Most bytes of a published sealed job. A larger one does not fit a DHT record."""
 JOB_LIFETIME_S = 24 * 3600.0
-"""Lifetime of a job's record, in seconds. Every worker of a job publishes it again, so it expires a
-day after the last worker has left."""
+"""Seconds that a job's record lives.
+
+Every worker of a job publishes the record again. So it expires a day after the last worker has
+left.
+"""
 WORKER_LIFETIME_S = 60.0
-"""Lifetime of a worker's record, in seconds. Workers publish it every 20 s, so two in a row may be
-lost."""
+"""Seconds that a worker's record lives.
+
+Workers publish it every 20 s, so two announcements in a row may be lost.
+"""
 HASH_BYTES = 32
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's record: its addresses, its next round, and the id of the state from which this
-    round starts."""
+    """A worker's record: its addresses, its next round, and the id of the state at its start."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -44,8 +48,10 @@ class WorkerInfo:
 
 
 def job_announcement(sealed: bytes) -> Announcement:
-    """Return the announcement of a sealed job under its id, for a day. Raises ``ConfigError`` if it
-    is larger than ``MAX_PUBLISHED_BYTES``."""
+    """Return the announcement of a sealed job under its id, for a day.
+
+    Raises ``ConfigError`` if it is larger than ``MAX_PUBLISHED_BYTES``.
+    """
     if len(sealed) > MAX_PUBLISHED_BYTES:
         raise ConfigError(
             f"the job has {len(sealed)} bytes, {MAX_PUBLISHED_BYTES} fit a record",
@@ -56,8 +62,11 @@ def job_announcement(sealed: bytes) -> Announcement:
 
 
 async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]:
-    """The job with this id, and its sealed form. Raises ``Unreachable`` if there is no record of
-    it, ``ConfigError`` if this version refuses the job."""
+    """Find the job with this id. Returns it with its sealed form.
+
+    Raises ``Unreachable`` if there is no record of it, and ``ConfigError`` if this version refuses
+    the job.
+    """
     refused: ConfigError | None = None
     for record in await directory.lookup(_job_topic(job_id)):
         try:
@@ -91,7 +100,7 @@ def worker_announcement(job_id: str, info: WorkerInfo) -> Announcement:
 
 
 async def find_workers(directory: Directory, job_id: str) -> list[WorkerInfo]:
-    """The workers with a valid record for the job, in the order of peer ids."""
+    """Return the workers with a valid record for the job, ordered by peer id."""
     found = []
     for record in await directory.lookup(f"train/{job_id}"):
         try:

@@ -1,4 +1,4 @@
-"""Templates of job files, one per method, which run as they are on a small standard task."""
+"""Templates of job files, one for each method. They run unchanged on a small standard task."""
 
 from dataclasses import dataclass
 
@@ -161,9 +161,10 @@ METHODS = tuple(name for name, _ in _TEMPLATES)
 
 
 def template(method: str) -> str:
-    """A commented job file for the standard task: a byte-level Llama of 1.3 million parameters, or SmolLM2 for ``zo``.
+    """Return a commented job file for the standard task.
 
-    Raises ``ConfigError`` for an unknown method.
+    The task trains a byte-level Llama of 1.3 million parameters, or SmolLM2 for ``zo``. Raises
+    ``ConfigError`` for an unknown method.
     """
     chosen = dict(_TEMPLATES).get(method)
     if chosen is None:

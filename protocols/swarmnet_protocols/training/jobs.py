@@ -1,13 +1,13 @@
-"""Jobs: the signed description of a training run on which all its workers agree, as a TOML file and
-in sealed form.
+"""Jobs: the signed description of a training run on which all its workers agree.
 
-The owner writes a TOML file (``load_job``) and publishes the sealed job: canonical JSON with the
-owner's Ed25519 key and signature (``seal_job``, ``open_job``). The id of a job is a hash of its
-content and its owner, so a worker that fetches a job by its id knows its owner.
+1. The owner writes a TOML file (``load_job``).
+2. The owner publishes the sealed job (``seal_job``): canonical JSON with the owner's Ed25519 key
+   and signature.
+3. Each worker fetches and verifies the sealed job (``open_job``). The id of a job is a hash of its
+   content and its owner, so a worker that has the id knows the owner.
 
-The TOML file may name files on the owner's machine. A sealed job does not: it identifies data and
-model files by hash, and the user of each worker gives the paths of local copies
-(``Job.with_files``).
+The TOML file may name files on the owner's machine. A sealed job identifies data and model files by
+hash instead. The user of each worker gives the paths of local copies (``Job.with_files``).
 """
 
 import hashlib
@@ -37,7 +37,7 @@ MAX_JOB_BYTES = 64 << 10
 PYTHON_STDLIB = "python-stdlib"
 BYTES = "bytes"
 OF_THE_MODEL = "model"
-"""In a sealed job, names the tokenizer that is among the model's files."""
+"""Stands in a sealed job for the tokenizer among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
@@ -50,8 +50,10 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class JobError(ConfigError):
-    """A wrong value in a job. For a job read from a file, ``JobFile.naming_lines`` adds file and
-    line."""
+    """A wrong value in a job.
+
+    For a job read from a file, ``JobFile.naming_lines`` adds file and line.
+    """
 
     def __init__(self, section: str, key: str, must: str, *, hint: str = "") -> None:
         super().__init__(f"{key!r} in [{section}] {must}" if key else f"[{section}] {must}", hint=hint)
@@ -70,10 +72,9 @@ class JobSection(_Section):
 
 
 class ModelSection(_Section):
-    """Either a transformers config, for a model initialised from the seed, or the name of a
-    checkpoint.
+    """The model: a transformers config, initialised from the seed, or the name of a checkpoint.
 
-    In a sealed job ``manifest`` identifies the checkpoint's files; without a ``checkpoint`` name
+    In a sealed job ``manifest`` identifies the checkpoint's files. Without a ``checkpoint`` name
     each worker's user gives their path.
     """
 
@@ -102,11 +103,10 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """Local files (``path``: a file, a directory, a glob, or ``python-stdlib``) or a dataset of the
-    hub, ``org/name@REVISION``.
+    """The data: local files, or a dataset of the hub, ``org/name@REVISION``.
 
-    In a sealed job ``path`` is ``python-stdlib`` or missing; without ``hub`` each worker's user
-    gives the path of the files.
+    ``path`` names a file, a directory, a glob, or ``python-stdlib``. In a sealed job ``path`` is
+    ``python-stdlib`` or missing. Without ``hub`` each worker's user gives the path of the files.
     """
 
     format: Literal["text", "jsonl", "parquet"] = "text"
@@ -159,7 +159,7 @@ class MethodSection(_Section):
 
 class ExchangeSection(_Section):
     codec: Name | None = None
-    """None: the method's default codec."""
+    """The codec of contributions; None for the method's default."""
     deadline_s: float = Field(default=60.0, gt=0, le=86_400)
     min_workers: int = Field(default=1, ge=1, le=MAX_MEMBERS)
     max_workers: int = Field(default=MAX_MEMBERS, ge=1, le=MAX_MEMBERS)
@@ -183,8 +183,10 @@ class EvalSection(_Section):
 
 
 class Job(_Section):
-    """A validated job. Equal jobs have equal canonical forms, whatever the order and spacing of
-    their files."""
+    """A validated job.
+
+    Equal jobs have equal canonical forms, whatever the order and spacing of their files.
+    """
 
     job: JobSection
     model: ModelSection
@@ -195,8 +197,8 @@ class Job(_Section):
     eval: EvalSection = EvalSection()
 
     def make_method(self) -> "Method":
-        """The method with this job's settings. Raises ``JobError`` naming the setting that is
-        wrong."""
+        """Make the method with this job's settings. Raises ``JobError`` with the name of a wrong
+        setting."""
         from swarmnet_protocols.training.methods import get_method
 
         try:
@@ -206,10 +208,10 @@ class Job(_Section):
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
     def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
-        """This job in publishable form: with the hashes of its data and of its checkpoint's
-        manifest, and without local paths.
+        """Return this job in publishable form.
 
-        Raises ``JobError`` for a tokenizer that other machines cannot fetch.
+        It has the hashes of its data and of its checkpoint's manifest, and no local paths. Raises
+        ``JobError`` for a tokenizer that other machines cannot fetch.
         """
         data, model = self.data, self.model
         tokenizer = data.tokenizer
@@ -239,8 +241,10 @@ class Job(_Section):
         return job
 
     def check_published(self) -> None:
-        """Raise ``JobError`` unless the job is publishable: it names no local file, and identifies
-        its data and model by hash."""
+        """Check that the job names no local file, and identifies its data and model by hash.
+
+        Raises ``JobError``.
+        """
         data, model = self.data, self.model
         if data.path not in (None, PYTHON_STDLIB):
             raise JobError(
@@ -273,7 +277,8 @@ class Job(_Section):
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
     def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
-        """This job with the local paths of its data and its model, which this machine's user gave.
+        """Return this job with the local paths of its data and model, as given by this machine's
+        user.
 
         Raises ``ConfigError`` if a path is missing, or is given though the job does not need it.
         """
@@ -302,8 +307,7 @@ class Job(_Section):
         return job
 
     def check(self) -> None:
-        """Raise ``JobError`` if the method or the codec is unknown, or the method refuses its
-        settings."""
+        """Check the method, the codec and the method's settings. Raises ``JobError``."""
         self.make_method()
         if self.exchange.codec is None:
             return
@@ -316,20 +320,20 @@ class Job(_Section):
 
 
 def is_published(name: str) -> bool:
-    """Whether every machine can fetch a model by this name, which is not a local path."""
+    """Return whether every machine can fetch the model ``name``. A local path cannot be fetched."""
     return name == BUILT_IN_MODEL or _PUBLISHED.fullmatch(name) is not None
 
 
 @dataclass(frozen=True)
 class SealedJob:
-    """A job with the Ed25519 public key (32 bytes) of the owner that signed it."""
+    """A job with the Ed25519 public key (32 bytes) of its owner, who signed it."""
 
     job: Job
     owner: bytes
 
     @property
     def id(self) -> str:
-        """64 hexadecimal digits: the SHA-256 of the canonical job and its owner."""
+        """The SHA-256 of the canonical job and its owner, as 64 hexadecimal digits."""
         return hashlib.sha256(_ID_DOMAIN + _signed_fields(self.job, self.owner)).hexdigest()
 
     @contextmanager
@@ -359,7 +363,7 @@ class JobFile:
 
 
 def load_job(path: Path) -> JobFile:
-    """Read and validate a job file. Raises ``ConfigError`` naming file, line and key."""
+    """Read and validate a job file. Raises ``ConfigError`` with file, line and key."""
     try:
         with path.open("rb") as stream:
             data = stream.read(MAX_JOB_BYTES + 1)
@@ -395,9 +399,9 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
 
 
 def seal_job(job: Job, owner: Identity) -> bytes:
-    """The sealed form of a job, signed by ``owner``: at most ``MAX_JOB_BYTES`` bytes.
+    """Sign a job as ``owner`` and return its sealed form, at most ``MAX_JOB_BYTES`` bytes.
 
-    Raises ``ConfigError`` for a larger job, and for one that is not publishable
+    Raises ``ConfigError`` for a larger job, and for a job that cannot be published
     (``Job.check_published``).
     """
     job.check_published()
@@ -430,7 +434,7 @@ def open_job(data: bytes) -> SealedJob:
         or document.keys() != {"format", "job", "owner"}
     ):
         raise broken
-    # a job has only one sealed form
+    # A job has only one sealed form.
     if canonical_json({**document, "signature": signature.hex()}) != data:
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
@@ -457,7 +461,7 @@ def _validate(document: object) -> Job:
 
 
 def _refuse(error: ValidationError) -> NoReturn:
-    # A misspelt key gives two errors, an unknown and a missing key; the unknown one is more
+    # A misspelt key gives two errors: an unknown key and a missing key. The unknown key is more
     # helpful.
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
     section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]

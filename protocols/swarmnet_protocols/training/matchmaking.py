@@ -1,16 +1,17 @@
-"""Matchmaking: forming the group of workers that average in a round.
+"""Matchmaking: forms the group of workers that average in a round.
 
-The worker with the lowest peer id among those believed alive is the *leader*; the others are its
-*followers*. A worker follows lower peer ids than its own only, and is redirected to a lower one
-still, so workers never wait for each other in a circle:
+The *leader* is the worker with the lowest peer id among those believed alive. The others are its
+*followers*. A worker follows only lower peer ids than its own, and is redirected only to lower
+ones. So workers never wait for each other in a circle.
 
-1. A follower opens a stream to the leader, sends its position (round and state) and waits; the
+1. A follower opens a stream to the leader, sends its position (round and state) and waits. The
    leader sends heartbeats.
-2. The leader waits until all workers that it expects have come, but at most ``timeout_s``.
-   Meanwhile it probes the missing workers, and stops expecting those that do not answer. A probe
-   shows the leader's position. Of two leaders at one position the one with the higher peer id
-   follows the other, together with its followers: a worker that hears of both tells it.
-3. Every follower gets the same roster and closes its stream.
+2. The leader waits until all expected workers have come, but at most ``timeout_s``. Meanwhile it
+   probes the missing workers, and stops expecting workers that do not answer. A probe shows the
+   leader's position.
+3. Two leaders may be at one position. A worker that hears of both tells the leader with the higher
+   peer id. That leader then follows the other, together with its followers.
+4. Every follower gets the same roster and closes its stream.
 
 A worker that asks a follower is redirected to the follower's leader. A worker at another position
 than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
@@ -66,7 +67,8 @@ class _Redirected(SwarmnetError):
 
 
 class OutOfSync(SwarmnetError):
-    """``peer`` is at another round than this worker, or starts the same round from another state."""
+    """``peer`` is at another round than this worker, or starts the same round from another
+    state."""
 
     def __init__(self, peer: PeerId, round: int, state: bytes) -> None:
         super().__init__(f"{peer} is at round {round} with state {state.hex()[:16]}")
@@ -76,18 +78,22 @@ class OutOfSync(SwarmnetError):
 
 
 ELSEWHERE_S = 8.0
-"""Seconds for which a leader waits for workers at other positions. Less leaves out workers that are about to fetch the state and
-return; more lets workers that cannot follow delay every round."""
+"""Seconds that a leader waits for workers at other positions.
+
+Less leaves out workers that are about to fetch the state and return. More lets workers that cannot
+follow delay every round.
+"""
 
 MAX_REDIRECTS = 8
-"""Most leaders that a follower goes to in turn."""
+"""Most redirects that a follower accepts in a row."""
 
 
 class Matchmaking:
     """Matchmaking of one worker in one job, as leader or as follower.
 
-    ``same_state``: all workers start a round from one state. False for gossip methods, whose replicas differ. ``is_excluded``: whether this
-    worker neither follows nor leads a peer.
+    - ``same_state``: all workers start a round from one state. False for gossip methods, whose
+      replicas differ.
+    - ``is_excluded``: whether this worker neither follows nor leads a peer.
     """
 
     def __init__(
@@ -111,19 +117,28 @@ class Matchmaking:
         self._state = b""
         self._left_for_good = False
         self._averaging = False
-        """Whether this round has a roster, so that the present state is about to be replaced."""
+        """Whether this round has a roster, so that the present state will soon be replaced."""
         self._book = NO_ADDRESSES
         """The addresses in the last roster."""
         self._leader: Candidate | None = None
-        """The leader that this worker follows."""
+        """The leader that this worker follows; None while it follows nobody."""
         self._last_leader: Candidate | None = None
-        """The one whom the leader follows in turn, otherwise the leader: this worker's own followers are redirected there."""
+        """The worker to which this worker redirects its own followers.
+
+        It is the leader, or the worker that the leader follows in turn.
+        """
         self._followers: dict[PeerId, _Follower] = {}
         self._leads = False
         self._rival: Candidate | None = None
-        """A leader at this worker's position with a lower peer id than the one that this worker is or follows."""
+        """Another leader at this worker's position.
+
+        Its peer id is lower than the id of this worker's leader, or of this worker if it leads.
+        """
         self._returning: dict[PeerId, Candidate] = {}
-        """Workers to expect in the next group: they learnt this worker's position, and may have to fetch its state first."""
+        """Workers to expect in the next group.
+
+        They learnt this worker's position, and may have to fetch its state first.
+        """
         self._changed = asyncio.Condition()
 
     async def serve(self) -> None:
@@ -131,12 +146,15 @@ class Matchmaking:
         await MATCHMAKING.serve(self._transport, self._receive, self._timing)
 
     async def set_position(self, round: int, state: bytes) -> None:
-        """Set this worker's position to ``round``, which starts from ``state``. Followers at other positions are sent it at once."""
+        """Set this worker's position to ``round``, which starts from ``state``.
+
+        Followers at other positions get the new position at once.
+        """
         self._round, self._state, self._averaging = round, state, False
         await self._dismiss_out_of_sync()
 
     async def leave(self) -> None:
-        """Accept no further followers, and end the streams of those that wait."""
+        """Accept no further followers, and end the streams of waiting followers."""
         self._left_for_good = True
         for follower in self._followers.values():
             if not follower.answer.done():
@@ -145,10 +163,13 @@ class Matchmaking:
     async def form_group(
         self, me: Candidate, others: Sequence[Candidate], *, measured: Measured, timeout_s: float
     ) -> Roster:
-        """The roster of the round at this worker's position.
+        """Return the roster of the round at this worker's position.
 
-        ``others``: workers believed to be alive. ``measured``: bandwidths that this worker measured. A leader waits ``timeout_s`` for its
-        followers. Raises ``OutOfSync`` if the others are at another position.
+        - ``others``: workers believed to be alive.
+        - ``measured``: bandwidths that this worker measured.
+        - ``timeout_s``: most seconds that a leader waits for its followers.
+
+        Raises ``OutOfSync`` if the others are at another position.
         """
         self._averaging = False
         self._last_exchange = me.last_exchange
@@ -177,7 +198,11 @@ class Matchmaking:
     async def _follow_first(
         self, others: Sequence[Candidate], me: Candidate, measured: Measured, timeout_s: float
     ) -> Roster | None:
-        """The roster from the first of ``others`` that answers and is not behind this worker; None if there is none."""
+        """Return the roster from the first of ``others`` that answers and is not behind this
+        worker.
+
+        None if no worker answers, or all are behind.
+        """
         for member in others:
             try:
                 return await self._follow(member, me, measured, timeout_s)
@@ -189,7 +214,7 @@ class Matchmaking:
         return None
 
     async def positions(self, members: Sequence[Candidate]) -> dict[PeerId, WorkerPosition]:
-        """The positions of ``members``, without those that do not answer."""
+        """Return the positions of the ``members`` that answer."""
         found = await asyncio.gather(*(self._position_of(member) for member in members[:MAX_MEMBERS]))
         return {each.peer: WorkerPosition(each.round, each.state) for each in found if each is not None}
 
@@ -209,7 +234,8 @@ class Matchmaking:
                 if leader is member:
                     raise
                 break
-        # The leader cannot be reached from here: its follower can still send the position after the round.
+        # The leader cannot be reached from here. Its follower can still send the position after the
+        # round.
         return await self._ask(member, me, measured, timeout_s, redirect=False)
 
     async def _ask(
@@ -240,7 +266,8 @@ class Matchmaking:
             on_heartbeat=on_heartbeat,
         )
         try:
-            # Twice the timeout: the leader may still take inner steps, and its own timeout begins after them.
+            # Twice the timeout: the leader may still take inner steps, and its own timeout begins
+            # after them.
             async with asyncio.timeout(2 * timeout_s):
                 return await race(
                     self._request_roster(stream, me, measured), self._until_rival_of(leader.peer)
@@ -294,7 +321,10 @@ class Matchmaking:
         )
 
     async def _position_of(self, member: Candidate, *, leading: bool = False) -> OutOfSync | None:
-        """The position of a worker; None if it does not answer. ``leading``: this worker shows that it leads, and where."""
+        """Ask a worker for its position; None if it does not answer.
+
+        ``leading``: show the other worker that this worker leads, and where.
+        """
         with contextlib.suppress(SwarmnetError):
             stream = await MATCHMAKING.open(
                 self._transport, member.peer, self._timing, addresses=member.addresses
@@ -344,13 +374,15 @@ class Matchmaking:
         return roster
 
     async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
-        """Remove workers from ``expected`` that do not answer, or stay at another position for ``ELSEWHERE_S``.
+        """Remove workers from ``expected`` that do not answer, or stay elsewhere for
+        ``ELSEWHERE_S``.
 
         Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state.
         """
         clock = asyncio.get_running_loop().time
         elsewhere_until = clock() + ELSEWHERE_S
-        pause_s = self._timing.heartbeat_s  # workers that arrive at about the same time need no probe
+        # workers that arrive at about the same time need no probe
+        pause_s = self._timing.heartbeat_s
         while True:
             left_s = elsewhere_until - clock()
             await asyncio.sleep(min(pause_s, left_s) if left_s > 0 else pause_s)
@@ -369,12 +401,15 @@ class Matchmaking:
                 self._changed.notify_all()
 
     def _is_elsewhere(self, position: OutOfSync) -> bool:
-        """Whether the position is at a later round, or at this round with another state."""
+        """Return whether the position is at a later round, or at this round with another state."""
         same_round = position.round == self._round and position.state != b""
         return position.round > self._round or (same_round and self._is_other(position.state))
 
     def _is_coming(self, position: OutOfSync) -> bool:
-        """Whether a worker will be at this worker's position: it is there, or was in the last roster and has yet to finish that round."""
+        """Return whether a worker is at this worker's position or will reach it.
+
+        It will if it was in the last roster and has yet to finish that round.
+        """
         if position.round == self._round:
             return not self._is_other(position.state)
         return position.round == self._round - 1 and position.peer in self._book.addresses
@@ -383,7 +418,7 @@ class Matchmaking:
         return self._same_state and state != self._state
 
     def _ready(self) -> list[_Follower]:
-        """The followers at this worker's position that wait for a roster."""
+        """Return the followers at this worker's position that wait for a roster."""
         highest = highest_exchange_number(self._round, self._last_exchange, MAX_AHEAD_OF_LEADER)
         return [
             follower
@@ -403,7 +438,7 @@ class Matchmaking:
             raise ProtocolViolation("another job")
         if self._left_for_good:
             return
-        if not request.HasField("member"):  # only asks for the position
+        if not request.HasField("member"):  # the worker asks only for the position
             lower = None
             prober = Candidate(stream.peer, ())
             if request.state and request.round == self._round and not self._is_other(request.state):
@@ -436,14 +471,16 @@ class Matchmaking:
                 self._changed.notify_all()
 
     def _expect(self, member: Candidate) -> None:
-        """Expect a worker that learnt this worker's position in the next group that this worker leads."""
+        """Expect a worker in the next group that this worker leads, because it learnt the
+        position."""
         if len(self._returning) < MAX_MEMBERS:
             self._returning[member.peer] = member
 
     async def _hear_of(self, leader: Candidate) -> Candidate | None:
-        """Follow ``leader``, which is at this worker's position, if its peer id is lower than that of the present leader.
+        """Follow ``leader`` if its peer id is lower than the present leader's.
 
-        Returns the present leader if its peer id is lower.
+        ``leader`` is at this worker's position. If the present leader's peer id is lower, returns
+        the present leader.
         """
         present = self._leader
         if self._leads:
@@ -475,8 +512,9 @@ class Matchmaking:
     async def _dismiss_out_of_sync(self) -> None:
         """Send this worker's position to followers at other positions.
 
-        A follower one round ahead keeps waiting, because this worker is about to reach its round. During averaging all keep waiting, because
-        the state that they would fetch is about to be replaced.
+        A follower one round ahead keeps waiting, because this worker will soon reach its round.
+        During averaging all followers keep waiting, because the state that they would fetch will
+        soon be replaced.
         """
         if self._averaging:
             return

@@ -1,5 +1,4 @@
-"""Rosters: the join requests of a round, the roster that a leader makes of them, and their wire
-form. Pure."""
+"""Rosters: the join requests of a round, the leader's roster, and their wire form. Pure."""
 
 import hashlib
 import json
@@ -18,16 +17,20 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
-"""Exchange numbers of one round. A peer that claims a high number can use up only one round's
-numbers."""
+"""Exchange numbers of one round. A peer that claims a high number uses up one round's numbers
+only."""
 MAX_AHEAD_OF_LEADER = 256
-"""Most that a follower's last exchange number may exceed the leader's. A follower further ahead is
-left out."""
+"""Most by which a follower's last exchange number may exceed the leader's.
+
+A follower further ahead is left out.
+"""
 MAX_AHEAD_OF_FOLLOWER = 4096
-"""Most that a roster's exchange number may exceed a follower's last one. The follower may have
-missed earlier attempts of the round."""
+"""Most by which a roster's exchange number may exceed a follower's last one.
+
+The follower may have missed earlier attempts of the round.
+"""
 ADDRESS_BOOK_HASH_BYTES = 16
-"""Half a SHA-256, which is enough to compare the addresses of two workers."""
+"""Half a SHA-256. Enough to compare the addresses of two workers."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,15 @@ class Candidate(RoundMember):
     """A worker that wants to join a round."""
 
     last_exchange: int = 0
-    """Number of the last exchange that it took part in."""
+    """Number of the last exchange that the worker took part in."""
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """The request of a follower to its leader: itself, its position (round and state), and the
-    rates that it measured."""
+    """A follower's request to its leader.
+
+    It contains the follower, its position (round and state), and the rates that it measured.
+    """
 
     member: Candidate
     round: int
@@ -51,7 +56,7 @@ class JoinRequest:
 
 @dataclass(frozen=True)
 class Roster:
-    """The members of one exchange, in the order of peer ids."""
+    """The members of one exchange, ordered by peer id."""
 
     round: int
     exchange_number: int
@@ -66,8 +71,10 @@ class Roster:
         followers: Sequence[JoinRequest],
         max_members: int,
     ) -> "Roster":
-        """The roster that leader ``me`` makes of its followers. If there are too many, contributors
-        have priority over newcomers."""
+        """Make the roster of leader ``me`` and its followers.
+
+        If there are too many, contributors have priority over newcomers.
+        """
         ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
         chosen = ordered[: max_members - 1]
         members = sorted([me, *(follower.member for follower in chosen)], key=lambda member: member.peer)
@@ -80,17 +87,20 @@ class Roster:
         )
 
     def slot(self, peer: PeerId) -> int:
-        """The index of a member, which selects its share of the data in the next round."""
+        """Return the index of a member. It selects the member's share of the data in the next
+        round."""
         return [member.peer for member in self.members].index(peer)
 
 
 @dataclass(frozen=True)
 class AddressBook:
-    """The addresses of a roster's members. They are not sent again to a worker that has the book
-    with the same ``hash``."""
+    """The addresses of a roster's members.
+
+    A worker that has the book with the same ``hash`` does not get it again.
+    """
 
     addresses: Mapping[PeerId, tuple[str, ...]]
-    """Multiaddrs by member, in the order of peer ids."""
+    """Member → multiaddrs, ordered by peer id."""
     hash: bytes
 
     @classmethod
@@ -100,11 +110,11 @@ class AddressBook:
         return cls(addresses, hashlib.sha256(text.encode()).digest()[:ADDRESS_BOOK_HASH_BYTES])
 
     def matches(self, hash: bytes, peer: PeerId) -> bool:
-        """Whether this book has the hash ``hash`` and contains ``peer``."""
+        """Return whether this book has the hash ``hash`` and contains ``peer``."""
         return hash == self.hash and peer in self.addresses
 
     def has(self, member: RoundMember) -> bool:
-        """Whether the book has the present addresses of ``member``."""
+        """Return whether the book has the present addresses of ``member``."""
         return self.addresses.get(member.peer) == member.addresses[:MAX_ADDRESSES]
 
 
@@ -112,18 +122,20 @@ NO_ADDRESSES = AddressBook.of(())
 
 
 def next_exchange_number(round: int, seen: int) -> int:
-    """The lowest number of an exchange of ``round`` that is above ``seen``."""
+    """Return the lowest exchange number of ``round`` above ``seen``."""
     return max(round * EXCHANGES_PER_ROUND, seen) + 1
 
 
 def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
-    """The highest exchange number of ``round`` that a worker accepts after exchange ``seen``: at
-    most ``ahead`` above it."""
+    """Return the highest exchange number of ``round`` that a worker accepts after ``seen``.
+
+    At most ``ahead`` above ``seen``.
+    """
     return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
 
 
 def member_to_wire(member: Candidate, book: AddressBook = NO_ADDRESSES) -> pb.Member:
-    """The wire form; without id and addresses if ``book`` has them."""
+    """Return the wire form, without id and addresses if ``book`` has them."""
     known = book.has(member)
     return pb.Member(
         id="" if known else member.peer,
@@ -134,7 +146,7 @@ def member_to_wire(member: Candidate, book: AddressBook = NO_ADDRESSES) -> pb.Me
 
 
 def member_from_wire(member: pb.Member) -> Candidate:
-    """Raises ``ProtocolViolation`` for an invalid peer id or weight."""
+    """Parse a member. Raises ``ProtocolViolation`` for an invalid peer id or weight."""
     return Candidate(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
@@ -144,18 +156,18 @@ def member_from_wire(member: pb.Member) -> Candidate:
 
 
 def measured_to_wire(measured: Measured) -> list[pb.Measured]:
-    """The wire form of the newest ``MAX_MEMBERS`` rates."""
+    """Return the wire form of the newest ``MAX_MEMBERS`` rates."""
     newest = list(measured.items())[-MAX_MEMBERS:]
     return [pb.Measured(id=peer, bytes_per_s=min(rate, MAX_BYTES_PER_S)) for peer, rate in newest]
 
 
 def measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
-    """Raises ``ProtocolViolation`` for an invalid peer id or rate."""
+    """Parse measured rates. Raises ``ProtocolViolation`` for an invalid peer id or rate."""
     return {_peer(each.id): _rate(each.bytes_per_s) for each in measured[:MAX_MEMBERS]}
 
 
 def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
-    """The wire form for a follower that has the address book with the hash ``known``."""
+    """Return the wire form for a follower that has the address book with the hash ``known``."""
     rates = [member.bytes_per_s for member in roster.members]
     if AddressBook.of(roster.members).hash != known:
         return pb.Roster(
@@ -176,11 +188,11 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
 def roster_from_wire(
     wire: pb.Roster, *, round: int, me: Candidate, book: AddressBook = NO_ADDRESSES
 ) -> Roster:
-    """The roster of ``round``, which must contain ``me``. ``book``: addresses that it may name by
-    their hash.
+    """Parse the roster of ``round``, which must contain ``me``.
 
-    Raises ``ProtocolViolation`` for any other roster, and for an exchange number that is not above
-    the last one of every member, or too far above that of ``me``.
+    ``book``: addresses that the roster may name by their hash. Raises ``ProtocolViolation`` for any
+    other roster. Also raises it unless the exchange number is above the last one of every member,
+    and not too far above that of ``me``.
     """
     members = _known_members(wire, book) if wire.known else _listed_members(wire)
     peers = [member.peer for member in members]
@@ -217,7 +229,7 @@ def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[Candidate, ...]:
 
 
 def _compact(numbers: list[float]) -> list[float]:
-    """One number if all are equal, else all."""
+    """Return one number if all are equal, else all."""
     return numbers[:1] if len(set(numbers)) == 1 else numbers
 
 

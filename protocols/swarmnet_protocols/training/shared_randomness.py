@@ -1,4 +1,7 @@
-"""Shared randomness: random sign vectors from a counter-based generator. They are equal on every machine, and any part can be drawn alone."""
+"""Shared randomness: random sign vectors from a counter-based generator.
+
+They are equal on every machine, and any part can be drawn alone.
+"""
 
 import numpy as np
 import torch
@@ -15,13 +18,14 @@ _HALF = np.uint64(32)
 _BLOCK = 128
 """Signs from one counter value: the bits of four 32-bit words."""
 _CHUNK_BLOCKS = 1 << 12
-"""Blocks computed at a time, so that intermediates stay in the processor's cache."""
+"""Blocks computed at a time. Larger, and intermediates leave the processor's cache."""
 
 
 def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
-    """Philox4x32-10 of ``counters`` [4, n] under ``key``; returns [4, n]. All values are 32-bit words in uint64.
+    """Compute Philox4x32-10 of ``counters`` [4, n] under ``key``. Returns [4, n].
 
-    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3.
+    All values are 32-bit words in uint64. Salmon, Moraes, Dror and Shaw, "Parallel random numbers:
+    as easy as 1, 2, 3", SC 2011, section 3.3.
     """
     words = list(counters)
     for round in range(_ROUNDS):
@@ -37,13 +41,15 @@ def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np
 
 
 def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, int], start: int = 0) -> None:
-    """values <- values + scale z in place: float32 [n] on any device, ``scale`` rounded to float32.
+    """Add scale z to ``values`` in place: float32 [n] on any device.
 
-    z is elements [start, start + n) of the sequence of random signs given by ``seed`` (64 bits) and ``stream`` (two 32-bit numbers): element i is
-    bit i % 32 of word i // 32 % 4 of Philox block i // 128, where a bit of 0 means 1 and a bit of 1 means -1. z is exact and the sum is one
-    IEEE addition, so every machine gets the same bits. Only parts of z are in memory.
+    z is elements [start, start + n) of the sequence of random signs given by ``seed`` (64 bits) and
+    ``stream`` (two 32-bit numbers). Element i is bit i % 32 of word i // 32 % 4 of Philox block i
+    // 128. A bit of 0 means 1 and a bit of 1 means -1.
 
-    Raises ``ValueError`` for a seed, stream or element out of range.
+    ``scale`` is rounded to float32. z is exact and the sum is one IEEE addition, so every machine
+    gets the same bits. Only parts of z are in memory. Raises ``ValueError`` for a seed, stream or
+    element out of range.
     """
     end = start + len(values)
     if not 0 <= seed < UINT32_END**2 or not all(0 <= word < UINT32_END for word in stream):
@@ -61,13 +67,13 @@ def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, 
 
 
 def _signs_of_bytes() -> torch.Tensor:
-    """The signs of the bits of each byte value, lowest bit first: float32 [256, 8]."""
+    """Return the signs of the bits of each byte value, lowest bit first: float32 [256, 8]."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(1 - 2 * bits.astype(np.float32))
 
 
 def _random_bytes(seed: int, stream: tuple[int, int], first: int, last: int) -> torch.Tensor:
-    """The bytes of blocks [first, last), 16 each: four little-endian words, uint8."""
+    """Return the bytes of blocks [first, last), 16 each: four little-endian words, uint8."""
     blocks = np.arange(first, last, dtype=np.uint64)
     counters = np.empty((4, len(blocks)), dtype=np.uint64)
     counters[0] = blocks & _LOW

@@ -1,8 +1,8 @@
-"""State transfer: a worker that is new, or was away, downloads a job's state by hash from several others.
+"""State transfer: a worker downloads a job's state by hash from several other workers.
 
-The id of a state is the SHA-256 of its size and its chunks' hashes, so every chunk from any worker is
-verified on its own. ``fetching/download.py`` shares the chunks out, repeats slow ones, and drops a
-source that sends wrong bytes.
+It does so when it is new, or was away. The id of a state is the SHA-256 of its size and its chunks'
+hashes, so every chunk from any worker is verified on its own. ``fetching/download.py`` assigns
+chunks to sources, repeats slow ones, and drops a source that sends wrong bytes.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = PIECE_BYTES
 STREAMS = 2
-"""Streams with each worker, so that it has the next request when it has sent a chunk."""
+"""Streams with each worker. With two, the next request is there when a chunk has been sent."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 
@@ -52,7 +52,7 @@ class StateManifest:
 
 @dataclass(frozen=True)
 class PackedState:
-    """A state as bytes in several pieces, which are not copied and must not be changed."""
+    """A state as bytes in several pieces. The pieces are not copied and must not be changed."""
 
     pieces: tuple[memoryview, ...]
     manifest: StateManifest
@@ -76,13 +76,13 @@ class PackedState:
         return self.manifest.id
 
     def chunk(self, index: int) -> Buffer:
-        """The bytes of one chunk; copied only if they span pieces."""
+        """Return the bytes of one chunk. Copies them only if they span pieces."""
         first, *others = _between(self.pieces, index * CHUNK_BYTES, (index + 1) * CHUNK_BYTES)
         return b"".join((first, *others)) if others else first
 
 
 def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """The bytes [start, end) of the concatenated pieces."""
+    """Return the bytes [start, end) of the concatenated pieces."""
     ends = itertools.accumulate(len(piece) for piece in pieces)
     cut = [
         piece[max(0, start - stop + len(piece)) : max(0, end - stop + len(piece))]
@@ -92,7 +92,10 @@ def _between(pieces: Sequence[memoryview], start: int, end: int) -> list[memoryv
 
 
 class StateServer:
-    """Serves the newest state of one job, and an older one to peers that were already downloading it."""
+    """Serves the newest state of one job.
+
+    Also serves an older state to peers that were already downloading it.
+    """
 
     def __init__(self, transport: Transport, job: bytes, timing: Timing) -> None:
         self._transport = transport
@@ -129,7 +132,10 @@ class StateServer:
                 self._forget()
 
     def _reply(self, stream: Stream, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
-        """The reply to a request and its payload. Raises ``Refusal`` for a state that is not kept here."""
+        """Return the reply to a request and its payload.
+
+        Raises ``Refusal`` for a state that is not kept here.
+        """
         state = self._states.get(request.state)
         if request.job != self._job or state is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
@@ -157,7 +163,7 @@ class StateSource:
     name: str
     open: Callable[[], Awaitable[StateStream]]
     request: Callable[..., pb.StateRequest]
-    """Make a request about the state."""
+    """Makes a request about the state."""
     is_last: bool = False
     connections: int = 1
     max_bytes: int = CHUNK_BYTES
@@ -169,11 +175,12 @@ class StateSource:
             self._stream = await self.open()
 
     def has(self, file: ModelFile, piece: int) -> bool:
-        """Whether the worker may have a chunk: it has a state whole or not at all."""
+        """Return whether the worker may have a chunk. A worker has all of a state or none of it."""
         return self._stream is not None
 
     async def describe(self, state: bytes, max_bytes: int) -> StateManifest:
-        """The hashes of the chunks. Raises ``IntegrityError`` for another state, or a larger one."""
+        """Return the hashes of the chunks. Raises ``IntegrityError`` for another or a larger
+        state."""
         reply, payload = await self._ask(self.request(describe=pb.Describe()))
         size, hashes = reply.description.size_bytes, bytes(payload)
         if not reply.HasField("description") or len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
@@ -187,7 +194,7 @@ class StateSource:
         return manifest
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
-        """The chunk [start, end), not verified. Raises the errors of ``TypedStream``."""
+        """Return the chunk [start, end), not verified. Raises the errors of ``TypedStream``."""
         reply, payload = await self._ask(self.request(fetch=pb.Fetch(chunk=start // CHUNK_BYTES)))
         if not reply.HasField("chunk") or len(payload) != end - start:
             raise IntegrityError(f"{len(payload)} bytes were sent, {end - start} were asked for")
@@ -206,12 +213,13 @@ class StateSource:
 
 
 class StateDownload:
-    """The download of one state. Chunks that arrived are kept, so ``run`` may be called again with other sources."""
+    """The download of one state. Keeps arrived chunks, so ``run`` may be repeated with other
+    sources."""
 
     def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
-        """``max_bytes``: most bytes of the state. A larger one is refused before memory is allocated."""
+        """``max_bytes``: a larger state is refused before memory is allocated."""
         self.dropped: dict[PeerId, str] = {}
-        """Sources that sent wrong data, and the error."""
+        """Sources that sent wrong data → the error."""
         self._job = job
         self._state = state
         self._max_bytes = max_bytes
@@ -224,10 +232,10 @@ class StateDownload:
         timing: Timing,
         on_bytes: Callable[[int, int], None] = lambda done, total: None,
     ) -> bytearray:
-        """Download the state and return it. ``on_bytes``: see ``download``.
+        """Download the state and return it. For ``on_bytes`` see ``download``.
 
-        Raises ``IntegrityError`` if all sources sent wrong data, and ``Unreachable`` if no source is left for another
-        reason; both name the sources.
+        Raises ``IntegrityError`` if all sources sent wrong data. Raises ``Unreachable`` if no
+        source is left for another reason. Both name the sources.
         """
         streams = [
             StateSource(
@@ -254,7 +262,10 @@ class StateDownload:
         self.dropped[PeerId(source)] = str(error)
 
     async def _describe(self, sources: Sequence[StateSource]) -> PieceMemory:
-        """Room for the state, as the first source describes it whose description has the state's id."""
+        """Allocate room for the state, as the first source with a valid description describes it.
+
+        A description is valid if it has the state's id.
+        """
         errors: dict[str, SwarmnetError] = {}
         found: list[StateManifest] = []
 
