@@ -1,4 +1,4 @@
-"""How fast this machine computes blocks of a model, without a swarm: what ``swarmnet bench --local`` shows."""
+"""Measures how fast this machine computes blocks of a model, for ``swarmnet bench --local``."""
 
 import time
 from collections.abc import Callable
@@ -15,9 +15,9 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.quantization.quantize import PRECISIONS
 
 PROMPT_POSITIONS = 512
-"""A prompt reaches a host in chunks of about this length."""
+"""Positions of the timed prompt. A prompt reaches a host in chunks of about this length."""
 BATCH = 8
-"""Sequences of the batch: as many users in the middle of an answer."""
+"""Sequences of the timed batch, like as many users in the middle of an answer."""
 REPEATS = 5
 
 
@@ -30,7 +30,7 @@ class BlockSpeed:
     blocks: int
     """Blocks that were loaded and timed together."""
     block_bytes: int
-    """Bytes of the weights of one block, as they are in memory."""
+    """Bytes of one block's weights in memory."""
     decode: float
     """One token of one sequence at a time."""
     batch: float
@@ -42,7 +42,8 @@ class BlockSpeed:
 def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, cache_dir: Path) -> BlockSpeed:
     """Load the first ``blocks`` as a host does, and time them.
 
-    ``device`` and ``dtype`` are those of ``swarmnet join``. Raises ``ConfigError`` for a model, device or format that cannot be used.
+    ``device`` and ``dtype`` take the values of ``swarmnet join``. Raises ``ConfigError`` if the
+    model, device or format cannot be used.
     """
     where = pick_devices(device)[0]
     quantized = PRECISIONS.get(dtype)
@@ -75,7 +76,10 @@ def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, c
 
 
 def _median_s(forward: Callable[[], object]) -> float:
-    """Seconds of a forward; outputs come home to the CPU, so an accelerator has finished. The first two warm up."""
+    """Return the median seconds of a forward, after two to warm up.
+
+    Outputs come home to the CPU, so an accelerator has finished by then.
+    """
     times = []
     for _ in range(REPEATS + 2):
         started = time.perf_counter()

@@ -1,5 +1,7 @@
-"""The claims of other hosts to blocks that count, by which a node chooses its blocks and moves to
-others."""
+"""Reads the claims of other hosts to blocks, for nodes that choose their blocks or move.
+
+Only claims whose hosts answer count.
+"""
 
 import random
 from collections.abc import Collection, Sequence
@@ -15,15 +17,15 @@ from swarmnet_protocols.routing.sightings import ModelClaims, sharing
 from swarmnet_protocols.routing.throughput import Claim
 
 HOSTS_READ = 512
-"""Announcements of other hosts that a node reads to choose its blocks, about."""
+"""Announcements of other hosts, about, that a node reads to choose its blocks."""
 _NOT_SERVING = ("leaving", "paused", INCOMPATIBLE)
 
 
 class ClaimReader:
-    """Reads the claims of all hosts of a model with ``blocks`` blocks but ``me``, or of a random
-    sample of them in a large swarm.
+    """Reads the claims of all other hosts of a model with ``blocks`` blocks.
 
-    Claims of hosts that do not answer ``checker`` do not count.
+    In a large swarm it reads a random sample. ``me``, this node, is left out, and so are claims of
+    hosts that do not answer ``checker``.
     """
 
     def __init__(
@@ -48,12 +50,13 @@ class ClaimReader:
     async def read(
         self, *, moved: bool = False, blocks: tuple[int, int] | None = None
     ) -> tuple[list[Claim], float]:
-        """The blocks that others serve or intend to, and the blocks per second to expect of a host
-        that is not measured yet.
+        """Return the claims of other hosts, and the blocks per second to expect of an unmeasured
+        host.
 
-        ``moved``: hosts that are about to move count where they will be. ``blocks``: with every
-        host of these blocks [start, end), also in a large swarm. Raises ``SwarmnetError`` if the
-        directory does not answer.
+        - ``moved``: hosts that are about to move count where they will be.
+        - ``blocks``: read every host of these blocks [start, end), even in a large swarm.
+
+        Raises ``SwarmnetError`` if the directory does not answer.
         """
         self._infos = {
             host.peer: host
@@ -89,8 +92,7 @@ class ClaimReader:
     async def computing(
         self, claims: Sequence[Claim], make: MakeTrial, *, blocks: Collection[int], least: int
     ) -> list[Claim]:
-        """Return settled ``claims`` of the last reading whose hosts compute what this node
-        computes.
+        """Return settled ``claims`` of the last reading whose hosts compute the same as this node.
 
         Hosts are asked until each of ``blocks`` has ``least`` hosts in different places.
         """

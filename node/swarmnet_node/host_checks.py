@@ -1,11 +1,11 @@
-"""Calls to other hosts, by which a node learns which announced hosts exist:
-``routing/sightings.py`` decides whom it calls.
+"""Calls to other hosts. They show a node which announced hosts exist.
 
-1. **Called.** A host answers a ping with its model and its blocks. Before it has loaded them, it
-   answers too.
+``routing/sightings.py`` decides which hosts a node calls.
+
+1. **Called.** A host answers a ping with its model and its blocks, even while it still loads them.
 2. **Asked to compute.** Before the node leaves blocks, other hosts of these blocks compute a few
    random positions, and the node compares the outputs with its own. A machine without the blocks
-   cannot answer; one that asks a third host can.
+   can only answer if it asks a third host.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 ROUNDS = 3
-"""Times that a node calls further hosts at one look, because those called before did not answer."""
+"""Rounds of calls at one look. In each further round the node calls more hosts, because some did
+not answer."""
 TRIAL_POSITIONS = 4
-"""Positions that another host computes: few, so that its sessions hardly wait."""
+"""Positions that another host computes. Few, so that its sessions hardly wait."""
 TRIAL_BLOCKS = 4
-"""Most blocks through which it computes them. More add up the errors of different precisions."""
+"""Most blocks of a trial. With more, the errors of different precisions add up."""
 TRIAL_S = 10.0
-"""Seconds within which it must answer. A busy host lets sessions go first for
-``Timing.pass_wait_s``."""
+"""Seconds for the answer to a trial. A busy host lets sessions go first for ``Timing.pass_wait_s``,
+so less would reject busy hosts."""
 TOLERANCE = 0.5
-"""Largest error of an output, as a share of what the blocks change in the input. Two honest
-precisions differ by less than a quarter of the whole; an output that was guessed differs by all of
-it."""
+"""Largest error of an output, as a share of the change from input to output. Two honest precisions
+differ by less than a quarter of that change; a guessed output differs by all of it."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,18 @@ class Trial:
     outputs: torch.Tensor
 
     def agrees(self, outputs: torch.Tensor) -> bool:
-        """Whether ``outputs`` of another host, of any precision, may come from the same blocks."""
+        """Return whether another host's ``outputs``, of any precision, may come from the same
+        blocks."""
         change = torch.linalg.vector_norm(self.outputs - self.inputs, dim=1)
         return bool((torch.linalg.vector_norm(outputs - self.outputs, dim=1) <= TOLERANCE * change).all())
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The question whether other hosts have blocks of a model: ``least`` hosts of different places
-    for each of ``blocks``."""
+    """A question: do other hosts have ``blocks`` of a model?
+
+    Each block needs ``least`` hosts in different places.
+    """
 
     swarm: bytes
     manifest: bytes
@@ -82,7 +85,7 @@ class HostChecker:
     """What one node has seen of other hosts, of any model of its swarm."""
 
     def __init__(self, transport: Transport, own: OwnCoordinate, rng: random.Random, timing: Timing) -> None:
-        """``own``: the coordinate of the node, which each answer corrects."""
+        """``own``: the coordinate of this node. Each answer corrects it."""
         self.sightings = Sightings()
         self._transport = transport
         self._own = own
@@ -90,7 +93,7 @@ class HostChecker:
         self._timing = timing
 
     async def call(self, host: HostInfo) -> bool:
-        """Ping ``host``, and note what it answers. Returns whether it answered."""
+        """Ping ``host`` and note its answer. Return whether it answered."""
         try:
             pings = await PING.open(self._transport, host.peer, self._timing, addresses=host.addresses)
             with contextlib.closing(pings):
@@ -105,23 +108,23 @@ class HostChecker:
         return True
 
     async def counted(self, hosts: Mapping[PeerId, HostInfo], model: ModelClaims) -> list[Claim]:
-        """The claims that count, after a few calls. ``hosts``: the hosts of the claims."""
+        """Return the claims that count, after a few calls. ``hosts``: the hosts of the claims."""
         model = replace(model, subnets=_subnets(hosts))
         left, extra = MAX_CALLS, 1
         for _ in range(ROUNDS):
             called = self.sightings.to_call(model, now=_now(), rng=self._rng, most=left, extra=extra)
             answers = await asyncio.gather(*(self.call(hosts[peer]) for peer in called))
-            # Where hosts do not answer, as many others are called.
+            # Call as many others as did not answer.
             left, extra = left - len(called), answers.count(False)
             if not extra or not left:
                 break
         return self.sightings.counted(model, now=_now())
 
     async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
-        """Return settled ``claims`` whose hosts compute what this node computes, as many as
+        """Return settled ``claims`` whose hosts compute the same as this node, enough to answer
         ``asked``.
 
-        Hosts that this node has seen are asked first.
+        Hosts that this node has already seen are asked first.
         """
         if not asked.blocks:
             return []
@@ -145,7 +148,7 @@ class HostChecker:
         return found
 
     async def _computes(self, claim: Claim, host: HostInfo, asked: Asked, make: MakeTrial) -> Claim | None:
-        """``claim`` with the place of its host, if that computes as this node does; else None."""
+        """Return ``claim`` with the place of its host. None if the host computes something else."""
         own = asked.blocks
         shared = [block for block in range(claim.start, claim.end) if block in own]
         first = self._rng.choice(shared)
@@ -171,7 +174,7 @@ class HostChecker:
         except PeerUnreachable:
             self.sightings.failed(host.peer, now=_now())
             return None
-        except (SwarmnetError, TimeoutError) as error:  # it may be busy, or have moved
+        except (SwarmnetError, TimeoutError) as error:  # the host may be busy, or have moved
             _log.debug("%s does not compute: %s", host.peer, error)
             return None
         if not trial.agrees(outputs.float()):
@@ -181,8 +184,10 @@ class HostChecker:
         return replace(claim, seen=True, place=self.sightings.of(host.peer).place)
 
     def _place_of(self, address: str) -> str:
-        """The subnet of ``address``; empty for a network of this node, where strangers have no
-        addresses, or if unknown."""
+        """Return the subnet of ``address``, or empty if it is unknown.
+
+        Also empty for a network of this node: strangers have no addresses there.
+        """
         subnet = subnet_of(address)
         if not subnet or not ip_address(subnet.partition("/")[0]).is_global:
             return ""
@@ -190,7 +195,7 @@ class HostChecker:
 
 
 def _subnets(hosts: Mapping[PeerId, HostInfo]) -> dict[PeerId, str]:
-    """The subnet that each host announces; empty if it announces none."""
+    """Return the subnet that each host announces. Empty if it announces none."""
     return {peer: subnet_of(next(iter(host.addresses), "")) for peer, host in hosts.items()}
 
 

@@ -1,4 +1,7 @@
-"""Reads the model of a node, and decides which of its blocks and experts it hosts, within the memory that it may use."""
+"""Reads the model of a node, and decides which blocks and experts the node hosts.
+
+Both fit the memory that the node may use.
+"""
 
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -31,25 +34,30 @@ if TYPE_CHECKING:
 
 
 FREE_MEMORY_SHARE = 0.5
-"""Largest share of the free memory for experts, unless the owner limits the memory."""
+"""Largest share of the free memory for experts, unless the owner limits the memory. More would make
+the machine swap when other programs start."""
 
 EXPERTS_MEMORY_SHARE = 0.75
-"""Share for routed experts of the memory that blocks and a first client leave of ``--max-ram``. The rest is for further clients, and for memory between experts that
-come and go."""
+"""Share for routed experts of the memory that blocks and a first client leave of ``--max-ram``. The
+rest is for further clients, and for gaps between experts that come and go."""
 
 
 @dataclass(frozen=True)
 class NodeConfig:
-    """The options of a node. ``blocks`` [start, end), or ``num_blocks`` to be placed; neither: the whole model."""
+    """The options of a node.
+
+    Names ``blocks`` [start, end), or ``num_blocks`` to be placed. With neither, the node hosts the
+    whole model.
+    """
 
     model: str
     network: Network
     swarm_name: str
     cache_dir: Path
     folder: Path
-    """Folder of the files that keep the limits and the usage of this month."""
+    """Folder of the files with the limits and the usage of this month."""
     max_disk_bytes: int | None = None
-    """Most room for parts of models on disk. None: no limit."""
+    """Most bytes for parts of models on disk. None for no limit."""
     blocks: tuple[int, int] | None = None
     num_blocks: int | None = None
     device: str = "auto"
@@ -57,20 +65,24 @@ class NodeConfig:
     """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     max_block_bytes: int | None = None
-    """Most bytes of the weights of all blocks: those of the model from which the node switches. None: no limit but those below."""
+    """Most bytes of the weights of all blocks, set by a switch to another model. None for no such
+    limit."""
     stay: bool = False
     """Whether the node keeps the blocks that it chose when it joined."""
     keep_model: bool = False
     """Whether the node never switches to another model of the swarm."""
     client_share: float = ONE_CLIENT
-    """Share of sessions, passes, adapters, logs and KV caches that one client may use, unless the swarm sets it."""
+    """One client's share of sessions, passes, adapters, logs and KV caches, unless the swarm sets
+    it."""
     max_wait_s: float = 20.0
-    """Longest expected wait for which new sessions are not refused."""
+    """Longest expected wait in seconds for a new session. Beyond it, the node refuses."""
     experts: str | None = None
-    """Routed experts that the node hosts: text for ``parse_experts``, ``auto`` or ``none``. Without ``blocks`` and ``num_blocks`` it hosts only experts;
-    with them, peers compute the experts of its blocks that it lacks. None: all experts of its blocks."""
+    """Routed experts that the node hosts: text for ``parse_experts``, ``auto`` or ``none``. Without
+    ``blocks`` and ``num_blocks`` the node hosts only experts. With them, peers compute the missing
+    experts of its blocks. None for all experts of its blocks."""
     expert_memory_bytes: int | None = None
-    """Memory for the routed experts of its blocks; the others are on disk until they are needed. None: all are in memory, or as many as the limit on memory holds."""
+    """Bytes of memory for the routed experts of its blocks. The others stay on disk until they are
+    needed. None: all experts, or as many as the memory limit holds."""
     max_expert_round_trip_s: float | None = None
     """Longest round trip in seconds to peers that compute experts. None: ``MAX_ROUND_TRIP_S``."""
     public_name: str = ""
@@ -79,12 +91,13 @@ class NodeConfig:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """The model, and the blocks to host: those that the options name, or as many as fit into the limits."""
+    """The model, and the blocks to host: named in the options, or as many as fit into the
+    limits."""
 
     model: "LocalModel"
     dtype: "torch.dtype"
     devices: "tuple[torch.device, ...]"
-    """One, or several GPUs over which the blocks are spread."""
+    """One device, or several GPUs that share the blocks."""
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
@@ -93,15 +106,17 @@ class LoadedModel:
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
     quantized: "Precision | None"
-    """The precision to which weights of 16 and 32 bits are rounded."""
+    """The precision that weights of 16 and 32 bits are rounded to. None keeps them."""
     preloaded: "list[Stage]"
-    """The stage, if it was loaded while the node connected to the swarm. Used once: after a pause, blocks are loaded again."""
+    """The stage, if it was loaded while the node connected. Used once: a pause loads blocks
+    again."""
     experts: "BlockExperts | None"
-    """The routed experts that the options name; empty: to be chosen. None: all of its blocks."""
+    """The routed experts that the options name. Empty if still to be chosen. None for all of its
+    blocks."""
     has_blocks: bool
-    """Whether it hosts blocks, not only experts."""
+    """Whether the node hosts blocks, not only experts."""
     cache: "CacheOptions | None" = None
-    """The experts of its blocks that are on disk until they are needed; None: all are in memory."""
+    """The experts of its blocks that stay on disk until needed. None if all are in memory."""
 
     @classmethod
     def of(
@@ -113,10 +128,11 @@ class LoadedModel:
         published: bool = False,
         notice: Callable[[str], None] = lambda text: None,
     ) -> "LoadedModel":
-        """The model of ``config``.
+        """Return the model of ``config``.
 
-        ``published``: its name is that of the swarm file, not a path of this machine. ``notice`` is
-        told, before a weight is loaded, which formats are expanded and what that takes in memory.
+        ``published``: its name comes from the swarm file, and is not a path of this machine.
+        ``notice`` hears, before any weight is loaded, which formats are expanded and how much
+        memory that takes.
         """
         from swarmnet_protocols.machine.lean_imports import import_transformers
 
@@ -194,7 +210,8 @@ class LoadedModel:
         return loaded
 
     def _within_bytes(self, max_block_bytes: int) -> "LoadedModel":
-        """This model with as many blocks as these bytes hold. Raises ``OutOfResources`` if they hold none."""
+        """Return this model with as many blocks as these bytes hold. Raises ``OutOfResources`` for
+        none."""
         block_bytes, _ = self._block_bytes()
         if block_bytes > max_block_bytes:
             raise OutOfResources(
@@ -204,9 +221,11 @@ class LoadedModel:
         return replace(self, num_blocks=min(self.num_blocks, max_block_bytes // block_bytes))
 
     def _with_cache(self, memory_bytes: int) -> "LoadedModel":
-        """This model with the experts that the options name, or all, on disk until they are needed.
+        """Return this model with its experts on disk until they are needed.
 
-        Raises ``ConfigError`` for blocks without routed experts, ``OutOfResources`` if the memory does not hold ``MIN_CAPACITY`` of them.
+        These are the experts that the options name, or all. Raises ``ConfigError`` for blocks
+        without routed experts, and ``OutOfResources`` if the memory does not hold ``MIN_CAPACITY``
+        of them.
         """
         from swarmnet_node.experts.expert_cache import MIN_CAPACITY
         from swarmnet_node.experts.trunk import CacheOptions
@@ -233,7 +252,10 @@ class LoadedModel:
         return replace(self, experts={block: frozenset() for block in counts}, cache=cache)
 
     def _placed(self, config: NodeConfig) -> "LoadedModel":
-        """This model with blocks that are fitted to the free memory of accelerators. Raises ``OutOfResources`` if the requested blocks do not fit."""
+        """Return this model with blocks that fit the free memory of accelerators.
+
+        Raises ``OutOfResources`` if the requested blocks do not fit.
+        """
         from swarmnet_node.engine.device_memory import place
         from swarmnet_protocols.machine.devices import cards_of
 
@@ -248,15 +270,15 @@ class LoadedModel:
             is_fixed=config.num_blocks is not None or self.blocks is not None,
             cache_bytes=config.max_cache_bytes,
             most=config.limits.max_gpu_mem,
-            # Weights that are quantised at load are packed; expanded, they would be those of the checkpoint.
+            # Weights quantised at load are packed; expanded, they would be the original ones.
             forms=(True,) if self.quantized is not None else (False, True) if self.is_packed else (False,),
         )
         return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
 
     def _block_needs(self) -> "BlockNeeds":
-        """The memory needs of a block: the largest of the first, the last and one between, or if weights stay packed the largest one's.
+        """Return the memory needs of a block: the largest of the first, the last and a middle one.
 
-        Only packed weights are read.
+        If weights stay packed, the largest block counts. Only packed weights are read.
         """
         import torch
 
@@ -283,11 +305,15 @@ class LoadedModel:
         return BlockNeeds(packed, expanded, LayerWidths.of(config), self.dtype.itemsize)
 
     def _within(self, max_ram_bytes: int, *, is_free: bool, may_cache: bool) -> "LoadedModel":
-        """This model with blocks that fit into a limit on memory.
+        """Return this model with blocks that fit into a memory limit.
 
-        ``is_free``: with fewer blocks if not all fit. ``may_cache``: otherwise with as many routed experts in memory as fit, the others on disk
-        until they are needed. Blocks without experts that the node chooses itself are fewer, too: it may have dropped the others before.
-        With an accelerator, blocks take no memory of the machine: only the other memory of a node must fit.
+        - ``is_free``: host fewer blocks if not all fit.
+        - ``may_cache``: otherwise keep as many routed experts in memory as fit, and the others on
+          disk.
+        - Blocks without experts that the node chooses itself may also become fewer: it may have
+          dropped some before.
+        - On an accelerator, blocks take no memory of the machine. Only the rest of the node must
+          fit.
 
         Raises ``OutOfResources`` if the blocks do not fit.
         """
@@ -312,7 +338,8 @@ class LoadedModel:
         return fitted
 
     def _footprints(self) -> "tuple[Footprint, Footprint]":
-        """The memory needs of its blocks: with the experts that are in memory, and without routed experts."""
+        """Return the memory needs of its blocks: with the experts in memory, and without routed
+        experts."""
         import psutil
 
         from swarmnet_node.engine.memory_account import Footprint
@@ -330,9 +357,10 @@ class LoadedModel:
         return whole, replace(whole, block_bytes=bare_bytes)
 
     def _block_bytes(self) -> tuple[int, int]:
-        """Bytes of one block, with the experts that are in memory and without routed experts.
+        """Return the bytes of one block: with the experts in memory, and without routed experts.
 
-        It is the first block that has routed experts, of which one is loaded; without them the largest.
+        Measures the first block that has routed experts, and loads one of them. Without routed
+        experts, it measures the largest block.
         """
         from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.packed_experts import expert_bytes
@@ -351,7 +379,8 @@ class LoadedModel:
         return bare_bytes + held * expert_bytes(self._load_experts(routed, [0])), bare_bytes
 
     def _first_routed(self) -> int | None:
-        """The first of its blocks, or of all if they are not chosen yet, that has routed experts."""
+        """Return the first hosted block with routed experts. Searches all blocks if none are chosen
+        yet."""
         first, end = self.blocks or (0, self.model.manifest.blocks)
         return min(self.model.expert_counts().keys() & range(first, end), default=None)
 
@@ -475,10 +504,14 @@ class LoadedModel:
 
 
 def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_blocks: bool) -> "BlockExperts":
-    """The experts that an option names. ``has_blocks``: whether the node hosts blocks, too; then with each block that has experts, perhaps none of them.
+    """Return the experts that an option names. Empty for ``auto``.
 
-    ``counts``: the number of experts of each block that has some. Empty for ``auto``. Raises ``ConfigError`` for a model without routed experts, experts
-    that it does not have, or a node that would host nothing.
+    - ``counts``: number of experts of each block that has any.
+    - ``has_blocks``: whether the node hosts blocks too. The result then lists each block that has
+      experts, even if the node hosts none of them.
+
+    Raises ``ConfigError`` for a model without routed experts, for experts that it does not have, or
+    for a node that would host nothing.
     """
     from swarmnet_protocols.directory.expert_announcements import parse_experts
 
@@ -497,7 +530,7 @@ def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_bl
 
 
 def check_quantizable(model: "LocalModel") -> None:
-    """Raises ``ConfigError`` unless the weights of ``model`` can be quantised."""
+    """Raise ``ConfigError`` unless the weights of ``model`` can be quantised."""
     from swarmnet_protocols.quantization.quantize import UNQUANTIZED
 
     if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
@@ -508,7 +541,7 @@ def check_quantizable(model: "LocalModel") -> None:
 
 
 def _limits(quotas: "Quotas", share: float) -> "HostLimits":
-    """Limits for clients of this host, no larger than the swarm's quotas."""
+    """Return limits for clients of this host, no larger than the swarm's quotas."""
     from swarmnet_node.hosting.host_limits import HostLimits
 
     limits = HostLimits()

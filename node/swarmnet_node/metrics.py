@@ -1,4 +1,7 @@
-"""Metrics of a node for Prometheus, read at each scrape from the status of the node and the counters of its engine and its host."""
+"""Metrics of a node for Prometheus.
+
+Each scrape reads the node's status, and the counters of its engine and its host.
+"""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TypeVar
@@ -33,7 +36,7 @@ REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal
 
 
 def registry_of(node: "Supervisor") -> CollectorRegistry:
-    """The metrics of ``node`` and of its process."""
+    """Return the metrics of ``node`` and of its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     registry.register(NodeCollector(node))
@@ -41,7 +44,7 @@ def registry_of(node: "Supervisor") -> CollectorRegistry:
 
 
 class NodeCollector(Collector):
-    """Reads the node at every scrape. The values of every label are a fixed set."""
+    """Reads the node at every scrape. Every label has a fixed set of values."""
 
     def __init__(self, node: "Supervisor") -> None:
         self._node = node
@@ -176,7 +179,7 @@ def _resource_metrics(snapshot: ResourceSnapshot) -> Iterator[Metric]:
 
 
 def _p2pd_bytes() -> int:
-    """Resident bytes of the p2pd child process; 0 if there is none."""
+    """Return the resident bytes of the p2pd child process. 0 without one."""
     try:
         children = psutil.Process().children()
         return sum(child.memory_info().rss for child in children if child.name() == P2PD)

@@ -1,6 +1,12 @@
-"""A node: chooses its blocks, loads them, serves and announces them, and leaves after its sessions have moved.
+"""A node: chooses, loads and serves blocks.
 
-``Node`` receives its dependencies (transport, directory, clocks), so that the simulator runs whole nodes; ``start.py`` gives it the real ones.
+1. Choose blocks, and resolve conflicts with other nodes that join.
+2. Load them, and wait until every expert that they lack is within reach.
+3. Serve and announce them. Move to other blocks when the swarm needs them more.
+4. Leave after the sessions have moved.
+
+``Node`` receives its dependencies (transport, directory, clocks), so the simulator can run whole
+nodes. ``start.py`` gives it the real ones.
 """
 
 import asyncio
@@ -66,26 +72,28 @@ from swarmnet_protocols.wire.control_pb2 import NodeStatus
 _log = logging.getLogger(__name__)
 
 MIN_STEP_S = 1e-6
-"""Least measured seconds of a step: 0 would mean that it is not measured."""
+"""Smallest measured seconds of a step. 0 would mean that it is not measured."""
 INTENT_ROUNDS = 5
-"""Rounds in which a joining node reads the other nodes' intents. Each round resolves one more conflict; then it keeps its choice."""
+"""Rounds in which a joining node reads other nodes' intents. Each round resolves one more conflict;
+after the last, the node keeps its choice."""
 
 
 class HostableModels(OtherModels, Protocol):
-    """The models to which a node may switch, and its hosting of them."""
+    """The models that a node may switch to, and what it would host of them."""
 
     async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> "Hosting":
-        """The hosting of one of them, within ``limits`` and, unless these say how much memory it may take, in no more than the ``weight_bytes`` of the present blocks.
+        """Return the hosting of one of the models, within ``limits``.
 
-        Raises ``SwarmnetError`` if it cannot be read or does not fit.
+        If the limits do not bound memory, the blocks take at most ``weight_bytes``, like the
+        current ones. Raises ``SwarmnetError`` if the model cannot be read or does not fit.
         """
 
 
 @dataclass(frozen=True)
 class Hosting:
-    """The blocks that a node hosts: those of ``placed``, or ``num_blocks`` where the swarm needs them most.
+    """The blocks that a node hosts: ``placed``, or ``num_blocks`` where the swarm needs them most.
 
-    ``load(start, end)`` loads the stage: on the torch thread, or for a move on another one.
+    ``load(start, end)`` loads the stage: on the torch thread, or on another thread for a move.
     """
 
     model: str
@@ -95,21 +103,22 @@ class Hosting:
     placed: Placed | None = None
     num_blocks: int = 0
     may_move: bool = False
-    """Whether the node may serve other blocks, when the swarm needs them more, and fewer, when its owner allows less memory."""
+    """Whether the node may serve other blocks when the swarm needs them more, and fewer when its
+    owner allows less memory."""
     most_blocks: int = 0
-    """The number of blocks up to which it may grow when it moves; 0: it does not grow."""
+    """The number of blocks that it may grow to when it moves. 0 forbids growing."""
     fitting: Callable[[int], int] = int
-    """From the number of blocks that the node has to the number that its owner's limits allow, at least 1."""
+    """Takes the node's number of blocks. Returns how many its owner's limits allow, at least 1."""
     others: HostableModels | None = None
-    """The models to which the node may switch; None: it keeps its own."""
+    """The models that the node may switch to. None if it keeps its own."""
     former_model: str = ""
-    """The name of the model from which it has switched to this one; empty: it joined with this one."""
+    """The name of the model before a switch to this one. Empty if the node joined with this one."""
     model_reason: str = ""
-    """The reason why it switched, for its owner."""
+    """The reason why the node switched, for its owner."""
     memory: Remembered = field(default_factory=Remembered)
     """What the node remembers of the swarm and of its relocations."""
     has_room: Callable[[int], bool] = lambda _: True
-    """A function that says whether this number of bytes of further weights fits into the memory."""
+    """Returns whether this many bytes of further weights fit into the memory."""
     on_move: Callable[[], None] = lambda: None
     """Called when the node has moved to other blocks while it serves."""
     max_cache_bytes: int = 1 << 30
@@ -118,13 +127,14 @@ class Hosting:
     version: str = "0"
     limits: HostLimits = field(default_factory=HostLimits)
     library: Library | None = None
-    """The weights that this machine serves to members; None: none."""
+    """The weights that this machine serves to members, or None."""
     experts: ExpertOptions | None = None
-    """Options for the experts that peers compute for the node, and it for other hosts; None: the node has all experts of its blocks."""
+    """Options for experts that peers compute for the node, and the node for other hosts. None if
+    the node has all experts of its blocks."""
 
     @property
     def is_chosen(self) -> bool:
-        """Whether it is known which blocks the node hosts."""
+        """Whether the blocks of the node are already known."""
         return self.placed is not None
 
 
@@ -147,7 +157,7 @@ class Node(RunningNode):
         self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
         self.memory = hosting.memory
         self.relocation: Relocation | None = None
-        """What the node is about to do, and announces; None if it stays."""
+        """What the node announces that it will do. None if it stays."""
         self.limits_changed = asyncio.Event()
         self._dropping = 0
         """The number of blocks that it drops once their sessions are handed over."""
@@ -232,7 +242,7 @@ class Node(RunningNode):
         await answer_pings(stream, pong)
 
     async def _share_experts(self, stage: Stage, services: Services, options: ExpertOptions) -> None:
-        """Compute experts of the stage for other hosts, and have peers compute those that it lacks."""
+        """Compute experts of the stage for other hosts, and have peers compute its missing ones."""
         start, dependencies, manifest = self.span[0], self._dependencies, self._hosting.manifest
         shared = ExpertModel(
             dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision
@@ -274,17 +284,18 @@ class Node(RunningNode):
                 cancel,
                 asyncio.create_task(persist("the plan of experts", planner.run), name="plan experts"),
             )
-            await self._announcer.announce()  # its own experts: other hosts may wait for them
+            await self._announcer.announce()  # other hosts may wait for these experts
         if options.cache is not None:
             self._expert_cache = open_cache(stage, start, options.cache)
             self._expert_cache.install(elsewhere if missing else None)
             self._contexts.callback(self._expert_cache.close)
 
     async def _measure_first(self, stage: Stage) -> float:
-        """``_measure`` as soon as every expert that the stage lacks is within reach."""
+        """Run ``_measure`` as soon as every expert that the stage lacks is within reach."""
         options = self._hosting.experts
         while self._dispatcher is not None and options is not None:
-            # A host that waits for long stays known, with its own experts and with those that it waits for.
+            # While a host waits, announce it with its own experts and the experts that it waits
+            # for.
             await race(self._dispatcher.complete(options.notice), self._announcer.run(), self._listing.run())
             try:
                 return await self._measure(stage)
@@ -298,22 +309,24 @@ class Node(RunningNode):
 
     @property
     def expert_cache(self) -> ExpertCache | None:
-        """The experts that it reads from disk when it needs them; None if it has all of its own in memory."""
+        """The experts that the node reads from disk when needed. None if all its own are in
+        memory."""
         return self._expert_cache
 
     @property
     def dispatcher(self) -> ExpertDispatcher | None:
-        """The dispatcher of experts that peers compute; None if the node has all experts of its blocks."""
+        """The dispatcher of experts that peers compute. None if the node has all experts of its
+        blocks."""
         return self._dispatcher
 
     @property
     def engine(self) -> Engine | None:
-        """The engine that computes the blocks; None before they are loaded."""
+        """The engine that computes the blocks. None until they are loaded."""
         return self._engine
 
     @property
     def host(self) -> Host | None:
-        """The host that serves the blocks; None before they are loaded."""
+        """The host that serves the blocks. None until they are loaded."""
         return self._host
 
     def describe(self) -> report_pb2.HostReport:
@@ -357,7 +370,8 @@ class Node(RunningNode):
             await self._host.leave()
 
     def hosting_again(self) -> Hosting:
-        """The hosting of the next run: the same blocks after a pause, or the blocks to which the node moves."""
+        """Return the hosting of the next run: the same blocks after a pause, or the blocks of a
+        move."""
         placed = self.placed
         if self.relocation is not None and not self.relocation.is_switch:
             placed = placed.after(self.relocation)
@@ -383,7 +397,8 @@ class Node(RunningNode):
         _log.info(event, extra=fields | {"sessions": len(self._host.sessions) if self._host else 0})
 
     async def _choose(self) -> None:
-        """Find the blocks that the swarm needs most, counting the intents of other joining nodes."""
+        """Find the blocks that the swarm needs most, counting the intents of other joining
+        nodes."""
         me, total = self._dependencies.transport.peer_id, self._hosting.total_blocks
         length = min(self._hosting.num_blocks, total)
         claims, _ = await self._claims.read(moved=True)
@@ -419,7 +434,7 @@ class Node(RunningNode):
 
     @property
     def model(self) -> ServedModel:
-        """Its model, without claims."""
+        """The model of this node, without claims."""
         hosting = self._hosting
         if hosting.others is not None:
             return hosting.others.own()
@@ -433,17 +448,20 @@ class Node(RunningNode):
 
     @property
     def _next_span(self) -> tuple[int, int] | None:
-        """The blocks of its model to which the node is about to move."""
+        """The blocks of its model that the node is about to move to."""
         return self.relocation.span if self.relocation and not self.relocation.is_switch else None
 
     @property
     def blocks_to_drop(self) -> int:
-        """The blocks in memory beyond those that its owner's limits allow: it is about to drop them."""
+        """The number of blocks in memory that the node is about to drop."""
         start, end = self.span
         return self._dropping + (max(0, end - start - self.capacity) if self._hosting.may_move else 0)
 
     def has_room_for(self, blocks: int) -> bool:
-        """Whether the memory has room for ``blocks`` more blocks beside the present ones. Caches of accelerators leave no room."""
+        """Return whether the memory has room for ``blocks`` more blocks next to the current ones.
+
+        False on an accelerator: the caches take all its memory.
+        """
         if self._engine is None or self._engine.stage.is_on_accelerator:
             return False
         stage = self._engine.stage
@@ -451,17 +469,20 @@ class Node(RunningNode):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of its blocks; 0 before they are loaded."""
+        """Bytes of the weights of its blocks. 0 until they are loaded."""
         return self._engine.stage.weight_bytes if self._engine else 0
 
     async def load(self, span: tuple[int, int]) -> LoadedBlocks:
-        """Load blocks while sessions go on. Raises what loading raises."""
-        # Not on the torch thread, where sessions go on.
+        """Load blocks while sessions go on. Raises the errors of loading."""
+        # Not on the torch thread, which computes sessions.
         stage = await asyncio.get_running_loop().run_in_executor(None, self._hosting.load, *span)
         return LoadedBlocks(stage, await self._measure(stage))
 
     async def make_trial(self, span: tuple[int, int]) -> Trial:
-        """Random inputs of some of the present blocks, and their outputs. Raises ``Unreachable`` if the node does not serve them."""
+        """Return random inputs for some current blocks, and their outputs.
+
+        Raises ``Unreachable`` if the node does not serve these blocks.
+        """
         engine, first = self._engine, self.span[0]
         if engine is None or not self.span[0] <= span[0] < span[1] <= self.span[1]:
             raise Unreachable(f"this node does not serve blocks {span[0]}:{span[1]}")
@@ -473,7 +494,7 @@ class Node(RunningNode):
         return Trial(span, inputs, outputs.float())
 
     async def _fit(self) -> None:
-        """Choose fewer of its blocks before they are loaded, if its owner has allowed less memory meanwhile."""
+        """Choose fewer blocks before they are loaded, if the owner allows less memory by now."""
         start, end = self.span
         if self.capacity >= end - start:
             return
@@ -485,8 +506,10 @@ class Node(RunningNode):
         self.placed = self.placed.after(shrink(outlook, mine, self.capacity))
 
     async def move(self, loaded: LoadedBlocks, drain_s: float) -> None:
-        """Serve the blocks of ``relocation``. Hand sessions of the former blocks over within ``drain_s``,
-        and drop these blocks."""
+        """Serve the blocks of ``relocation``.
+
+        Hand sessions of the former blocks over within ``drain_s``, then drop these blocks.
+        """
         host, former, former_context = self._host, self._engine, self._engine_context
         if host is None or former is None or self.relocation is None:
             return
@@ -499,8 +522,10 @@ class Node(RunningNode):
         await former_context.aclose()
 
     async def keep(self, drain_s: float) -> None:
-        """Serve only the blocks of ``relocation``, which are some of the present ones. Hand sessions of
-        the others over within ``drain_s``, and drop these."""
+        """Serve only the blocks of ``relocation``, a part of the current ones.
+
+        Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
+        """
         host, engine = self._host, self._engine
         if host is None or engine is None or self.relocation is None:
             return
@@ -523,7 +548,7 @@ class Node(RunningNode):
         await self.try_to_announce()
 
     async def _start_engine(self, stage: Stage) -> Engine:
-        """An engine that runs until its context, or that of the node, ends."""
+        """Return an engine that runs until its context, or the node's context, ends."""
         self._engine_context = await self._contexts.enter_async_context(AsyncExitStack())
         return await self._engine_context.enter_async_context(
             Engine.run(
@@ -536,7 +561,11 @@ class Node(RunningNode):
         )
 
     async def _measure(self, stage: Stage) -> float:
-        """Seconds for one token through the stage: the best of a few forwards after one to warm up. Sessions compute between them."""
+        """Return the seconds for one token through the stage: the best of three forwards after a
+        warm-up.
+
+        Sessions compute between the forwards.
+        """
         inputs = torch.zeros(1, stage.hidden_size)
         now = self._dependencies.stopwatch
 
@@ -562,7 +591,8 @@ class Node(RunningNode):
 
     @property
     def _announced_state(self) -> "pb.HostState":
-        """The state for clients: a host whose experts are out of reach cannot compute its blocks."""
+        """The state for clients. A host without experts in reach cannot compute its blocks, so it
+        is joining."""
         is_short = self._dispatcher is not None and bool(self._dispatcher.links.missing())
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
@@ -570,11 +600,11 @@ class Node(RunningNode):
         """Announce that the node stays. Within its model, its next announcement says so."""
         self.relocation = None
         if relocation.is_switch:
-            with contextlib.suppress(SwarmnetError):  # it expires soon
+            with contextlib.suppress(SwarmnetError):  # the announcement expires soon
                 await self._intent(relocation, pb.HOST_STATE_LEAVING).publish(self._dependencies.directory)
 
     def _intent(self, switch: Relocation, state: "pb.HostState") -> Announcement:
-        """The announcement of the blocks that this node takes after ``switch``."""
+        """Return the announcement of the blocks that this node takes after ``switch``."""
         return self._announcement(
             pb.HostRecord(manifest=switch.manifest, start=switch.start, end=switch.end, state=state)
         )
@@ -601,7 +631,8 @@ class Node(RunningNode):
         return host_announcement(record, self._dependencies.transport, self._dependencies.timing.record_s)
 
     def _record(self) -> pb.HostRecord:
-        """Return the facts about this node that it announces and reports, without its addresses and coordinate."""
+        """Return what this node announces and reports about itself, without addresses and
+        coordinate."""
         engine, next_span = self._engine, self._next_span or (0, 0)
         return pb.HostRecord(
             manifest=self._hosting.manifest,

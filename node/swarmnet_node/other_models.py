@@ -1,4 +1,7 @@
-"""The models that the swarm file lists, to which a node may switch: their outlines, and what the node would host of them."""
+"""The models in the swarm file that a node may switch to.
+
+Reads their outlines, and says what the node would host of them.
+"""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -21,12 +24,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RAM_SHARE = 0.5
-"""Share of ``--max-ram`` that blocks are expected to have, before it is known how large they are in memory."""
+"""Share of ``--max-ram`` to expect for blocks, while their size in memory is unknown. More would
+announce blocks that do not fit; less would host too few."""
 
 
 @dataclass(frozen=True)
 class ModelReader:
-    """Reads models, from this machine, the hub or hosts of the swarm."""
+    """Reads models from this machine, the hub or hosts of the swarm."""
 
     executor: Executor
     """The torch thread."""
@@ -40,12 +44,15 @@ class ModelReader:
         published: bool = False,
         notice: Callable[[str], None] = lambda text: None,
     ) -> LoadedModel:
-        """The model of ``config``, as ``LoadedModel.of`` on the torch thread."""
+        """Return the model of ``config``: runs ``LoadedModel.of`` on the torch thread."""
         load = partial(LoadedModel.of, config, progress, self.peers, published=published, notice=notice)
         return await self._read(config, self.executor, load)
 
     async def open(self, config: NodeConfig) -> "LocalModel":
-        """The model of ``config``, of which nothing is loaded. Its name is that of the swarm file, not a path of this machine."""
+        """Return the model of ``config`` without loading weights.
+
+        Its name comes from the swarm file, so it is never a path of this machine.
+        """
         from swarmnet_protocols.models import resolve
 
         read = partial(
@@ -55,10 +62,14 @@ class ModelReader:
             published=True,
             max_disk_bytes=config.max_disk_bytes,
         )
-        return await self._read(config, None, read)  # not on the torch thread, where sessions go on
+        # not on the torch thread, which computes sessions
+        return await self._read(config, None, read)
 
     async def _read(self, config: NodeConfig, executor: Executor | None, read: Callable[[], T]) -> T:
-        """The result of ``read``. If neither this machine nor the hub has the model, hosts of the swarm give its outline."""
+        """Return the result of ``read``.
+
+        If neither this machine nor the hub has the model, hosts of the swarm provide its outline.
+        """
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(executor, read)
@@ -68,9 +79,10 @@ class ModelReader:
             return await loop.run_in_executor(executor, read)
 
     async def _fetch_outline(self, config: NodeConfig) -> bool:
-        """Have hosts of the swarm give the outline of the model. False if there is no connection, or the swarm file does not name the model.
+        """Fetch the outline of the model from hosts of the swarm.
 
-        Raises ``Unreachable`` if no host has it.
+        Return False without a connection, or if the swarm file does not name the model. Raises
+        ``Unreachable`` if no host has it.
         """
         from swarmnet_protocols.models.outline import fetch_outline
 
@@ -84,15 +96,16 @@ class ModelReader:
 
 @dataclass(frozen=True)
 class ListedModels:
-    """The models of the swarm to which a node of ``model`` may switch: ``HostableModels`` of ``node.py``."""
+    """The models that a node of ``model`` may switch to: ``HostableModels`` of ``node.py``."""
 
     config: NodeConfig
-    """The options with which its owner started the node."""
+    """The options of the owner at the start of the node."""
     reader: ModelReader
     notice: Callable[[str], None]
     model: "LocalModel"
     block_bytes: int | None = None
-    """Bytes of the weights of the blocks that it hosted before its first switch; None: it has not switched."""
+    """Bytes of weights of the blocks hosted before the first switch. None until the node
+    switches."""
     _known: dict[bytes, "ServedModel"] = field(default_factory=dict)
 
     @property
@@ -141,7 +154,11 @@ class ListedModels:
 def other_models(
     config: NodeConfig, reader: ModelReader, notice: Callable[[str], None], loaded: LoadedModel
 ) -> ListedModels | None:
-    """The models to which a node may switch; None if its owner has named its blocks or experts, or forbids it, or the swarm file lists no other."""
+    """Return the models that a node may switch to.
+
+    None if the owner named blocks or experts, or forbids switching, or the swarm file lists no
+    other model.
+    """
     keeps = config.keep_model or config.stay or config.blocks is not None
     if keeps or config.experts is not None or config.expert_memory_bytes is not None:
         return None
@@ -150,12 +167,16 @@ def other_models(
 
 
 def listed(rules: Rules) -> dict[str, bytes]:
-    """The manifest hashes, by name, of the models whose parts can be verified, from the hub or from peers: those that the swarm file lists with a pieces hash."""
+    """Return the manifest hashes, by name, of models that the swarm file lists with a pieces hash.
+
+    Their parts can be verified, whether they come from the hub or from peers.
+    """
     return {name: manifest for name, manifest in rules.names.items() if manifest in rules.pieces_hashes}
 
 
 def _check(model: "LocalModel", manifest: bytes) -> None:
-    """Raise ``NotAuthorised`` unless the model of a name is the one that the swarm file lists under it."""
+    """Raise ``NotAuthorised`` unless ``model`` is the one that the swarm file lists under its
+    name."""
     if model.manifest.hash != manifest:
         raise NotAuthorised(
             f"the files of {model.name} here, or at the hub, are not those that the swarm file lists",

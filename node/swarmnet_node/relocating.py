@@ -1,22 +1,21 @@
 """Moves a node to other blocks, or to another model of the swarm, when the swarm needs it there.
 
-A node looks at the claims of all hosts from time to time. ``routing/relocation.py`` decides whether it
-stays, shrinks, grows, moves or switches:
+A node looks at the claims of all hosts from time to time. ``routing/relocation.py`` decides whether
+it stays, shrinks, grows, moves or switches:
 
-1. **Announced.** The node announces where it will be, so that others neither join nor go to the same
-   place.
-2. **Loaded.** Other blocks of its model are loaded next to the present ones, whose sessions go on.
-3. **Confirmed.** The node looks again. Other hosts of the blocks that it leaves compute what it
-   computes: announcements alone do not count.
-4. **Served.** New sessions use the next blocks. Sessions of the former ones are handed over.
+1. **Announced.** The node announces where it will be, so that no other node goes to the same place.
+2. **Loaded.** The node loads other blocks of its model next to its current ones. Sessions continue.
+3. **Confirmed.** The node looks again. Other hosts must compute the same outputs for the blocks
+   that it leaves: announcements alone do not count.
+4. **Served.** New sessions use the next blocks. Sessions of the former blocks are handed over.
 5. **Dropped.** The former blocks are freed.
 
-Where the memory has no room for both, the node skips the second step and ends once its sessions are
-handed over. Its supervisor runs it with the next blocks. A switch ends the node, too: the supervisor
-reads the other model and runs a node that joins it.
+If the memory has no room for both, the node skips the second step, and ends once its sessions are
+handed over. Its supervisor then runs it with the next blocks. A switch also ends the node: the
+supervisor reads the other model and runs a node that joins it.
 
-A node that shrinks keeps some of its blocks, so nothing is loaded. It waits for other hosts of the
-rest, but not for long: the owner's limit counts more.
+A node that shrinks keeps some of its blocks, so it loads nothing. It waits a short time for other
+hosts of the rest. Then it drops them anyway, because the owner's limit counts more.
 """
 
 import asyncio
@@ -51,30 +50,31 @@ from swarmnet_protocols.routing.throughput import Claim
 _log = logging.getLogger(__name__)
 
 DRAIN_S = 120.0
-"""Seconds that sessions have to move off blocks that the node leaves, while other hosts have the same
-blocks."""
+"""Seconds that sessions have to move off blocks that the node leaves, while other hosts have the
+same blocks."""
 DRAIN_GAP_S = 2.5
-"""Seconds that sessions have when the node fills a gap: until it does, the model cannot be served."""
+"""Seconds that sessions have when the node fills a gap. Until it does, nobody can use the model."""
 MAY_LEAVE_LOOKS = 4
-"""Looks at the swarm after which a node gives up a move because it may not leave its blocks. A node
-that shrinks drops them then in any case."""
+"""Looks at the swarm before a node gives up a move because other hosts do not cover its blocks. A
+node that shrinks drops its blocks then anyway."""
 DROP_S = 30.0
-"""Seconds that sessions have to move off blocks that other hosts have and the node's memory may not
+"""Seconds that sessions have to move off blocks that other hosts have but the node's memory may not
 hold."""
 READ_AGAIN_S = 600.0
-"""Seconds after which a node tries again to read the outline of another model, which the hub or a host
-of the model may then have."""
+"""Seconds until a node tries again to read the outline of another model. By then the hub or a host
+of the model may have it."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The blocks [start, end) ``span`` that a node serves, and how it came to them. It keeps them across a pause."""
+    """The blocks [start, end) ``span`` that a node serves, and why. The node keeps them across a
+    pause."""
 
     span: Span
     reason: str
-    """The reason why it serves these, for its owner."""
+    """The reason why the node serves these blocks, for its owner."""
     moved_from: Span | None = None
-    """The blocks that it served before; None if it has not moved."""
+    """The blocks that the node served before. None if it has not moved."""
 
     def after(self, relocation: Relocation) -> "Placed":
         """Return what the node serves after ``relocation`` within its model."""
@@ -83,80 +83,86 @@ class Placed:
 
 @dataclass(frozen=True)
 class LoadedBlocks:
-    """Blocks that are ready to be served, and the measured seconds of one token through them."""
+    """Blocks that are ready to serve, and the measured seconds of one token through them."""
 
     stage: Stage
     step_s: float
 
 
 class OtherModels(Protocol):
-    """The models of the swarm to which a node may switch."""
+    """The other models of the swarm that a node may switch to."""
 
     @property
     def manifests(self) -> Sequence[bytes]:
-        """The manifest hashes of the models that the swarm file lists, without the node's own."""
+        """The manifest hashes of the models in the swarm file, without the node's own model."""
 
     def own(self) -> ServedModel:
-        """The model of the node, without claims."""
+        """Return the model of the node, without claims."""
 
     async def read(self, manifest: bytes, blocks: int) -> ServedModel:
-        """Return one of the models, without claims.
+        """Return another model, without claims.
 
-        ``blocks``: how many the node hosts now, from which follows how many of the model fit in their
-        place. Raises ``SwarmnetError`` if its outline is not on this machine and cannot be fetched.
+        ``blocks``: how many the node hosts now. They decide how many blocks of the other model fit
+        in their place. Raises ``SwarmnetError`` if its outline is not on this machine and cannot be
+        fetched.
         """
 
 
 class Relocatable(Protocol):
-    """What a relocator needs of its node."""
+    """What a relocator needs from its node."""
 
     memory: Remembered
     relocation: Relocation | None
-    """What the node is about to do, and announces; None if it stays. If the node ends meanwhile, its
+    """What the node announces that it will do. None if it stays. If the node ends meanwhile, its
     supervisor carries on."""
     limits_changed: asyncio.Event
     """Set when the owner has changed the limits."""
 
     @property
     def claim(self) -> Claim:
-        """Its claim to the blocks that it serves."""
+        """The node's claim to the blocks that it serves."""
 
     @property
     def model(self) -> ServedModel:
-        """Its model, without claims."""
+        """The node's model, without claims."""
 
     @property
     def capacity(self) -> int:
         """The number of blocks that the owner's limits allow now, at least 1."""
 
     def has_room_for(self, blocks: int) -> bool:
-        """Whether the memory has room for ``blocks`` more blocks next to the present ones."""
+        """Return whether the memory has room for ``blocks`` more blocks next to the current
+        ones."""
 
     async def make_trial(self, span: Span) -> Trial:
-        """Random inputs of some of the present blocks, and their outputs."""
+        """Return random inputs for some current blocks, and their outputs."""
 
     async def load(self, span: Span) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
 
     async def move(self, loaded: LoadedBlocks, drain_s: float) -> None:
-        """Serve the blocks of ``relocation``. Hand sessions of the former blocks over within
-        ``drain_s``, and drop these blocks."""
+        """Serve the blocks of ``relocation``.
+
+        Hand sessions of the former blocks over within ``drain_s``, then drop these blocks.
+        """
 
     async def keep(self, drain_s: float) -> None:
-        """Serve only the blocks of ``relocation``, which are some of the present ones. Hand sessions
-        of the others over within ``drain_s``, and drop these."""
+        """Serve only the blocks of ``relocation``, a part of the current ones.
+
+        Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
+        """
 
     async def try_to_announce(self) -> None: ...
 
     async def withdraw(self, relocation: Relocation) -> None:
-        """Announce that the node stays instead."""
+        """Announce that the node stays after all."""
 
     def finish(self, grace_s: float) -> None:
         """End once all sessions are handed over, or after ``grace_s``."""
 
 
 class Relocator:
-    """Has ``node`` serve the blocks, or the model of ``others``, that the swarm needs most."""
+    """Moves ``node`` to the blocks, or the model of ``others``, that the swarm needs most."""
 
     def __init__(
         self,
@@ -166,7 +172,8 @@ class Relocator:
         dependencies: Dependencies,
         checker: HostChecker,
     ) -> None:
-        """``claims``: to blocks of the node's own model. ``others``: None if it keeps that model."""
+        """``claims`` cover the node's own model. ``others`` is None if the node keeps that
+        model."""
         self._node = node
         self._claims = claims
         self._others = others
@@ -174,10 +181,11 @@ class Relocator:
         self._checker = checker
         self._readers: dict[bytes, ClaimReader] = {}
         self._read_at: dict[bytes, float] = {}
-        """When a model that could not be read is read again."""
+        """Loop time to try again, for models that could not be read."""
 
     async def run(self) -> None:
-        """Look at the swarm again and again, and relocate; returns when the node has to end for it."""
+        """Look at the swarm again and again, and relocate. Return when the node has to end for
+        that."""
         node = self._node
         while node.relocation is None:
             with contextlib.suppress(TimeoutError):
@@ -205,18 +213,20 @@ class Relocator:
                 raise
             look = Look(
                 replace(node.model, claims=[mine]), mine, node.capacity
-            )  # the owner's limit counts anyway
+            )  # the owner's limit counts without the directory, too
         now = loop.time()
         if may_switch(look, node.memory, now=now):
             look = replace(look, others=await self._read_others(mine))
         decide = partial(should_relocate, look, node.memory, now=now, rng=self._dependencies.rng)
-        # With hundreds of hosts this takes tens of milliseconds, in which the loop would send no step.
+        # On a thread: with hundreds of hosts this takes tens of milliseconds and would delay steps.
         relocation, node.memory = await loop.run_in_executor(None, decide)
         return relocation
 
     async def _look(self, *, whole: bool) -> Look:
-        """Read the claims to blocks of the node's model. ``whole``: with every host of its own blocks,
-        also in a large swarm."""
+        """Read the claims to blocks of the node's model.
+
+        ``whole``: read every host of the node's blocks, even in a large swarm.
+        """
         mine = self._node.claim
         others, _ = await self._claims.read(blocks=(mine.start, mine.end) if whole else None)
         mine = self._node.claim
@@ -258,7 +268,7 @@ class Relocator:
     # ---- leaving ---------------------------------------------------------------------------------
 
     async def _relocate(self, relocation: Relocation) -> None:
-        """Announce ``relocation`` and carry it out, or go on as before if that fails."""
+        """Announce ``relocation`` and carry it out. If that fails, continue as before."""
         node, where = self._node, relocation.model or f"blocks {relocation.start}:{relocation.end}"
         _log.info("%s to %s: %s", relocation.kind.name.lower(), where, relocation.reason)
         node.relocation = relocation
@@ -266,7 +276,8 @@ class Relocator:
         try:
             await node.try_to_announce()
             ends = await self._carry_out(relocation)
-        except SwarmnetError as error:  # as when the weights cannot be fetched: the node serves what it has
+        # for example, the weights cannot be fetched: the node serves what it has
+        except SwarmnetError as error:
             _log.warning("could not go to %s: %s", where, error)
         finally:
             if not ends:
@@ -275,16 +286,17 @@ class Relocator:
             await node.withdraw(relocation)
 
     async def _carry_out(self, relocation: Relocation) -> bool:
-        """Carry out an announced relocation; True if the node ends for it."""
+        """Carry out an announced relocation. Return True if the node ends for it."""
         node, kept = self._node, relocation.span
         drain_s = DRAIN_GAP_S if relocation.fills_gap else DRAIN_S
         if relocation.kind is Kind.SHRINK:
             is_spared = await self._is_confirmed(relocation, kept=kept, looks=MAY_LEAVE_LOOKS)
-            if node.capacity < node.claim.end - node.claim.start:  # unless the owner allows more again
+            if node.capacity < node.claim.end - node.claim.start:  # the owner may allow more again
                 await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
             return False
         if relocation.is_switch:
-            await asyncio.sleep(self._look_s())  # others read the intent, and this node theirs
+            # others read this node's intent, and this node theirs
+            await asyncio.sleep(self._look_s())
         elif node.has_room_for(relocation.end - relocation.start):
             loaded = await node.load(relocation.span)
             looks = 1 if relocation.fills_gap else MAY_LEAVE_LOOKS
@@ -297,7 +309,7 @@ class Relocator:
         return True
 
     async def _is_confirmed(self, relocation: Relocation, *, kept: Span = (0, 0), looks: int = 1) -> bool:
-        """Check at up to ``looks`` looks whether the node may leave all blocks but ``kept``."""
+        """Check at up to ``looks`` looks whether the node may leave all blocks except ``kept``."""
         for number in range(looks):
             if number:
                 await asyncio.sleep(self._look_s())
@@ -315,7 +327,7 @@ class Relocator:
         there = staying(look, relocation)
         left = blocks_to_leave(look, relocation, kept=kept)
         if not await self._holds(look.of(there), relocation, left):
-            return False  # no host need compute anything
+            return False  # hosts need not compute anything then
         found = await self._claims.computing(
             there, self._node.make_trial, blocks=left, least=relocation.others_needed
         )

@@ -1,4 +1,9 @@
-"""The base of nodes that host blocks and of nodes that host experts only: dependencies, services that end with the node, and leaving."""
+"""The base of nodes that host blocks and of nodes that host only experts.
+
+1. A node gets its dependencies, then runs once in the context of ``running``.
+2. Its services end with that context.
+3. It leaves: it takes no new work, and ends when nobody uses it any more.
+"""
 
 import asyncio
 import logging
@@ -28,7 +33,7 @@ from swarmnet_protocols.wire.control_pb2 import NodeStatus
 _log = logging.getLogger(__name__)
 
 LAST_ANNOUNCEMENT_S = 1.0
-"""Seconds that a node which ends at once waits for the directory to take its last announcement."""
+"""Seconds that a node which ends at once waits until the directory has its last announcement."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,12 @@ class Dependencies:
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
     stopwatch: Callable[[], float] = time.perf_counter
-    """Clock for the times of forwards. The loop's own clock stands still while the loop is blocked."""
+    """Clock for the times of forwards. The loop's own clock stands still while the loop is
+    blocked."""
     clock: Clock = wall_clock
-    """Clock by which records expire."""
+    """Clock that decides when records expire."""
     warning: Callable[[], str] = str
-    """A warning for the owner; empty if there is none."""
+    """A warning for the owner. Empty if there is none."""
 
 
 class Hosted(Protocol):
@@ -54,7 +60,7 @@ class Hosted(Protocol):
 
     @property
     def model(self) -> str:
-        """The name that the owner gave; others get it without its path."""
+        """The name that the owner gave. Others see it without its path."""
 
     @property
     def manifest(self) -> bytes: ...
@@ -85,18 +91,18 @@ class Ending:
         await asyncio.shield(self._ended)
 
     def fail(self, error: Exception) -> None:
-        """It cannot go on: ``finished`` raises ``error``, unless it has finished already."""
+        """Make ``finished`` raise ``error``, unless it has already finished."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
     def end(self) -> None:
-        """It has finished, unless it has failed already."""
+        """Mark it as finished, unless it has already failed."""
         if not self._ended.done():
             self._ended.set_result(None)
 
 
 class RunningNode(Ending, ABC):
-    """A node that runs in the context of ``running``, once. Its state is readable before and after, too."""
+    """A node that runs once, in the context of ``running``. Its status can be read at any time."""
 
     def __init__(self, dependencies: Dependencies, hosted: Hosted) -> None:
         super().__init__()
@@ -121,14 +127,17 @@ class RunningNode(Ending, ABC):
 
     @abstractmethod
     def running(self) -> AbstractAsyncContextManager[object]:
-        """Choose, load and serve; entered once it serves, which is until the context ends. Raises what loading raises."""
+        """Choose, load and serve until the context ends. Entered once the node serves.
+
+        Raises the errors of loading.
+        """
 
     @abstractmethod
     def describe(self) -> report_pb2.HostReport:
-        """What the node tells of itself, to its owner and to dashboards."""
+        """Return what the node says about itself to its owner and to dashboards."""
 
     def status(self) -> NodeStatus:
-        """The status of the node, at any time."""
+        """Return the status of the node, at any time."""
         dependencies, hosted, host = self._dependencies, self._hosted, self.describe()
         return NodeStatus(
             peer_id=dependencies.transport.peer_id,
@@ -146,7 +155,8 @@ class RunningNode(Ending, ABC):
         )
 
     def report(self) -> report_pb2.NodeReport:
-        """The report for dashboards. Raises ``Unreachable`` while the node does not serve."""
+        """Return the report for dashboards. Raises ``Unreachable`` while the node does not
+        serve."""
         hosted, reach = self._hosted, self._dependencies.transport.reach()
         return report_pb2.NodeReport(
             version=hosted.version,
@@ -163,17 +173,21 @@ class RunningNode(Ending, ABC):
 
     @property
     def span(self) -> tuple[int, int]:
-        """The blocks [start, end) that it serves; (0, 0) for none."""
+        """The blocks [start, end) that the node serves. (0, 0) for none."""
         return 0, 0
 
     def finish(self, grace_s: float) -> None:
-        """Take no new work, and ask clients and hosts that use the node to use others; ``finished`` when they do, or after ``grace_s``."""
+        """Take no new work, and ask clients and hosts to use other nodes.
+
+        ``finished`` returns when they do, or after ``grace_s``.
+        """
         if self._leaving is None:
             self._log("leaving")
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
     async def rest(self) -> NoReturn:
-        """Announce, until cancelled, that the node is paused. Not for a node inside ``running``."""
+        """Announce, until cancelled, that the node is paused. Do not call this inside
+        ``running``."""
         self._state = pb.HOST_STATE_PAUSED
         self._log("paused")
         await self.keep_announced()
@@ -190,7 +204,7 @@ class RunningNode(Ending, ABC):
         self._state = pb.HOST_STATE_LEAVING
         try:
             async with asyncio.timeout(grace_s), asyncio.TaskGroup() as leaving:
-                # Clients and hosts are told at once, and even when the directory is out of reach.
+                # Tell clients and hosts at once, even when the directory is out of reach.
                 leaving.create_task(self._announcer.withdraw())
                 leaving.create_task(self._dismiss())
         except TimeoutError:
@@ -199,7 +213,8 @@ class RunningNode(Ending, ABC):
             self.end()
 
     async def _stop(self) -> None:
-        """Leave at once, unless the node has left. Clients and hosts notice the end of its streams."""
+        """Leave at once, unless the node has left. Clients and hosts notice that its streams
+        end."""
         await cancel(self._leaving)
         if self._leaving is None:
             self._state = pb.HOST_STATE_LEAVING
@@ -215,20 +230,21 @@ class RunningNode(Ending, ABC):
 
     @abstractmethod
     def _announcements(self) -> Iterable[Announcement]:
-        """Return what the node announces in its present state."""
+        """Return what the node announces in its current state."""
 
     @abstractmethod
     def _facts(self) -> tuple[object, ...]:
-        """Return what the node announces at once when it changes, as it does its addresses."""
+        """Return the facts, beyond addresses, that the node announces as soon as they change."""
 
     @abstractmethod
     def _log(self, event: str) -> None: ...
 
 
 class Services(TransportWrapper):
-    """A transport whose handlers end with the context, while the transport below lives on: it outlives a node that its owner pauses.
+    """A transport whose handlers end with the context.
 
-    When the context ends, the streams of its handlers are closed, and the transport below keeps no reference to them.
+    The transport below outlives a node that its owner pauses. When the context ends, the handlers'
+    streams are closed, and the transport below keeps no reference to them.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -239,7 +255,8 @@ class Services(TransportWrapper):
     @classmethod
     @asynccontextmanager
     async def on(cls, transport: Transport) -> AsyncIterator["Services"]:
-        """Serve on ``transport`` while the context is open. Afterwards streams are closed as they come."""
+        """Serve on ``transport`` while the context is open. Afterwards new streams are closed at
+        once."""
         services = cls(transport)
         try:
             yield services

@@ -1,4 +1,8 @@
-"""Starts a real node: connects to the swarm and reads the model at the same time, then runs the supervisor."""
+"""Starts a real node.
+
+1. Connect to the swarm and read the model at the same time.
+2. Run the supervisor.
+"""
 
 import asyncio
 import random
@@ -30,12 +34,18 @@ async def start(
     progress: "Progress | None" = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator["Supervisor"]:
-    """A node that serves while the context is open, whenever its limits allow it. On entry its model has been read; ``started`` waits until it serves.
+    """Yield a node that serves while the context is open, whenever its limits allow it.
 
-    ``notice`` is told which formats of weights take more memory than the file, how blocks were fitted to an accelerator, how many experts the memory holds, and for which experts the node waits.
+    On entry the model has been read; ``started`` waits until the node serves. ``notice`` hears
+    which formats of weights take more memory than the file, how blocks were fitted to an
+    accelerator, how many experts the memory holds, and which experts the node waits for.
 
-    Raises ``ConfigError`` for an unusable model, span, device or address, ``IntegrityError`` for a damaged model,
-    ``Unreachable`` when bootstraps are named and none answers, ``OutOfResources`` for blocks that do not fit into the limits.
+    Raises:
+
+    - ``ConfigError`` for an unusable model, span, device or address.
+    - ``IntegrityError`` for a damaged model.
+    - ``Unreachable`` when bootstraps are named and none answers.
+    - ``OutOfResources`` for blocks that do not fit into the limits.
     """
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
@@ -56,7 +66,7 @@ async def start(
         from swarmnet_protocols.fetching.peers import SwarmPeers
         from swarmnet_protocols.timing import Timing
 
-        # Reading the model and connecting to the swarm take a second each, so both run at once.
+        # Reading the model and connecting to the swarm take a second each, so run both at once.
         peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
         reader = ModelReader(executor, peers)
         loading = asyncio.create_task(reader.load(config, progress, notice=notice), name="read the model")

@@ -1,13 +1,17 @@
-"""Runs and pauses a node as its owner's limits say, keeps it below its memory limit, and reports why it is paused.
+"""Runs and pauses a node as its owner's limits say.
 
-The states of a supervised node:
+Keeps the node below its memory limit, and reports why it is paused. The states of a supervised
+node:
 
-1. **Loading.** The limits allow it to run: its blocks are loaded. A pause or ``finish`` meanwhile stops the loading.
-2. **Serving.** The node hosts its blocks, and :class:`Governor` keeps its memory below the limit. Clock, battery and idle time are read
-   every ``OBSERVE_S``.
-3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause: sessions have ``PAUSE_GRACE_S`` to move to other hosts.
-4. **Paused.** Blocks, caches and sessions are freed. The transport and the directory stay, and the node announces that it is paused.
-5. **Finished.** After ``finish``, or when the node has failed.
+1. **Loading.** The limits let it run, so it loads its blocks. A pause or ``finish`` stops the
+   loading.
+2. **Serving.** The node hosts its blocks, and :class:`Governor` keeps its memory below the limit.
+   The supervisor reads clock, battery and idle time every ``OBSERVE_S``.
+3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause. Sessions have
+   ``PAUSE_GRACE_S`` to move to other hosts.
+4. **Paused.** Blocks, caches and sessions are freed. The transport and the directory stay, and the
+   node announces that it is paused.
+5. **Finished.** The owner called ``finish``, or the node has failed.
 """
 
 import asyncio
@@ -46,38 +50,40 @@ _log = logging.getLogger(__name__)
 GOVERN_S = 0.5
 """Seconds between two measurements of resident memory, if it is limited."""
 RELEASE_ABOVE = 0.97
-"""Share of the memory limit above which freed memory is returned to the system."""
+"""Share of the memory limit at which freed memory is returned to the system."""
 OBSERVE_S = 5.0
-"""Seconds between two readings of clock, battery and idle time."""
+"""Seconds between two reads of clock, battery and idle time."""
 SPARE_BYTES = 256 << 20
-"""Memory of the machine that stays free when a node loads other blocks beside those that it serves."""
+"""Memory of the machine that stays free when a node loads other blocks next to its own."""
 PAUSE_GRACE_S = 2.5
-"""Seconds that sessions have to move away before a pause frees the memory. A pause must have freed it within 5 s."""
+"""Seconds that sessions have to move away before a pause frees the memory. The whole pause must
+take at most 5 s."""
 
 
 class Machine(Protocol):
     """The owner's machine."""
 
     def observe(self, limits: Limits) -> Observed:
-        """The facts on which ``limits`` depend at this moment. May take seconds: called on another thread."""
+        """Return the facts that ``limits`` depend on now. May take seconds, so call it on another
+        thread."""
 
     def usage(self) -> MonthlyUsage: ...
 
     def ram_bytes(self) -> int:
-        """Resident memory of the node and p2pd."""
+        """Return the resident memory of the node and p2pd."""
 
     def enforce(self, limits: Limits) -> None:
         """Apply limits now and after a restart."""
 
     def free_bytes(self) -> int:
-        """Memory of the machine that is available to this process."""
+        """Return the memory of the machine that is available to this process."""
 
     def release(self) -> None:
         """Return freed memory to the system. May take seconds."""
 
 
 class Supervisor(Ending):
-    """Runs a ``Node`` while its owner's limits allow it. Made by :meth:`run`."""
+    """Runs a ``Node`` while its owner's limits allow it. :meth:`run` makes one."""
 
     def __init__(
         self,
@@ -93,18 +99,19 @@ class Supervisor(Ending):
         self._dependencies = dependencies
         self._hosting = self._watched(hosting) if isinstance(hosting, Hosting) else hosting
         self._former: Hosting | None = None
-        """The hosting before a switch to another model, until that serves."""
+        """The hosting before a switch to another model. None once the other model serves."""
         self._machine = machine
         self._limits = limits
         self._node = _node(dependencies, self._hosting)
         self._footprint: Footprint | None = None
-        """The memory needs of the blocks, measured before clients came; None until the node has served."""
+        """The memory needs of the blocks, measured before clients came. None until the node has
+        served."""
         self._is_loading = False
         self._has_moved = False
-        """Whether the node ended to serve other blocks, and has not served them yet."""
+        """Whether the node ended to serve other blocks, and does not serve them yet."""
         self._paused_by_owner = False
         self._step_aside_reason = ""
-        """The reason of ``step_aside``; empty outside it."""
+        """The reason of ``step_aside``. Empty outside it."""
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -123,7 +130,7 @@ class Supervisor(Ending):
         machine: Machine,
         limits: Limits,
     ) -> AsyncIterator["Supervisor"]:
-        """Run a node while the context is open. On entry it is being loaded: see ``started``."""
+        """Run a node while the context is open. On entry the node still loads: see ``started``."""
         supervisor = cls(dependencies, hosting, machine, limits)
         await supervisor._observe()
         running = asyncio.create_task(supervisor._run(), name="supervise")
@@ -134,18 +141,21 @@ class Supervisor(Ending):
             await cancel(running, watching)
 
     async def started(self) -> bool:
-        """Wait until the node serves or is paused; False if it was told to finish before. Raises what loading raises."""
+        """Wait until the node serves or is paused. Return False if it was told to finish before.
+
+        Raises the errors of loading.
+        """
         await race(self._started_or_paused.wait(), self.finished())
         return self._started_or_paused.is_set()
 
     @property
     def engine(self) -> Engine | None:
-        """The engine of the node; None while the node is paused."""
+        """The engine of the node. None while the node is paused."""
         return self._node.engine
 
     @property
     def host(self) -> Host | None:
-        """The host of the node; None while the node is paused."""
+        """The host of the node. None while the node is paused."""
         return self._node.host
 
     @property
@@ -157,11 +167,11 @@ class Supervisor(Ending):
         return self._dependencies
 
     def report(self) -> report_pb2.NodeReport:
-        """The report for dashboards. Raises ``Unreachable`` while the node is paused."""
+        """Return the report for dashboards. Raises ``Unreachable`` while the node is paused."""
         return self._node.report()
 
     def status(self) -> NodeStatus:
-        """The status of the node."""
+        """Return the status of the node."""
         status = self._node.status()
         if self._reason:
             status.state, status.reason = "paused", self._reason
@@ -187,7 +197,11 @@ class Supervisor(Ending):
         return self._limits
 
     def set_limits(self, limits: Limits) -> None:
-        """Apply other limits. Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old ones stay."""
+        """Apply other limits.
+
+        Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old limits
+        stay.
+        """
         if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
             engine = self._node.engine
             held = 0 if engine is None or engine.stage.is_on_accelerator else engine.cache_bytes
@@ -198,7 +212,7 @@ class Supervisor(Ending):
                 may_drop = isinstance(hosting, Hosting) and hosting.may_move
                 if not may_drop or footprint is None or not footprint.block_bytes:
                     raise
-                footprint.check(limits.max_ram_bytes, 1)  # it drops the others
+                footprint.check(limits.max_ram_bytes, 1)  # the node drops the others
         self._machine.enforce(limits)
         self._limits = limits
         self._limits_changed.set()
@@ -206,7 +220,7 @@ class Supervisor(Ending):
             self._node.limits_changed.set()
 
     def pause(self) -> None:
-        """Free memory until ``resume``; sessions are asked to move away first."""
+        """Free memory until ``resume``. Sessions are asked to move away first."""
         self._paused_by_owner = True
         self._changed.set()
 
@@ -217,13 +231,14 @@ class Supervisor(Ending):
 
     @asynccontextmanager
     async def step_aside(self, reason: str) -> AsyncIterator[None]:
-        """Pause the node while the context is open. Entered when its sessions have moved away, or after twice ``PAUSE_GRACE_S``."""
+        """Pause the node while the context is open.
+
+        Entered when its sessions have moved away, or after twice ``PAUSE_GRACE_S``.
+        """
         self._step_aside_reason = reason
         self._changed.set()
         try:
-            with contextlib.suppress(
-                TimeoutError, SwarmnetError
-            ):  # the node may have failed, which ends it anyway
+            with contextlib.suppress(TimeoutError, SwarmnetError):  # a failed node ends anyway
                 async with asyncio.timeout(2 * PAUSE_GRACE_S):
                     await race(self._paused.wait(), self.finished())
             yield
@@ -232,14 +247,17 @@ class Supervisor(Ending):
             self._changed.set()
 
     def finish(self, grace_s: float) -> None:
-        """Take no new sessions and ask clients to move; ``finished`` when they have, or after ``grace_s``."""
+        """Take no new sessions, and ask clients to move.
+
+        ``finished`` returns when they have moved, or after ``grace_s``.
+        """
         self._finishing_s = grace_s
         self._changed.set()
 
     # ---- running and pausing ---------------------------------------------------------------------
 
     def _reason_to_pause(self) -> str:
-        """The reason why the node must not run now; empty if it may run."""
+        """Return the reason why the node must not run now. Empty if it may run."""
         if self._step_aside_reason or self._observed is None:
             return self._step_aside_reason
         return reason_to_pause(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
@@ -268,7 +286,7 @@ class Supervisor(Ending):
         self._is_loading = True
         async with node.running():
             self._is_loading = False
-            # Memory that loading used temporarily.
+            # Return memory that loading used temporarily.
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             governing = (
                 asyncio.create_task(
@@ -307,8 +325,10 @@ class Supervisor(Ending):
     async def _switch(
         self, node: Node, switch: Relocation, weight_bytes: int, former: Hosting, others: HostableModels
     ) -> None:
-        """Read the model for which ``node`` has ended, to run a node of it next; if that fails, one with
-        its former blocks."""
+        """Read the model that ``node`` has ended for, to run a node of it next.
+
+        If that fails, run a node with the former blocks.
+        """
         now = asyncio.get_running_loop().time()
         self._is_loading = True
         announcing = asyncio.create_task(
@@ -349,7 +369,8 @@ class Supervisor(Ending):
         )
 
     def _has_room(self, more_bytes: int) -> bool:
-        """Whether ``more_bytes`` more fit into the memory of the machine, and below the owner's limit."""
+        """Return whether ``more_bytes`` fit into the machine's memory and below the owner's
+        limit."""
         limit_bytes = self._limits.max_ram_bytes
         within_limit = (
             limit_bytes is None or self._machine.ram_bytes() + more_bytes <= limit_bytes * RELEASE_ABOVE
@@ -357,7 +378,7 @@ class Supervisor(Ending):
         return within_limit and more_bytes + SPARE_BYTES <= self._machine.free_bytes()
 
     def _fitting(self, most: int, held: int) -> int:
-        """The number of blocks that the limits allow a node which has ``held``."""
+        """Return how many blocks the limits allow a node that has ``held``."""
         if self._footprint is None:
             return held
         return self._footprint.blocks_allowed(
@@ -372,7 +393,10 @@ class Supervisor(Ending):
             listener(self.status())
 
     async def _govern(self, node: Node, hosting: Hosting) -> NoReturn:
-        """Limit the memory of clients while ``node`` runs. Over the limit, end one session at each measurement."""
+        """Limit the memory of clients while ``node`` runs.
+
+        Over the limit, end one session at each measurement.
+        """
         if node.engine is None:
             raise RuntimeError("the node does not serve")
         cache = hosting.experts.cache if hosting.experts is not None else None
@@ -382,7 +406,8 @@ class Supervisor(Ending):
         while True:
             limit_bytes = self._limits.max_ram_bytes
             if limit_bytes is not None:
-                # Blocks that the limit does not hold are dropped once their sessions have left, and do not count until then.
+                # The node drops blocks beyond the limit once their sessions have left. Do not count
+                # them until then.
                 limit_bytes += node.blocks_to_drop * footprint.block_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:
@@ -396,7 +421,7 @@ class Supervisor(Ending):
     async def _rest(self) -> None:
         """Stay paused until the node may run again, or must end."""
         self._paused.set()
-        # Blocks that are not chosen yet are not announced.
+        # Do not announce blocks that are not chosen yet.
         announcing = asyncio.create_task(self._node.rest()) if self._hosting.is_chosen else None
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
@@ -421,7 +446,7 @@ class Supervisor(Ending):
         await self._until(lambda: self._is_loading and self._must_stop())
 
     async def _until(self, holds: Callable[[], bool]) -> None:
-        """Wait until ``holds`` is true; it is called after every change."""
+        """Wait until ``holds`` is true. Check after every change."""
         while not holds():
             self._changed.clear()
             await self._changed.wait()
@@ -436,7 +461,7 @@ class Supervisor(Ending):
 
     async def _observe(self) -> None:
         limits, loop = self._limits, asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # the last observation still counts
+        with contextlib.suppress(OSError):  # keep the last observation
             self._observed = limits, await loop.run_in_executor(None, self._machine.observe, limits)
         self._changed.set()
 
@@ -452,17 +477,24 @@ def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node 
 
 
 def footprint_beside(stage: Stage, ram_bytes: int) -> Footprint:
-    """The memory needs of the blocks of ``stage``, in a process that has ``ram_bytes`` of resident memory with p2pd and with these blocks."""
+    """Return the memory needs of the blocks of ``stage``.
+
+    ``ram_bytes``: resident memory of this process, including p2pd and these blocks.
+    """
     block_bytes = 0 if stage.is_on_accelerator else stage.weight_bytes // stage.blocks
     runtime_bytes = ram_bytes - P2PD_BYTES - stage.blocks * block_bytes
     return Footprint(runtime_bytes, block_bytes, stage.widths, stage.dtype.itemsize)
 
 
 class Governor:
-    """Keeps one ``Node`` below its memory limit: sets how much KV cache, log and adapter memory clients may use."""
+    """Keeps one ``Node`` below its memory limit.
+
+    Sets how much KV cache, log and adapter memory clients may use.
+    """
 
     def __init__(self, resources: ResourceManager, hosting: Hosting, bare_bytes: int) -> None:
-        """``bare_bytes``: resident memory without clients and blocks, with all experts that will be in memory later."""
+        """``bare_bytes``: resident memory without clients and blocks, with all experts that will be
+        loaded."""
         self._resources = resources
         self._configured: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
@@ -475,7 +507,11 @@ class Governor:
         self._is_limited = False
 
     def adjust(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
-        """Limit KV caches, logs and adapters to the memory that ``rss_bytes`` of resident memory leave, and passes to those that fit."""
+        """Limit KV caches, logs and adapters to the memory that is left, and passes to the number
+        that fits.
+
+        ``rss_bytes``: resident memory now.
+        """
         if max_ram_bytes is None:
             if self._is_limited:
                 self._set(engine, self._configured)

@@ -1,4 +1,4 @@
-"""Control of a node by its owner: gRPC between processes of this machine (``local_channel.py``)."""
+"""Lets the owner control a node: gRPC between processes of this machine (``local_channel.py``)."""
 
 import json
 import math
@@ -46,12 +46,14 @@ class Controlled(Protocol):
     def limits(self) -> Limits: ...
 
     def set_limits(self, limits: Limits) -> None:
-        """Raises ``SwarmnetError`` for limits that cannot be kept. Then the old ones stay."""
+        """Raises ``SwarmnetError`` for limits that the node cannot keep. The old limits then
+        stay."""
 
 
 @asynccontextmanager
 async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
-    """Let the owner control ``node`` while the context is open. The caller holds the lock of ``data_dir``."""
+    """Let the owner control ``node`` while the context is open. The caller holds the lock of
+    ``data_dir``."""
 
     async def answer_status(_request: control_pb2.StatusRequest, _context: object) -> NodeStatus:
         return node.status()
@@ -96,13 +98,14 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
 
 
 def status(data_dir: Path) -> NodeStatus:
-    """The status of the node that runs in ``data_dir``. Raises ``Unreachable`` when there is none."""
+    """Return the status of the node in ``data_dir``. Raises ``Unreachable`` without a node."""
     reply: NodeStatus = _call(data_dir, "Status", control_pb2.StatusRequest(), NodeStatus)
     return reply
 
 
 def finish(data_dir: Path, grace_s: float) -> None:
-    """Tell the node in ``data_dir`` to stop within ``grace_s``; returns at once. Raises ``Unreachable`` when there is none."""
+    """Tell the node in ``data_dir`` to stop within ``grace_s``. Returns at once. Raises
+    ``Unreachable``."""
     if not _is_grace(grace_s):
         raise ConfigError(
             f"a grace of {grace_s} s is not possible", hint=f"choose 0 to {MAX_GRACE_S:.0f} seconds"
@@ -111,30 +114,32 @@ def finish(data_dir: Path, grace_s: float) -> None:
 
 
 def pause(data_dir: Path) -> None:
-    """Have the node in ``data_dir`` free its memory; returns at once. Raises ``Unreachable`` when there is none."""
+    """Have the node in ``data_dir`` free its memory. Returns at once. Raises ``Unreachable``."""
     _call(data_dir, "Pause", control_pb2.PauseRequest(), control_pb2.PauseReply)
 
 
 def resume(data_dir: Path) -> None:
-    """End ``pause``; returns at once. Raises ``Unreachable`` when there is no node."""
+    """End ``pause``. Returns at once. Raises ``Unreachable`` without a node."""
     _call(data_dir, "Resume", control_pb2.ResumeRequest(), control_pb2.ResumeReply)
 
 
 def get_limits(data_dir: Path) -> Limits:
-    """The limits of the node in ``data_dir``. Raises ``Unreachable`` when there is none."""
+    """Return the limits of the node in ``data_dir``. Raises ``Unreachable`` without a node."""
     return limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
 
 
 def set_limits(data_dir: Path, limits: Limits) -> Limits:
-    """Replace all limits of the node in ``data_dir``, now and after restarts. Returns the limits in force.
+    """Replace all limits of the node in ``data_dir``, now and after restarts. Return the limits in
+    force.
 
-    Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them, and then keeps the old ones; ``Unreachable`` when there is no node.
+    Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them; the old limits then
+    stay. Raises ``Unreachable`` without a node.
     """
     return limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
 
 
 def limits_of(message: control_pb2.Limits) -> Limits:
-    """The limits in a message. Raises ``ConfigError`` for invalid ones."""
+    """Return the limits in a message. Raises ``ConfigError`` if they are invalid."""
     return Limits.from_fields({each.name: value for each, value in message.ListFields()})
 
 

@@ -13,10 +13,13 @@ _TERMINALS = ("/dev/pts/[0-9]*", "/dev/tty[0-9]*")
 
 
 def idle_s(clock: Clock) -> float | None:
-    """Seconds since keyboard, mouse or a terminal of this machine was last used; None if unknown. May take seconds.
+    """Return the seconds since keyboard, mouse or a terminal was last used. None if unknown.
 
-    Linux: the least of logind's idle time of sessions, X's idle time of keyboard and mouse, and the time since input on a terminal.
-    macOS: the idle time of the input system (``HIDIdleTime``).
+    May take seconds.
+
+    - Linux: the smallest of logind's idle time of sessions, X's idle time of keyboard and mouse,
+      and the time since input on a terminal.
+    - macOS: the idle time of the input system (``HIDIdleTime``).
     """
     if sys.platform == "darwin":
         return _hid_idle_s()
@@ -29,7 +32,8 @@ def idle_s(clock: Clock) -> float | None:
 
 
 def _output_of(*command: str) -> str:
-    """The output of a command; empty if it does not exist, fails or takes longer than ``_ASK_S``."""
+    """Return the output of a command. Empty if it does not exist, fails or takes longer than
+    ``_ASK_S``."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -43,7 +47,8 @@ def _hid_idle_s() -> float | None:
 
 
 def _logind_idle_s(clock: Clock) -> float | None:
-    """logind's idle time of all sessions: desktops report theirs, and logind reads that of terminals."""
+    """Return logind's idle time of all sessions. Desktops report theirs, and logind reads the
+    terminals."""
     shown = _output_of("loginctl", "show", "-p", "IdleHint", "-p", "IdleSinceHint")
     fields = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
     since = fields.get("IdleSinceHint", "")
@@ -55,7 +60,8 @@ def _logind_idle_s(clock: Clock) -> float | None:
 
 
 def _terminals_idle_s(clock: Clock) -> float | None:
-    """Seconds since the last input on a terminal, which is the access time of its device."""
+    """Return the seconds since the last input on a terminal: the access time of its device
+    tells."""
     times = []
     for pattern in _TERMINALS:
         for path in Path("/").glob(pattern.lstrip("/")):
@@ -80,7 +86,8 @@ class _ScreenSaverInfo(ctypes.Structure):
 
 
 def _x_idle_s() -> float | None:
-    """The idle time of the X server. Under Wayland it covers X programs only, and logind's idle time is used."""
+    """Return the idle time of the X server. Under Wayland it covers X programs only, so logind's
+    counts."""
     try:  # by name, because ``find_library`` runs two processes each time
         x11, xss = ctypes.CDLL("libX11.so.6"), ctypes.CDLL("libXss.so.1")
     except OSError:

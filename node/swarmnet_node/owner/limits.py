@@ -11,25 +11,25 @@ from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
 
 MIN_RATE_BYTES_PER_S = 64_000.0
-"""The least rate: below it, a large message would take longer than its sender waits."""
+"""Smallest rate allowed. Below it, a large message takes longer than its sender waits."""
 MAX_BYTES = 1 << 50
 MAX_CORES = 4096
 MAX_IDLE_S = 24 * 3600.0
 IDLE_AFTER_S = 180.0
 RELAY_BYTES_PER_S = 1_250_000.0
-"""The default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
+"""Default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
 ONE_CLIENT = 0.25
-"""The default share of a host's resources that one client may use."""
+"""Default share of a host's resources that one client may use."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a node on its machine. None: no limit."""
+    """The limits of a node on its machine. None means no limit."""
 
     max_ram_bytes: int | None = None
     """Resident memory of the node and p2pd together."""
     max_gpu_mem: float | None = None
-    """A share of the device's memory if at most 1, otherwise bytes."""
+    """At most 1: a share of the device's memory. Otherwise bytes."""
     up_bytes_per_s: float | None = None
     down_bytes_per_s: float | None = None
     monthly_bytes: int | None = None
@@ -37,11 +37,11 @@ class Limits:
     schedule: str | None = None
     idle_only: bool = False
     idle_after_s: float = IDLE_AFTER_S
-    """Seconds without use of keyboard or mouse after which the machine is idle."""
+    """Seconds without use of keyboard or mouse until the machine counts as idle."""
     no_battery: bool = False
     cores: int | None = None
     relay_bytes_per_s: float = RELAY_BYTES_PER_S
-    """Bytes per second that are forwarded for peers that cannot be dialled, if this one can. 0: none."""
+    """Bytes per second forwarded for peers that cannot be dialled, if this node can. 0 for none."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""
@@ -61,7 +61,7 @@ class Limits:
 
     @property
     def are_conditional(self) -> bool:
-        """Whether the limits may pause the node without a command of its owner."""
+        """Whether the limits may pause the node without a command from its owner."""
         return bool(self.monthly_bytes or self.schedule or self.idle_only or self.no_battery)
 
     def to_json(self) -> str:
@@ -80,7 +80,8 @@ class Limits:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Limits":
-        """From the fields that ``asdict`` returns. Raises ``ConfigError`` for other names or values."""
+        """Read the fields that ``asdict`` returns. Raises ``ConfigError`` for other names or
+        values."""
         defaults = asdict(cls())
         for name, value in fields.items():
             if name not in defaults:
@@ -135,7 +136,7 @@ class MonthlyUsage:
     down_bytes: int = 0
 
     def plus(self, month: str, up_bytes: int, down_bytes: int) -> "MonthlyUsage":
-        """The usage with more bytes, counted in ``month``. A new month begins at 0."""
+        """Return the usage with more bytes, counted in ``month``. A new month begins at 0."""
         before = self if self.month == month else MonthlyUsage(month)
         return replace(before, up_bytes=before.up_bytes + up_bytes, down_bytes=before.down_bytes + down_bytes)
 
@@ -147,12 +148,15 @@ class Observed:
     now: datetime
     """Local time."""
     idle_s: float | None
-    """Seconds since keyboard or mouse were last used. None: unknown, or not measured because no limit needs it."""
+    """Seconds since keyboard or mouse was last used. None if unknown, or if no limit needs it."""
     on_battery: bool
 
 
 def reason_to_pause(limits: Limits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> str:
-    """The reason why a node must not run now, for its owner: the first limit below that forbids it. Empty if the node may run."""
+    """Return the reason why a node must not run now, worded for its owner.
+
+    The first limit that forbids it counts. Empty if the node may run.
+    """
     if paused_by_owner:
         return "its owner paused it"
     month = month_of(observed.now)

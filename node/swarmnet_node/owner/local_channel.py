@@ -1,7 +1,9 @@
-"""The channel between a node and the commands of its owner: a unix socket in its data directory, on Windows a port of the loopback interface.
+"""The channel between a node and its owner's commands.
 
-The unix socket lets every process that may write to the data directory control the node, without another check. The port is open to all users of
-the machine, so each call carries a token, which is in the data directory. Neither can be reached from other machines.
+The channel is a unix socket in the data directory, or on Windows a port of the loopback interface.
+Other machines reach neither. Every process that may write to the data directory may control the
+node through the socket, without another check. All users of the machine reach the port, so each
+call carries a token from the data directory.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ PORT_NAME = "control.port"
 """The file with the port and the token."""
 OPTIONS = (
     ("grpc.max_receive_message_length", 1 << 20),
-    ("grpc.use_local_subchannel_pool", 1),  # otherwise a call reuses the failed connection of an earlier one
+    # otherwise a call reuses an earlier call's failed connection
+    ("grpc.use_local_subchannel_pool", 1),
 )
 _MAX_FILE_BYTES = 4096
 _TOKEN_KEY = "swarmnet-token"  # noqa: S105 - the name of a header
@@ -36,10 +39,10 @@ Token = Sequence[tuple[str, str]]
 
 @asynccontextmanager
 async def serving(handler: grpc.GenericRpcHandler, data_dir: Path) -> AsyncIterator[None]:
-    """Serve ``handler`` to processes of this machine that may read ``data_dir``, while the context is open.
+    """Serve ``handler`` while the context is open, to processes here that may read ``data_dir``.
 
-    The caller holds the lock of ``data_dir``, so a socket or token that exists there was left by a dead process, and is replaced.
-    Raises ``ConfigError`` if neither can be created.
+    The caller holds the lock of ``data_dir``. So an existing socket or token was left by a dead
+    process, and is replaced. Raises ``ConfigError`` if neither can be created.
     """
     token = secrets.token_urlsafe(32)
     checks = () if HAS_UNIX_SOCKETS else (_TokenCheck(token),)
@@ -60,14 +63,15 @@ async def serving(handler: grpc.GenericRpcHandler, data_dir: Path) -> AsyncItera
         try:
             yield
         finally:
-            # Answers under way, such as the one to `finish` itself, still reach their callers.
+            # Let answers in progress, such as the answer to `finish` itself, reach their callers.
             await asyncio.shield(server.stop(grace=1.0))
             path.unlink(missing_ok=True)
 
 
 @contextmanager
 def dialling(data_dir: Path) -> Iterator[tuple[grpc.Channel, Token] | None]:
-    """A channel to the node that runs in ``data_dir``, and the metadata of every call; None if there is none."""
+    """Yield a channel to the node in ``data_dir`` and the metadata of every call. None without a
+    node."""
     if not HAS_UNIX_SOCKETS:
         found = _read_port(data_dir / PORT_NAME)
         if found is None:
@@ -105,7 +109,7 @@ async def _refuse(_request: object, context: Any) -> None:
 
 
 def _read_port(path: Path) -> tuple[int, str] | None:
-    """The port and the token of a node; None if there is none, or its file is damaged."""
+    """Return the port and the token of a node. None if there is no node, or its file is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as file:
             fields = json.loads(file.read(_MAX_FILE_BYTES))
@@ -126,7 +130,7 @@ def _listen_on_socket(server: grpc.aio.Server, path: str) -> None:
 
 @contextmanager
 def _short_path(data_dir: Path) -> Iterator[str]:
-    """A path of ``data_dir`` that is short enough for the address of a unix socket."""
+    """Yield a path of ``data_dir`` that is short enough for the address of a unix socket."""
     path = str(data_dir.absolute())
     if len(os.fsencode(path)) + 1 + len(SOCKET_NAME) <= MAX_SOCKET_PATH_BYTES:
         yield path

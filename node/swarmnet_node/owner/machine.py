@@ -1,4 +1,4 @@
-"""The owner's machine: observations, limits on computing, and the files that keep limits and usage."""
+"""The owner's machine: observations, limits on computing, and files with limits and usage."""
 
 import contextlib
 import gc
@@ -25,12 +25,15 @@ MAX_FILE_BYTES = 1 << 16
 USAGE_EVERY_S = 60.0
 """Seconds between two writes of the usage file."""
 CHILDREN_EVERY_S = 30.0
-"""Seconds for which the list of child processes is reused."""
+"""Seconds to reuse the list of child processes. Listing them reads every process of the machine."""
 _LOW_NICENESS = 10
 
 
 def yield_to_others() -> None:
-    """Give all other programs of this machine priority, in processor time and, if the system supports it, in disk access."""
+    """Give all other programs of this machine priority.
+
+    Covers processor time and, where the system supports it, disk access.
+    """
     process = psutil.Process()
     with contextlib.suppress(OSError, psutil.Error):
         process.nice(max(_LOW_NICENESS, process.nice()))
@@ -39,7 +42,10 @@ def yield_to_others() -> None:
 
 
 def load_limits(folder: Path) -> Limits:
-    """The saved limits of the node in ``folder``; the defaults if there are none. Raises ``ConfigError`` for a damaged file."""
+    """Return the saved limits of the node in ``folder``, or the defaults.
+
+    Raises ``ConfigError`` for a damaged file.
+    """
     path = folder / LIMITS_NAME
     text = _read(path)
     if text is None:
@@ -51,7 +57,7 @@ def load_limits(folder: Path) -> Limits:
 
 
 def save_limits(folder: Path, limits: Limits) -> None:
-    """Keep ``limits`` in ``folder`` for later starts. Raises ``ConfigError`` if they cannot be written."""
+    """Save ``limits`` in ``folder`` for later starts. Raises ``ConfigError`` if that fails."""
     try:
         write_whole(folder / LIMITS_NAME, limits.to_json().encode())
     except OSError as error:
@@ -61,7 +67,8 @@ def save_limits(folder: Path, limits: Limits) -> None:
 
 
 class OwnersMachine:
-    """The ``Machine`` of a real node. Its limits and its usage of this month are kept in ``folder``."""
+    """The ``Machine`` of a real node. It saves its limits and its usage of this month in
+    ``folder``."""
 
     def __init__(
         self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
@@ -83,7 +90,7 @@ class OwnersMachine:
         now = self._clock()
         if now - self._saved_at >= USAGE_EVERY_S:
             self.save_usage()
-        # Asking logind for the idle time runs a process.
+        # Ask for the idle time only if needed: asking logind runs a process.
         return Observed(
             now=datetime.fromtimestamp(now),  # noqa: DTZ006 - the clock on the owner's wall
             idle_s=idle_s(self._clock) if limits.idle_only else None,
@@ -114,7 +121,7 @@ class OwnersMachine:
             ) from error
 
     def ram_bytes(self) -> int:
-        # To find the children, psutil reads all processes of the machine.
+        # psutil reads all processes of the machine to find the children.
         if self._clock() - self._children_at >= CHILDREN_EVERY_S:
             self._children_at = self._clock()
             with contextlib.suppress(psutil.Error):
@@ -122,7 +129,7 @@ class OwnersMachine:
         return sum(map(_rss_bytes, (self._process, *self._children)))
 
     def free_bytes(self) -> int:
-        """Memory of the machine that is available without swapping."""
+        """Return the memory of the machine that is available without swapping."""
         return int(psutil.virtual_memory().available)
 
     def enforce(self, limits: Limits) -> None:
@@ -144,12 +151,12 @@ def _on_battery() -> bool:
 def _rss_bytes(process: psutil.Process) -> int:
     try:
         return int(process.memory_info().rss)
-    except psutil.Error:  # it has ended
+    except psutil.Error:  # the process has ended
         return 0
 
 
 def release_memory() -> None:
-    """Return freed memory to the system, and that of accelerators to their drivers."""
+    """Return freed memory to the system, and accelerators' freed memory to their drivers."""
     gc.collect()
     if "torch" in sys.modules:
         from swarmnet_protocols.machine.devices import release_device_memory
@@ -159,7 +166,7 @@ def release_memory() -> None:
 
 
 def _load_usage(folder: Path) -> MonthlyUsage:
-    """The saved usage; zero if the file is damaged, which is then replaced within a minute."""
+    """Return the saved usage. Zero if the file is damaged; it is replaced within a minute."""
     try:
         fields = json.loads(_read(folder / USAGE_NAME) or "{}")
         month, up, down = fields["month"], fields["up_bytes"], fields["down_bytes"]
@@ -171,7 +178,7 @@ def _load_usage(folder: Path) -> MonthlyUsage:
 
 
 def _read(path: Path) -> str | None:
-    """The first ``MAX_FILE_BYTES`` of a text file; None if it does not exist."""
+    """Return the first ``MAX_FILE_BYTES`` of a text file. None if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(MAX_FILE_BYTES).decode(errors="replace")

@@ -16,14 +16,17 @@ _WINDOW = re.compile(
 
 @dataclass(frozen=True)
 class Window:
-    """The minutes [start, end) of some days. A window that passes midnight has ``end <= start``, and belongs to the day on which it begins."""
+    """The minutes [start, end) of some days.
+
+    A window that passes midnight has ``end <= start``. It belongs to the day when it begins.
+    """
 
     days: frozenset[int]
     start: int
     end: int
 
     def holds(self, weekday: int, minute: int) -> bool:
-        """Whether the window is open at this minute of the day; Monday is 0."""
+        """Return whether the window is open at this minute of the day. Monday is 0."""
         if self.start < self.end:
             return weekday in self.days and self.start <= minute < self.end
         yesterday = (weekday - 1) % 7
@@ -34,21 +37,25 @@ class Window:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The times at which a node may run: those inside one of the windows. ``text``: the schedule as it was written."""
+    """The times when a node may run: inside any of the windows. ``text``: the schedule as
+    written."""
 
     text: str
     windows: tuple[Window, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a schedule such as ``mon-fri 19:00-07:00; sat,sun 00:00-24:00``. A window without days is for every day. Raises ``ValueError`` for other text."""
+        """Read a schedule such as ``mon-fri 19:00-07:00; sat,sun 00:00-24:00``.
+
+        A window without days holds every day. Raises ``ValueError`` for other text.
+        """
         if len(text) > MAX_TEXT:
             raise ValueError(f"a schedule has at most {MAX_TEXT} characters")
         windows = tuple(_window(part.strip().lower()) for part in text.split(";"))
         return cls(text.strip(), windows)
 
     def allows(self, now: datetime) -> bool:
-        """Whether a node may run at ``now``, a local time."""
+        """Return whether a node may run at the local time ``now``."""
         return any(window.holds(now.weekday(), now.hour * 60 + now.minute) for window in self.windows)
 
 
