@@ -1,8 +1,10 @@
-"""Which addresses from the network are dialled, and how many dials one peer may cause.
+"""Rules for addresses from the network: which ones are dialled, and how many dials a peer may
+cause.
 
-A signature on an address proves who published it, not who listens there. Without rules, a peer could make others dial into networks that
-it cannot reach itself, or make many peers dial one victim. The rules apply to every address that came from the network; addresses that the
-owner of this machine gave are dialled as they are.
+A signature on an address proves who published it, not who listens there. Without rules, a peer
+could make others dial into networks that it cannot reach itself, or make many peers dial one
+victim. The rules apply to every address from the network. Addresses that the owner of this machine
+gave are dialled without a check.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from swarmnet_protocols.net.multiaddr import PEER_ID, IPAddress, Multiaddr, pars
 _log = logging.getLogger(__name__)
 
 MAX_DIALLED = 8
-"""Addresses of one peer that are dialled in one attempt."""
+"""Most addresses of one peer that are dialled in one attempt."""
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -44,10 +46,10 @@ _BROADCAST = ipaddress.ip_address("255.255.255.255")
 
 
 def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]) -> tuple[str, ...]:
-    """Those of ``addresses`` at which ``peer`` may be dialled, in order and at most ``MAX_DIALLED``.
+    """Return the addresses where ``peer`` may be dialled, in order and at most ``MAX_DIALLED``.
 
-    An address must be a public IP address or lie in ``networks`` (:func:`shared_networks`). Names are never resolved. Of an address
-    through a relay, the relay's address counts.
+    An address must be a public IP address or lie in ``networks`` (:func:`shared_networks`). Names
+    are never resolved. For an address through a relay, the relay's address decides.
     """
     found: dict[str, None] = {}
     for address in addresses:
@@ -59,11 +61,14 @@ def dialable(peer: PeerId, addresses: Iterable[str], networks: Sequence[Network]
 
 
 def shared_networks(interfaces: Iterable[tuple[str, str]], named: Sequence[str]) -> tuple[Network, ...]:
-    """The networks with private addresses in which addresses of other peers may be dialled.
+    """Return the private networks where addresses of other peers may be dialled.
 
-    ``interfaces``: the addresses and netmasks of this machine. ``named``: the multiaddrs that its owner named (to listen, announce and
-    bootstrap). A private network is shared if this machine has an interface in it, or the owner named an address in it. Loopback is
-    shared only if all addresses that the owner named are on loopback, or the machine has no other: then the whole swarm is on it.
+    - ``interfaces``: the addresses and netmasks of this machine.
+    - ``named``: the multiaddrs that its owner named, to listen, announce and bootstrap.
+
+    A private network is shared if this machine has an interface in it, or the owner named an
+    address in it. Loopback is shared if all addresses that the owner named are on loopback, or the
+    machine has no other interface. Then the whole swarm is on this machine.
     """
     attached = [ip for address, netmask in interfaces if (ip := _interface(address, netmask)) is not None]
     found = {each.network for each in attached if not _is_special(each.ip) and each.network.num_addresses > 1}
@@ -79,7 +84,7 @@ def shared_networks(interfaces: Iterable[tuple[str, str]], named: Sequence[str])
 
 
 def own_interfaces() -> list[tuple[str, str]]:
-    """The IP addresses and netmasks of this machine."""
+    """Return the IP addresses and netmasks of this machine."""
     import psutil
 
     return [
@@ -91,22 +96,23 @@ def own_interfaces() -> list[tuple[str, str]]:
 
 
 def ip_of(address: str) -> IPAddress | None:
-    """The IP address of a multiaddr; None for any other text."""
+    """Return the IP address of a multiaddr; None for any other text."""
     parsed = parse_multiaddr(address)
     return parsed.ip if parsed is not None else None
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can dial a multiaddr."""
+    """Return whether only this machine can dial a multiaddr."""
     ip = ip_of(address)
     return ip is not None and ip.is_loopback
 
 
 def may_dial_back(ip: IPAddress, networks: Sequence[Network]) -> bool:
-    """Whether a port of ``ip``, from which a peer is connected, may be dialled at its request.
+    """Tell whether a connected peer may ask this machine to dial a port of its own address ``ip``.
 
-    The connection proves that a peer is there, so private networks count as well. Loopback and link-local addresses count only
-    in ``networks``: a proxy or a tunnel on this machine makes strangers appear there.
+    The connection proves that a peer is there, so private networks are allowed. Loopback and
+    link-local addresses are allowed only in ``networks``, because a proxy or a tunnel on this
+    machine makes strangers appear there.
     """
     if any(ip in network for network in networks):
         return True
@@ -114,26 +120,34 @@ def may_dial_back(ip: IPAddress, networks: Sequence[Network]) -> bool:
 
 
 def relay_of(address: str) -> tuple[PeerId, str] | None:
-    """The relay of a circuit address, and the relay's own multiaddr with its peer id. None for any other address."""
+    """Return the relay of a circuit address and the relay's own multiaddr, with its peer id.
+
+    None for any other address.
+    """
     before, circuit, _ = address.partition("/p2p-circuit")
     base, _, relay = before.rpartition("/p2p/")
     return (PeerId(relay), before) if circuit and base else None
 
 
 class Introductions:
-    """Opens streams to peers that other peers named, with one attempt at a time for each."""
+    """Opens streams to peers that other peers named, one attempt per named peer at a time."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._dialling: WeakValueDictionary[PeerId, asyncio.Lock] = WeakValueDictionary()
 
     def by(self, asker: Scope) -> "IntroducedTransport":
-        """A transport that opens streams at the request of a peer, whose scope ``asker`` is charged for the dials."""
+        """Return a transport that opens streams for a peer and charges the dials to its scope
+        ``asker``.
+        """
         return IntroducedTransport(self._transport, asker, self._dialling)
 
 
 class IntroducedTransport(TransportWrapper):
-    """Opens streams, and gives no reason for failures: from reasons, the asking peer would learn what is at addresses that it cannot reach."""
+    """Opens streams without telling why an attempt fails.
+
+    Reasons would tell the asking peer what is at addresses that it cannot reach itself.
+    """
 
     def __init__(
         self, transport: Transport, asker: Scope, dialling: "WeakValueDictionary[PeerId, asyncio.Lock]"
@@ -145,7 +159,10 @@ class IntroducedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As ``Transport.open``. Every failure is the same ``PeerUnreachable``, raised after ``deadline_s`` and not before."""
+        """Open a stream as ``Transport.open`` does.
+
+        Every failure is the same ``PeerUnreachable``, raised only after ``deadline_s``.
+        """
         clock = asyncio.get_running_loop().time
         when = clock() + deadline_s
         try:
@@ -166,7 +183,7 @@ class IntroducedTransport(TransportWrapper):
 
 
 def _clean(peer: PeerId, address: str, networks: Sequence[Network]) -> str | None:
-    """``address`` in canonical form without the peer id; None if it may not be dialled."""
+    """Return ``address`` in canonical form without the peer id; None if it may not be dialled."""
     parsed = parse_multiaddr(address.removesuffix(f"/p2p/{peer}"))
     if parsed is None or parsed.port == 0 or not _may_dial(parsed.ip, networks):
         return None
@@ -190,12 +207,15 @@ def _may_dial(ip: IPAddress, networks: Sequence[Network]) -> bool:
 
 
 def _is_special(ip: IPAddress) -> bool:
-    """Whether this is an address that no other machine can have: loopback, link-local, multicast, unspecified or broadcast."""
+    """Tell whether no other machine can have this address.
+
+    That holds for loopback, link-local, multicast, unspecified and broadcast addresses.
+    """
     return ip.is_loopback or ip.is_link_local or ip.is_multicast or ip.is_unspecified or ip == _BROADCAST
 
 
 def _interface(address: str, netmask: str) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface | None:
-    """An address of this machine with its network; None if it is neither IPv4 nor IPv6."""
+    """Return an address of this machine with its network; None if it is neither IPv4 nor IPv6."""
     with suppress(ValueError):
         ip = ipaddress.ip_address(address.partition("%")[0])
         bits = int(ipaddress.ip_address(netmask)) if netmask else (1 << ip.max_prefixlen) - 1

@@ -1,4 +1,5 @@
-"""The streams of one peer, over any transport: limits on inbound streams, their handlers, and their last messages when they close."""
+"""The streams of one peer, over any transport: limits on inbound streams, their handlers, and their
+last messages when they close."""
 
 import asyncio
 import logging
@@ -19,13 +20,16 @@ from swarmnet_protocols.timing import Timing
 _log = logging.getLogger(__name__)
 
 _FLUSH_S = 2.0
-"""Seconds at close for streams to deliver what was sent."""
+"""Seconds that closing waits for streams to deliver what was sent."""
 MAX_LINGERING = 64
-"""Most refused streams that are kept open so that the other side can read the refusal. Further ones are closed at once."""
+"""Most refused streams that stay open for the other side to read the refusal. Further ones are
+closed at once."""
 
 
 class Endpoint:
-    """The streams and the handlers of this peer. Transports give it pipes, from which it makes streams."""
+    """The streams and handlers of this peer. Transports give it pipes, and it makes streams from
+    them.
+    """
 
     def __init__(self, link: LinkLimiter, timing: Timing) -> None:
         self.resources = ResourceManager()
@@ -39,7 +43,8 @@ class Endpoint:
         """Closed streams whose last messages are being delivered."""
         self._refused: set[asyncio.Task[None]] = set()
         self.forwarded: dict[str, str] = {}
-        """Loopback addresses at which this process forwards a connection, each with the multiaddr of the peer at its far end."""
+        """Loopback address where this process forwards a connection → multiaddr of the peer at its
+        far end."""
 
     @property
     def protocols(self) -> list[ProtocolSpec]:
@@ -47,7 +52,7 @@ class Endpoint:
         return [protocol for protocol, _ in self._handlers.values()]
 
     def serve(self, protocol: ProtocolSpec, handler: Handler) -> bool:
-        """Serve ``protocol`` with ``handler``. Returns whether it is served for the first time."""
+        """Serve ``protocol`` with ``handler``. Returns whether the protocol is new here."""
         is_new = protocol.id not in self._handlers
         self._handlers[protocol.id] = (protocol, handler)
         return is_new
@@ -62,14 +67,18 @@ class Endpoint:
     def open(
         self, pipe: Pipe, peer: PeerId, protocol: ProtocolSpec, link: LinkLimiter | None = None
     ) -> FramedStream:
-        """The stream that this peer opened to ``peer``. Its bytes count on ``link`` if given, otherwise on the endpoint's."""
+        """Return the stream that this peer opened to ``peer``.
+
+        Its bytes count on ``link`` if given, otherwise on the endpoint's link.
+        """
         scope = StreamScope.outbound(self.resources, peer, self._timing)
         return self._stream(pipe, peer, protocol, scope, link)
 
     async def handle(
         self, pipe: Pipe, peer: PeerId, protocol_id: str, address: str, link: LinkLimiter | None = None
     ) -> None:
-        """Serve the stream that ``peer`` opened from the multiaddr ``address``, or refuse it at a limit."""
+        """Serve the stream that ``peer`` opened from the multiaddr ``address``, or refuse it at a
+        limit."""
         address = self.real_address(address)
         protocol, handler = self._handlers[protocol_id]
         try:
@@ -83,14 +92,18 @@ class Endpoint:
         await supervise(handler, stream, protocol)
 
     def real_address(self, address: str) -> str:
-        """The multiaddr of the peer that the transport sees at ``address``: another one if this process forwards the connection."""
+        """Return the real multiaddr of the peer that the transport sees at ``address``.
+
+        It differs if this process forwards the connection.
+        """
         return self.forwarded.get(address, address)
 
     def streams_with(self, peer: PeerId) -> list[FramedStream]:
         return [stream for stream in self.streams if stream.peer == peer]
 
     async def close(self) -> None:
-        """End every task and stream, once the last messages are delivered or ``_FLUSH_S`` is over."""
+        """End every task and stream, once the last messages are delivered or ``_FLUSH_S`` is
+        over."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

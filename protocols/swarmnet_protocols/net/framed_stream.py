@@ -1,4 +1,7 @@
-"""A stream of framed messages over a unix socket, whose other end is p2pd or the encryption of a relayed stream."""
+"""A stream of framed messages over a unix socket.
+
+The other end of the socket is p2pd, or the encryption of a relayed stream.
+"""
 
 import asyncio
 import math
@@ -15,7 +18,7 @@ from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.refusal import Refusal
 
 MAX_IN_FLIGHT_MIB = 16.0
-"""MiB that libp2p accepts on a stream before the other side has received any of it."""
+"""MiB that libp2p takes on a stream before the other side has received any of it."""
 
 
 class FramedStream:
@@ -31,7 +34,7 @@ class FramedStream:
         link: LinkLimiter,
     ) -> None:
         self.address = ""
-        """The multiaddr from which the other side is connected; empty if unknown."""
+        """The other side's multiaddr on this connection; empty if unknown."""
         self.improved = asyncio.Event()
         """Set when a stream opened now would take a better path."""
         self._up = link.up
@@ -42,14 +45,16 @@ class FramedStream:
         self._scope = scope
         scope.evict = self.evict
         pipe.received_at = 0.0  # what came so far is p2pd's reply, not the peer's
-        # ``send`` then returns when the kernel has all of a message, and the caller may reuse its buffers.
+        # ``send`` then returns when the kernel has all of a message, and the caller may reuse its
+        # buffers.
         pipe.writer.transport.set_write_buffer_limits(high=0)
         self._send_lock = asyncio.Lock()
         self._sent_bytes = 0
         self.arrives_by = 0.0
-        """Time, on the clock of the loop, at which all sent bytes have arrived over the slowest link worth using."""
+        """Loop time when all sent bytes have arrived, over the slowest link worth using."""
         self._is_mid_message = False
-        """Part of a message has been sent: any other frame would be taken for the rest."""
+        """Whether part of a message has been sent. The other side would take any other frame for
+        the rest."""
         self._closed = False
         self._control = bytearray()
         """Flow control frames that wait for the end of a message."""
@@ -78,7 +83,7 @@ class FramedStream:
 
     @property
     def received_at(self) -> float:
-        """When anything was last received, on the clock of the loop; 0 if nothing was."""
+        """Loop time of the last received bytes; 0 before any."""
         return self._pipe.received_at
 
     async def send(self, message: Message) -> None:
@@ -137,7 +142,7 @@ class FramedStream:
         self.arrives_by = begins + self._scope.mib_s * size_bytes / (1 << 20)
 
     def _send_control(self, kind: int, size_bytes: int) -> None:
-        """Send a flow control frame, after the message that is being sent."""
+        """Send a flow control frame, after the message that is under way."""
         self._control += SIZES.pack(kind, size_bytes)
         if not self._send_lock.locked():
             self._flush_control()
@@ -180,11 +185,14 @@ class FramedStream:
         )
 
     def _arrival_s(self) -> float:
-        """Seconds in which all that was sent arrives over the slowest link worth using."""
+        """Return the seconds until all that was sent arrives, over the slowest link worth using."""
         return self._scope.mib_s * (1 + min(self._sent_bytes / (1 << 20), MAX_IN_FLIGHT_MIB))
 
     def _end(self, last_frame: bytes, *, within_s: float) -> None:
-        """End the stream with ``last_frame``; at once if there is none, or if it would follow part of a message."""
+        """End the stream with ``last_frame``.
+
+        The end is immediate if there is no last frame, or if it would follow part of a message.
+        """
         if self._closed:
             return
         self._closed = True
@@ -201,7 +209,10 @@ class FramedStream:
         self._on_close(self)
 
     async def flush(self) -> None:
-        """Wait until the other side has received everything sent before ``close``, at most for the time that ``close`` allowed. If cancelled, close at once."""
+        """Wait until the other side has received everything sent before ``close``.
+
+        The wait ends after the time that ``close`` allowed. If cancelled, close at once.
+        """
         try:
             await self._pipe.closed()
         except asyncio.CancelledError:

@@ -1,7 +1,7 @@
 """Frames: one message is ``u32 header size, u32 payload size, header, payload``, big endian.
 
-Sizes that no message has mark three other frames: a refusal or the end of the stream (``Refusal``), and flow control
-(``flow_control.py``). Sizes are checked before anything is allocated.
+Impossible sizes mark three other frames: a refusal, the end of the stream (``Refusal``), and flow
+control (``flow_control.py``). Sizes are checked before anything is allocated.
 """
 
 import asyncio
@@ -27,25 +27,27 @@ from swarmnet_protocols.wire import refusal_pb2 as pb
 
 SIZES = struct.Struct(">II")
 REFUSED = 0xFFFF_FFFF
-"""In the place of the header size: marks a refusal, whose bytes are the second size, and after it the end of the stream."""
+"""Stands in for the header size and marks a refusal and the end of the stream. The second size is
+the refusal's length in bytes."""
 ENDED = SIZES.pack(REFUSED, 0)
-"""The last frame of a stream that ends without a refusal. The side that has read it may close."""
+"""Last frame of a stream that ends without a refusal. A side that has read it may close."""
 MAX_REFUSAL_BYTES = 2048
 LINGER_S = 5.0
-"""Seconds until a refused stream is closed although the other side has not read the refusal."""
+"""Seconds until a refused stream is closed even if the other side has not read the refusal."""
 MIB = 1 << 20
 PIECE_BYTES = 64 << 10
-"""Messages are read in pieces of this size. Memory for a message is reserved once its first piece has come.
+"""Bytes of one piece of a message. Memory for the message is reserved once the first piece has
+come.
 
-With larger pieces, streams buffer more that no limit counts; with smaller ones, a sender that stops holds more memory for what it sent.
-"""
+With larger pieces, streams buffer more bytes that no limit counts. With smaller pieces, a sender
+that stops holds more memory for what it sent."""
 CHECK_S = 1.0
-"""Seconds of waiting for a sender after which its rate is checked."""
+"""Seconds of waiting between two checks of a sender's rate."""
 STALL_S = 4.0
-"""Seconds in which each piece must come while others wait for memory.
+"""Most seconds for each piece while others wait for memory.
 
-With more, those that send little hold up others for longer; with less, a link that falters loses its stream at a busy host.
-"""
+With more, slow senders hold up others for longer. With less, a link that falters loses its stream
+at a busy host."""
 
 
 def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -> None:
@@ -63,9 +65,10 @@ def check_sizes(header_bytes: int, payload_bytes: int, protocol: ProtocolSpec) -
 def encode(
     message: Message, protocol: ProtocolSpec, *, max_uncredited_bytes: float = math.inf
 ) -> tuple[bytes, Buffer]:
-    """The frame of ``message`` in two parts, so that a large payload is not copied.
+    """Return the frame of ``message`` in two parts, so that a large payload is not copied.
 
-    A payload over ``max_uncredited_bytes`` is marked as one that needs credit. Raises ``ProtocolViolation`` over the limits.
+    A payload over ``max_uncredited_bytes`` is marked as needing credit. Raises
+    ``ProtocolViolation`` for a message over the limits.
     """
     payload = message.payload
     if isinstance(payload, memoryview):
@@ -76,13 +79,19 @@ def encode(
 
 
 def encode_refusal(refusal: Refusal) -> bytes:
-    """The frame of ``refusal``. Its size is never 0, which is ``ENDED``: a refusal has a detail."""
+    """Return the frame of ``refusal``.
+
+    A refusal always has a detail, so its size is never 0, which would mean ``ENDED``.
+    """
     encoded = refusal.to_wire().SerializeToString()
     return SIZES.pack(REFUSED, len(encoded)) + encoded
 
 
 def decode_refusal(encoded: bytes, peer: str) -> Refused:
-    """The error for a refusal by ``peer``, from what follows the sizes. Raises ``ProtocolViolation``."""
+    """Return the error for a refusal by ``peer``; ``encoded`` are the bytes after the sizes.
+
+    Raises ``ProtocolViolation`` if they are not a refusal.
+    """
     try:
         return Refused(peer, pb.Refusal.FromString(encoded))
     except DecodeError as error:
@@ -93,7 +102,10 @@ class ByteReader(Protocol):
     """A source of bytes for a :class:`FrameReader`."""
 
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
-        """As ``asyncio.StreamReader.readexactly``. ``deadline`` is the sender's, and is suspended while this side delays reading."""
+        """Read as ``asyncio.StreamReader.readexactly``.
+
+        ``deadline`` is the sender's. It is suspended while this side delays reading.
+        """
 
     @property
     def buffered_bytes(self) -> int:
@@ -104,7 +116,10 @@ class ByteReader(Protocol):
 
 
 class FrameReader:
-    """Reads messages from a byte stream. Nothing over the limits is buffered, and a cancelled ``read`` loses nothing."""
+    """Reads messages from a byte stream.
+
+    Nothing over the limits is buffered, and a cancelled ``read`` loses nothing.
+    """
 
     def __init__(
         self,
@@ -115,7 +130,11 @@ class FrameReader:
         send_window: SendWindow | None = None,
         receive_window: ReceiveWindow | None = None,
     ) -> None:
-        """``send_window`` handles flow control frames, ``receive_window`` payloads that need credit. Without one, they are violations."""
+        """Create the reader.
+
+        ``send_window`` handles flow control frames and ``receive_window`` payloads that need
+        credit. Without a window, such frames are violations.
+        """
         self._reader = reader
         self._protocol = protocol
         self._scope = scope
@@ -123,11 +142,11 @@ class FrameReader:
         self._receive_window = receive_window
         self._sizes: tuple[int, int] | None = None
         self._is_started = False
-        """Whether the receive window has been told of the message that is being read."""
+        """Whether the receive window knows of the current message."""
         self._refusal = b""
         self._body: bytes | bytearray = b""
         self._waited_s = 0.0
-        """Seconds for which the sender of the message was waited for, since its last whole MiB."""
+        """Seconds of waiting for the sender since the last whole MiB of the message."""
 
     @property
     def is_ending(self) -> bool:
@@ -135,16 +154,27 @@ class FrameReader:
         return self._sizes is not None and self._sizes[0] == REFUSED
 
     def drop(self) -> None:
-        """Free what has come of a message. Reference cycles may keep this object for long after the stream."""
+        """Free what has come of a message. Reference cycles may keep this object long after the
+        stream.
+        """
         self._body = b""
         self._reader.drop()
 
     async def read(self) -> Message:
-        """The next message. Its memory is reserved in ``scope`` once its first piece has come.
+        """Return the next message. Its memory is reserved in ``scope`` once its first piece has
+        come.
 
-        Raises ``StreamEnded`` at the end, ``Refused`` for a refusal, ``ProtocolViolation`` for an oversized message (these three
-        also at every later call), ``ResourceLimitReached`` if the limits never allow the peer a message of this size, and ``DeadlineExceeded``
-        when memory for the message is not available in time, or the message comes too slowly.
+        Raises, also at every later call:
+
+        - ``StreamEnded`` at the end
+        - ``Refused`` for a refusal
+        - ``ProtocolViolation`` for an oversized message
+
+        Raises, for this message:
+
+        - ``ResourceLimitReached`` if the limits never allow the peer a message of this size
+        - ``DeadlineExceeded`` if memory does not become free in time, or the message comes too
+          slowly
         """
         try:
             header_bytes, payload_bytes = await self._read_sizes()
@@ -173,7 +203,7 @@ class FrameReader:
         return Message(bytes(body[:header_bytes]), body[header_bytes:])
 
     async def _read_sizes(self) -> tuple[int, int]:
-        """The sizes of the next message. Flow control frames before it are handled."""
+        """Return the sizes of the next message, and handle the flow control frames before it."""
         while True:
             if self._sizes is None:
                 self._sizes = SIZES.unpack(await self._reader.readexactly(SIZES.size))
@@ -194,9 +224,11 @@ class FrameReader:
         raise decode_refusal(self._refusal, self._scope.peer_scope.name)
 
     async def _read_body(self, size_bytes: int) -> memoryview:
-        """The body of a message. Memory for the whole body is reserved once its first piece has come.
+        """Read the body of a message. Memory for the whole body is reserved once its first piece
+        has come.
 
-        Reserving each piece as it comes would let messages that fit only one after another wait for each other.
+        If each piece were reserved alone, messages that only fit one after another would wait for
+        each other.
         """
         if size_bytes > PIECE_BYTES:
             self._scope.check_size(size_bytes)
@@ -211,10 +243,11 @@ class FrameReader:
         return memoryview(body)
 
     async def _read_piece(self, size_bytes: int) -> bytes:
-        """The next piece of a message. Raises ``DeadlineExceeded`` for a sender below the lowest rate, or ``ResourceLimitReached``.
+        """Read the next piece of a message.
 
-        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most ``STALL_S``, so that no peer holds memory for what
-        does not come.
+        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most
+        ``STALL_S``, so that no peer holds memory for bytes that do not come. Raises
+        ``DeadlineExceeded`` for a slower sender, and ``ResourceLimitReached``.
         """
         if size_bytes <= self._reader.buffered_bytes:  # a timer would cost more than the message
             return await self._reader.readexactly(size_bytes)

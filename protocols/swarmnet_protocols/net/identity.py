@@ -17,7 +17,8 @@ from swarmnet_protocols.net import PeerId
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 
-# libp2p's crypto.proto, {Type: Ed25519, Data: ...}. The data of a private key is the seed, then the public key.
+# libp2p's crypto.proto, {Type: Ed25519, Data: ...}. The data of a private key is the seed, then the
+# public key.
 _PRIVATE_KEY_PREFIX = b"\x08\x01\x12\x40"
 _PUBLIC_KEY_PREFIX = b"\x08\x01\x12\x20"
 _IDENTITY_MULTIHASH_PREFIX = b"\x00\x24"
@@ -38,14 +39,15 @@ class Identity:
 
     @classmethod
     def from_seed(cls, seed: bytes) -> "Identity":
-        """An identity derived from a seed of any length. For simulations and tests."""
+        """Return an identity derived from a seed of any length. For simulations and tests."""
         return cls(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(seed).digest()))
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
-        """The identity in the file ``path``, which is created (0600, in p2pd's format) if it does not exist.
+        """Load the identity from ``path``, or create the file (0600, in p2pd's format).
 
-        Raises ``ConfigError`` if others can read the file, if it is not an Ed25519 key, or if it cannot be written.
+        Raises ``ConfigError`` if others can read the file, if it is not an Ed25519 key, or if it
+        cannot be written.
         """
         try:
             if not path.exists():
@@ -60,12 +62,12 @@ class Identity:
         return self._key.sign(data)
 
     def seed(self) -> bytes:
-        """The private key, for libraries that prove this identity themselves."""
+        """Return the private key, for libraries that prove this identity themselves."""
         return self._key.private_bytes(Encoding.Raw, PrivateFormat.Raw, NoEncryption())
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether ``signature`` is that of ``public_key`` over ``data``."""
+    """Tell whether ``signature`` is a signature of ``data`` by ``public_key``."""
     if len(public_key) != KEY_BYTES or len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -76,14 +78,16 @@ def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The libp2p peer id of a raw Ed25519 public key. Raises ``ValueError`` for another size."""
+    """Return the libp2p peer id of a raw Ed25519 public key. Raises ``ValueError`` for another
+    size.
+    """
     if len(public_key) != KEY_BYTES:
         raise ValueError(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
     return PeerId(_base58(_IDENTITY_MULTIHASH_PREFIX + _PUBLIC_KEY_PREFIX + public_key))
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """The raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without one."""
+    """Return the raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without one."""
     number = 0
     for digit in peer[:MAX_PEER_ID_CHARS]:
         number = number * len(_BASE58) + _BASE58.index(digit)

@@ -1,8 +1,9 @@
 """Multiaddrs: the text form of a peer's address, parsed once into a typed value.
 
-Addresses come from peers, from p2pd and from files. :func:`parse_multiaddr` accepts what this project dials or listens on: an IP
-address and a TCP or UDP port, and after them the rest of the path, such as ``quic-v1`` or a relay. All other code works on
-:class:`Multiaddr`, so no module splits or converts text that a peer sent.
+Addresses come from peers, from p2pd and from files. :func:`parse_multiaddr` accepts only what this
+project dials or listens on: an IP address, a TCP or UDP port, and the rest of the path, such as
+``quic-v1`` or a relay. All other code works on :class:`Multiaddr`, so no other module splits text
+that a peer sent.
 """
 
 import ipaddress
@@ -16,14 +17,15 @@ IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_ADDRESS_CHARS = 512
 """Longest multiaddr that is parsed. One with a relay and two peer ids has 200 characters."""
 PEER_ID = re.compile(r"[1-9A-HJ-NP-Za-km-z]{32,128}")
-"""A peer id in base58. Whether a key belongs to it is checked where the peer proves it."""
+"""A peer id in base58. Whether it belongs to a key is checked where the peer proves its
+identity."""
 _PORT = re.compile(r"[0-9]{1,5}")
 _PART = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
 class Multiaddr:
-    """An IP address, a port, and what follows them in the path."""
+    """An IP address, a port, and the rest of the path."""
 
     ip: IPAddress
     kind: Literal["tcp", "udp"]
@@ -46,7 +48,7 @@ class Multiaddr:
 
 
 def parse_multiaddr(text: str) -> Multiaddr | None:
-    """The address that ``text`` names; None for any other text."""
+    """Parse ``text`` as an address; None for any other text."""
     if len(text) > MAX_ADDRESS_CHARS:
         return None
     match text.split("/"):
@@ -60,12 +62,15 @@ def parse_multiaddr(text: str) -> Multiaddr | None:
 
 
 def parse_multiaddrs(texts: Iterable[str]) -> Iterator[Multiaddr]:
-    """The addresses that ``texts`` name, in order. Other texts are left out."""
+    """Return the addresses among ``texts``, in order. Other texts are left out."""
     return (parsed for text in texts if (parsed := parse_multiaddr(text)) is not None)
 
 
 def parse_ip(text: str) -> IPAddress | None:
-    """The IP address that ``text`` names. None for any other text, and for an IPv6 address with a zone, which is local to a machine."""
+    """Parse ``text`` as an IP address; None for any other text.
+
+    None for an IPv6 address with a zone, too: a zone has a meaning on one machine only.
+    """
     if "%" in text:
         return None
     try:

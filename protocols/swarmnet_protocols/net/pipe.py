@@ -1,8 +1,12 @@
-"""One end of a unix socket that carries a stream, and closing it without losing the last messages.
+"""One end of a unix socket that carries a stream, closed without losing the last messages.
 
-The other end is p2pd, or the encryption of a relayed stream. p2pd cannot close half a stream: when this side closes the socket, p2pd closes
-the libp2p stream in both directions and resets it, which drops bytes in flight, nearly always over QUIC and rarely over TCP. So the side
-that ends a stream sends a last frame, and closes its socket when the other side has read everything and closed.
+The other end is p2pd, or the encryption of a relayed stream. p2pd cannot close half a stream. When
+this side closes the socket, p2pd resets the libp2p stream in both directions and drops the bytes in
+flight: nearly always over QUIC, rarely over TCP. So a side that ends a stream takes three steps:
+
+1. It sends a last frame.
+2. It waits until the other side has read everything and closed.
+3. It closes its socket.
 """
 
 import asyncio
@@ -13,9 +17,10 @@ from typing import Any, cast
 from swarmnet_protocols.net.framing import ENDED
 
 READER_BYTES = 32 << 10
-"""Buffer limit of the reader. asyncio pauses the sender at twice this, plus one read."""
+"""Buffer limit of the reader. asyncio pauses the sender at twice this size, plus one read."""
 LINGER_BYTES = 128 << 10
-"""Most bytes that are received and dropped while the stream ends: closing a socket with unread bytes would reset the stream."""
+"""Most bytes that are received and dropped while a stream ends. Closing a socket with unread bytes
+would reset the stream."""
 
 
 class Pipe(asyncio.StreamReaderProtocol):
@@ -23,7 +28,7 @@ class Pipe(asyncio.StreamReaderProtocol):
 
     writer: asyncio.StreamWriter
     received_at: float = 0.0
-    """When anything was last received, on the clock of the loop."""
+    """Loop time of the last received bytes."""
 
     def __init__(self, on_accept: "Callable[[Pipe], None] | None" = None) -> None:
         """``on_accept`` is called with the pipe when p2pd has connected it."""
@@ -37,9 +42,9 @@ class Pipe(asyncio.StreamReaderProtocol):
         self._tail = b""
 
     def end(self, last_frame: bytes, *, within_s: float) -> None:
-        """Send a last frame, and close once the other side has closed or ended the stream too; after ``within_s`` at the latest.
+        """Send a last frame, and close once the other side has ended the stream, too.
 
-        Readers get the end of the stream.
+        The socket closes after ``within_s`` at the latest. Readers get the end of the stream.
         """
         if self._eof or self.writer.is_closing():
             self.writer.close()
@@ -50,7 +55,10 @@ class Pipe(asyncio.StreamReaderProtocol):
             self._duplex.resume_reading()
 
     def drop(self) -> None:
-        """Free what was received and not read: nothing reads it. Reference cycles may keep this object for long after the stream."""
+        """Free what was received and not read, since nobody will read it.
+
+        Reference cycles may keep this object long after the stream.
+        """
         cast(Any, self.reader)._buffer.clear()
 
     async def closed(self) -> None:
@@ -62,7 +70,8 @@ class Pipe(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._duplex = cast(asyncio.Transport, transport)  # loops make transports of both directions
+        # loops make transports of both directions
+        self._duplex = cast(asyncio.Transport, transport)
         self.writer = asyncio.StreamWriter(self._duplex, self, self.reader, self._loop)
         if self._on_accept is not None:
             self._on_accept(self)
@@ -90,7 +99,7 @@ class Pipe(asyncio.StreamReaderProtocol):
 
 
 async def adopt(ours: socket.socket) -> Pipe:
-    """The pipe of this process's end of a socket pair, which is closed if this fails."""
+    """Return a pipe over this process's end of a socket pair. Closes the socket if this fails."""
     try:
         _, pipe = await asyncio.get_running_loop().create_connection(Pipe, sock=ours)
     except BaseException:

@@ -1,4 +1,5 @@
-"""The protocols of this version, as registered in proto/PROTOCOLS.toml: ids, messages, timeouts, roles."""
+"""The protocols of this version, as registered in proto/PROTOCOLS.toml: ids, messages, timeouts,
+roles."""
 
 import math
 
@@ -20,7 +21,8 @@ from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 
 _ACTIVATIONS_BYTES = 64 << 20
 _PART_BYTES = 256 << 10
-"""A part of a tensor or an adapter. Twelve of them at once arrive within ``Timing.chunk_s`` over a link of 1 Mbit/s."""
+"""Bytes of one part of a tensor or an adapter. Twelve parts at once arrive within
+``Timing.chunk_s`` over a link of 1 Mbit/s."""
 _CLIENT = frozenset({Role.CLIENT})
 _HOST = frozenset({Role.HOST})
 _TRAINER = frozenset({Role.TRAINER})
@@ -114,9 +116,10 @@ EXPERTS = TypedProtocol(
 )
 
 REPORT_S = 3.0
-"""Timeout of a poll. With the longest interval and a tick of its feed, the dashboard shows a fault within 10 s."""
+"""Timeout in seconds of a poll. With the longest interval and a tick of its feed, the dashboard
+shows a fault within 10 s."""
 REPORT_IDLE_S = 60.0
-"""Seconds without a request, or with a report unread, after which a node closes the stream."""
+"""Seconds without a request, or with an unread report, until a node closes the stream."""
 REPORT = TypedProtocol(
     "/swarmnet/report/2",
     request=report_pb2.ReportRequest,
@@ -129,7 +132,7 @@ REPORT = TypedProtocol(
 )
 
 PROBE_S = 6.0
-"""Timeout for the request and for the reply, which comes after the dials."""
+"""Timeout in seconds for the request, and for the reply, which comes after the dials."""
 PROBE = TypedProtocol(
     "/swarmnet/probe/1",
     request=probe_pb2.ProbeRequest,
@@ -144,7 +147,7 @@ PROBE = TypedProtocol(
 _NOISE_BYTES = (64 << 10) - 1
 """Longest message of the Noise protocol."""
 RELAY_S = 4.0
-"""A side of a reservation that sent nothing for this long counts as gone."""
+"""Seconds of silence after which a side of a reservation counts as gone."""
 RELAY = TypedProtocol(
     "/swarmnet/relay/1",
     request=relay_pb2.RelayRequest,
@@ -157,7 +160,7 @@ RELAY = TypedProtocol(
     served_by=_DHT_NODES,
 )
 PUNCH_S = 4.0
-"""Timeout for opening the stream, and for each message of the agreement."""
+"""Timeout in seconds for opening the stream, and for each message of the agreement."""
 PUNCH = TypedProtocol(
     "/swarmnet/punch/1",
     request=relay_pb2.PunchRequest,
@@ -236,7 +239,8 @@ HANDSHAKE = TypedProtocol(
     max_payload_bytes=320 << 10,
 )
 ADMISSION_S = 10.0
-"""Timeout for reaching an issuer, and again for its answer. Long: a newcomer has no other peer to ask."""
+"""Timeout in seconds for reaching an issuer, and again for its answer. It is long because a
+newcomer has no other peer to ask."""
 ADMISSION = TypedProtocol(
     "/swarmnet/admission/2",
     request=membership_pb2.AdmissionRequest,
@@ -251,14 +255,13 @@ INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
 TRAINING = (MATCHMAKING, STATE, EXCHANGE)
 """Served by training workers, besides ``REPORT``."""
 DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
-"""Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE``, which is swarmnet's.
+"""Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE`` of swarmnet.
 
-Each is one request and one reply. hivemind makes and reads their messages.
-"""
+Each call is one request and one reply. hivemind makes and reads their messages."""
 ENTRANCE = (HANDSHAKE, ADMISSION)
-"""Protocols that a peer may use before it is known to be a member: they need no role."""
+"""Protocols for peers that have not yet proved their membership. They need no role."""
 REACHABILITY = (PROBE, RELAY, PUNCH)
-"""How peers that cannot be dialled are reached."""
+"""Protocols that reach peers that cannot be dialled."""
 ALL: tuple[ProtocolSpec, ...] = (
     *INFERENCE,
     EXPERTS,

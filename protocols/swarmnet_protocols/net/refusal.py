@@ -1,4 +1,4 @@
-"""Refusals: a peer ends a stream with a reason, which the other side gets as an exception."""
+"""Refusals: a peer ends a stream with a reason, and the other side gets an exception."""
 
 from swarmnet_protocols.errors import OutOfResources, StreamEnded, SwarmnetError
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
@@ -8,19 +8,23 @@ MAX_DETAIL_CHARS = 500
 MAX_RETRY_S = 60.0
 """Longest wait that a refusal can ask for, in seconds."""
 OVERLOADED = "it is overloaded at the moment"
-"""Detail of a refusal at a resource limit. It does not say which limit, so that other peers do not learn the limits."""
+"""Detail of a refusal at a resource limit. It does not say which limit, so that other peers do not
+learn the limits."""
 
 
 def printable(text: str) -> str:
-    """Text of another peer, shortened and without control characters."""
+    """Return text of another peer, shortened and without control characters."""
     return "".join(filter(str.isprintable, text[:MAX_DETAIL_CHARS]))
 
 
 class Refusal(SwarmnetError):
-    """This side refuses a stream, for a ``reason`` that programs understand and a ``detail`` that any peer may read.
+    """This side refuses a stream, for a ``reason`` that programs understand.
 
-    Raised by a handler, or passed to ``Stream.refuse``. The other side may try again after ``retry_after_s``; 0 if that is unknown, or would not
-    help. ``unix_time``: the clock of this side, if the refusal is because of the time; 0: not sent.
+    A handler raises it, or passes it to ``Stream.refuse``.
+
+    - ``detail``: a text that any peer may read.
+    - ``retry_after_s``: when the other side may try again; 0 if unknown or useless.
+    - ``unix_time``: the clock of this side, if the refusal depends on the time; 0: not sent.
     """
 
     def __init__(
@@ -34,13 +38,13 @@ class Refusal(SwarmnetError):
 
     @classmethod
     def overloaded(cls, error: OutOfResources, detail: str = "") -> "Refusal":
-        """The refusal at a resource limit; without ``detail``, it says which."""
+        """Return the refusal at a resource limit. Without ``detail`` it names the limit."""
         retry_after_s = error.retry_after_s if isinstance(error, ResourceLimitReached) else 0.0
         return cls(pb.REASON_OUT_OF_MEMORY, detail or str(error), retry_after_s)
 
     @classmethod
     def busy(cls, wait_s: float) -> "Refusal":
-        """The refusal of work that would wait for ``wait_s``."""
+        """Return the refusal of work that would have to wait for ``wait_s``."""
         return cls(pb.REASON_OVERLOADED, f"new work would wait for about {wait_s:.0f} s", wait_s)
 
     def to_wire(self) -> pb.Refusal:
@@ -53,10 +57,13 @@ class Refusal(SwarmnetError):
 
 
 class Refused(StreamEnded):
-    """The other side, ``peer``, refused the stream. The attributes are those of its :class:`Refusal`."""
+    """The other side, ``peer``, refused the stream. The attributes come from its :class:`Refusal`."""
 
     def __init__(self, peer: str, refusal: pb.Refusal) -> None:
-        """From a peer's message: an unknown reason, a wait out of range and control characters are dropped."""
+        """Take the fields of a peer's message, and drop what is invalid.
+
+        That is an unknown reason, a wait out of range, and control characters.
+        """
         is_known = refusal.reason in pb.Reason.values()
         self.reason = refusal.reason if is_known else pb.REASON_UNSPECIFIED
         self.detail = printable(refusal.detail) or pb.Reason.Name(self.reason)

@@ -1,18 +1,19 @@
-"""Protocols with their messages: typed streams, heartbeats and timeouts in one place.
+"""Typed streams: protocols with their messages, heartbeats and timeouts in one place.
 
-A :class:`TypedProtocol` names the message type of each direction and how long each side waits.
-:meth:`TypedProtocol.open` and :meth:`TypedProtocol.serve` give both sides a :class:`TypedStream`.
+A :class:`TypedProtocol` names the message type of each direction and how long each side waits. The
+life of a :class:`TypedStream`:
 
-Most message types have a ``oneof kind``. The kind ``heartbeat`` means in all of them that the sender
-is alive. A side that may send no other message for long sends heartbeats at a fixed rate
-(:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it raises
-``DeadlineExceeded`` when they stop.
+1. :meth:`TypedProtocol.open` and :meth:`TypedProtocol.serve` give a stream to both sides.
+2. Both sides send and receive messages. Most message types have a ``oneof kind``, where the kind
+   ``heartbeat`` means that the sender is alive. A side that may be silent for long sends heartbeats
+   at a fixed rate (:meth:`TypedStream.send_heartbeats`). ``receive`` does not return them; it
+   raises ``DeadlineExceeded`` when they stop.
+3. Either side closes the stream. A side that does not do what was asked refuses it
+   (``refusal.py``).
 
-A peer that sends a long prompt over a slow uplink delays its own heartbeats: they wait in the buffer
-of its router. The gaps grow before they exceed the timeout, so :class:`AdaptiveTimeout` can follow
-them, as TCP adapts its retransmission timeout to round trips (RFC 6298).
-
-A side that does not do what was asked refuses the stream (``refusal.py``).
+A peer that sends a long prompt over a slow uplink delays its own heartbeats, because they wait in
+the buffer of its router. The gaps grow before they exceed the timeout, so :class:`AdaptiveTimeout`
+can follow them. TCP adapts its retransmission timeout to round trips in the same way (RFC 6298).
 """
 
 import asyncio
@@ -38,21 +39,28 @@ Reply = TypeVar("Reply", bound=Protobuf)
 
 _USUAL = Timing()
 MAX_EXTENSION = 3.0
-"""Longest timeout for heartbeats, as a multiple of the one for a peer that sends them evenly."""
+"""Longest timeout for heartbeats, as a multiple of the timeout for a peer that sends them
+evenly."""
 _GAPS = 4.0
-"""The timeout for heartbeats is at least this many times the longest recent time between two messages."""
+"""Least timeout for heartbeats, as a multiple of the longest recent gap between two messages."""
 _HALF_LIFE_S = 8.0
-"""Seconds after which the longest time between two messages counts half."""
+"""Seconds until the longest gap between two messages counts half."""
 
 
 class AdaptiveTimeout:
-    """The timeout for the next heartbeat: ``least_s``, or more while messages come unevenly; never more than ``MAX_EXTENSION * least_s``."""
+    """The timeout for the next heartbeat: ``least_s``, or more while messages come unevenly.
+
+    It never exceeds ``MAX_EXTENSION * least_s``.
+    """
 
     def __init__(self) -> None:
         self._longest_s: float | None = None
 
     def note(self, waited_s: float) -> None:
-        """The next message has come after ``waited_s``. The first one does not count: it answers a request."""
+        """Note that the next message came after ``waited_s``.
+
+        The first message does not count, since it answers a request.
+        """
         if self._longest_s is None:
             self._longest_s = 0.0
         else:
@@ -78,7 +86,8 @@ class TypedStream(Generic[Sent, Received]):
         send_s: float = math.inf,
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
-        """``silence_s`` and ``send_s``: see :class:`Patience`. ``silence_s`` may be changed later.
+        """Create one side. ``silence_s``, which may change later, and ``send_s`` are as in
+        :class:`Patience`.
 
         ``on_heartbeat`` is called with each heartbeat, because some carry news.
         """
@@ -96,7 +105,11 @@ class TypedStream(Generic[Sent, Received]):
         return self.stream.peer
 
     async def send(self, message: Sent, payload: Buffer = b"") -> None:
-        """Send one message. Raises ``DeadlineExceeded`` if the other side does not read, and what ``Stream.send`` raises."""
+        """Send one message.
+
+        Raises ``DeadlineExceeded`` if the other side does not read, and what ``Stream.send``
+        raises.
+        """
         whole = Message(message.SerializeToString(), payload)
         if math.isinf(self._send_s):
             await self.stream.send(whole)
@@ -104,10 +117,10 @@ class TypedStream(Generic[Sent, Received]):
             await send_within(self.stream, whole, self._send_s)
 
     async def receive(self) -> tuple[Received, Buffer]:
-        """The next message that is no heartbeat, and its payload.
+        """Return the next message that is not a heartbeat, and its payload.
 
-        Raises ``DeadlineExceeded`` when not even a heartbeat comes in time, ``ProtocolViolation`` for bytes that are no ``Received``, and
-        what ``Stream.receive`` raises.
+        Raises ``DeadlineExceeded`` when not even a heartbeat comes in time, ``ProtocolViolation``
+        for bytes that are not a ``Received``, and what ``Stream.receive`` raises.
         """
         while True:
             message = await self._receive_in_time()
@@ -128,7 +141,8 @@ class TypedStream(Generic[Sent, Received]):
         return message
 
     async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Sent]) -> NoReturn:
-        """Send what ``heartbeat`` returns, at once and then every ``period_s``, until cancelled or until sending fails."""
+        """Send what ``heartbeat`` returns, at once and then every ``period_s``, until cancelled or
+        until sending fails."""
         while True:
             await self.send(heartbeat())
             await asyncio.sleep(period_s)
@@ -155,12 +169,11 @@ class Patience(NamedTuple):
     """How long one side of a stream waits for the other."""
 
     silence_s: float
-    """Longest time between two messages of the other side, heartbeats included.
+    """Longest seconds between two messages of the other side, heartbeats included.
 
-    It grows to at most ``MAX_EXTENSION`` times as long while heartbeats are late.
-    """
+    While heartbeats are late, the limit grows up to ``MAX_EXTENSION`` times."""
     send_s: float = math.inf
-    """Longest time that the other side may leave a message unread. Infinity: no limit."""
+    """Longest seconds that the other side may leave a message unread. Infinity: no limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +227,15 @@ class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
         stream: Stream,
         timing: Timing = _USUAL,
     ) -> TypedStream[Reply, Request]:
-        """The serving side of a stream that another peer opened."""
+        """Return the serving side of a stream that another peer opened."""
         silence_s, send_s = self.server(timing)
         return TypedStream(stream, self.reply, self.request, silence_s=silence_s, send_s=send_s)
 
 
 def parse(kind: type[Received], header: bytes) -> Received:
-    """The message in ``header``. Raises ``ProtocolViolation`` for bytes that are no ``kind``."""
+    """Parse the message in ``header``. Raises ``ProtocolViolation`` for bytes that are not a
+    ``kind``.
+    """
     try:
         return kind.FromString(header)
     except DecodeError as error:
@@ -228,7 +243,7 @@ def parse(kind: type[Received], header: bytes) -> Received:
 
 
 async def receive_within(stream: Stream, silence_s: float) -> Message:
-    """The next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
+    """Return the next message. Raises ``DeadlineExceeded`` if none comes within ``silence_s``."""
     try:
         return await until(asyncio.get_running_loop().time() + silence_s, stream.receive)
     except TimeoutError as error:
@@ -236,7 +251,8 @@ async def receive_within(stream: Stream, silence_s: float) -> Message:
 
 
 async def send_within(stream: Stream, message: Message, timeout_s: float) -> None:
-    """Send a message. Raises ``DeadlineExceeded`` if the other side has not read enough within ``timeout_s``."""
+    """Send a message. Raises ``DeadlineExceeded`` if the other side has not read enough within
+    ``timeout_s``."""
     try:
         async with asyncio.timeout(timeout_s):
             await stream.send(message)

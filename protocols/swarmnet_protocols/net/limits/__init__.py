@@ -1,1 +1,2 @@
-"""Limits of streams: what peers may reserve and use, by peer and by subnet, and rates of bytes and messages."""
+"""Limits of streams: what peers may reserve and use, by peer and by subnet, and rates of bytes and
+messages."""

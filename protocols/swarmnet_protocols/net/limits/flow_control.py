@@ -1,13 +1,16 @@
-"""Credit-based flow control: a peer with a rate limit gets no more of a large payload than it has granted credit for.
+"""Credit-based flow control: a receiver with a rate limit grants credit for each part of a large
+payload.
 
-A sender that only waits for a slow reader fills p2pd and its sockets first, nearly 1 MiB a stream. So the side that serves a stream
-(:class:`ReceiveWindow`), if its link is limited, controls the side that opened it (:class:`SendWindow`):
+A sender that only waits for a slow reader first fills p2pd and its sockets, nearly 1 MiB a stream.
+So if the link of the serving side (:class:`ReceiveWindow`) is limited, it controls the opening side
+(:class:`SendWindow`):
 
-1. LIMIT, once, before anything else: payloads over this many bytes need credit from here on.
+1. LIMIT, once, before anything else: from here on, payloads over this many bytes need credit.
 2. The sender announces such a payload with NEEDS_CREDIT and waits.
-3. CREDIT, repeatedly: this many bytes more may be sent. The receiver charges its rate limiter for the bytes as it grants them.
+3. CREDIT, repeatedly: the sender may send this many more bytes. The receiver charges its rate
+   limiter when it grants them.
 
-Smaller payloads (decode steps) need no credit: they are charged when they are read.
+Smaller payloads (decode steps) need no credit. They are charged when they are read.
 """
 
 import asyncio
@@ -18,29 +21,34 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net.limits.rate_limit import PIECE_BYTES, TINY_BYTES, RateLimiter
 
 LIMIT = 0xFFFF_FFFD
-"""In the place of the header size, once a stream. The second size is that of the largest payload that needs no credit."""
+"""Stands in for the header size, once a stream. The second size is the largest payload that needs
+no credit."""
 CREDIT = 0xFFFF_FFFE
-"""In the place of the header size. The second size is the credit in bytes."""
+"""Stands in for the header size. The second size is the credit in bytes."""
 NEEDS_CREDIT = 0x8000_0000
-"""Flag in the header size: the payload is sent as credit is granted."""
+"""Flag in the header size. The sender waits for credit before it sends the payload."""
 MIN_BYTES = PIECE_BYTES
-"""Smaller payloads never need credit, and no smaller credit is granted, except for the rest of a payload."""
+"""Least bytes of a payload that needs credit, and of a credit (except for the rest of a
+payload)."""
 MAX_UNCREDITED_BYTES = 1 << 20
 """Larger payloads always need credit."""
 UNCREDITED_S = 0.02
-"""Payloads that the link carries in this many seconds need no credit: the round trip would take longer than they do."""
+"""Seconds of the link's rate. Payloads that take no longer need no credit: the round trip would
+take longer than they do."""
 CREDIT_S = 0.03
-"""Credit is granted for this many seconds of the rate, so that fast links do not send a credit for each piece."""
+"""Seconds of the rate that one credit covers, so that fast links do not send a credit for each
+piece."""
 IN_FLIGHT_S = 0.25
 """Most credit in flight over all streams, in seconds of the rate: about a round trip."""
 READ_AHEAD_BYTES = 16 << 10
-"""Most bytes of one read of a small message: its sizes and the message take one read together."""
+"""Most bytes of one read of a small message. One read brings its sizes and the message together."""
 
 
 def due_bytes(left_bytes: int, in_flight_bytes: int, bytes_per_s: float, open_windows: int) -> int:
-    """The credit in bytes to grant next for a payload of which ``left_bytes`` are not granted; 0 until more has arrived.
+    """Return the next credit in bytes; 0 until more has arrived.
 
-    ``open_windows``: receive windows that share the link.
+    ``left_bytes`` of the payload have no credit yet. ``open_windows`` receive windows share the
+    link.
     """
     if in_flight_bytes > bytes_per_s * IN_FLIGHT_S / open_windows:
         return 0
@@ -61,7 +69,8 @@ class SendWindow:
     def on_control(self, kind: int, size_bytes: int) -> None:
         """Handle LIMIT or CREDIT of the other side.
 
-        Raises ``ProtocolViolation`` for a second LIMIT, and for credit that is too small or exceeds the payload.
+        Raises ``ProtocolViolation`` for a second LIMIT, and for credit that is too small or exceeds
+        the payload.
         """
         least_bytes = min(self._ungranted_bytes, MIN_BYTES)
         if kind == LIMIT and math.isinf(self.max_uncredited_bytes):
@@ -75,11 +84,14 @@ class SendWindow:
             raise ProtocolViolation(f"{what} of {size_bytes} bytes while {self._ungranted_bytes} need credit")
 
     def start(self, payload_bytes: int) -> None:
-        """Begin a payload that needs credit. The one before it has been sent whole."""
+        """Begin a payload that needs credit, after the previous one was sent whole."""
         self._ungranted_bytes = payload_bytes
 
     async def acquire(self, max_bytes: int) -> int:
-        """Wait for credit, and use at most ``max_bytes`` of it. Returns the bytes to send. Raises ``StreamEnded`` after ``close``."""
+        """Wait for credit, and use at most ``max_bytes`` of it. Returns the bytes to send.
+
+        Raises ``StreamEnded`` after ``close``.
+        """
         while not self._credit_bytes:
             if self._is_closed:
                 raise StreamEnded("the stream was closed")
@@ -90,13 +102,16 @@ class SendWindow:
         return size_bytes
 
     def close(self) -> None:
-        """The stream is closed. Idempotent."""
+        """Note that the stream is closed. Idempotent."""
         self._is_closed = True
         self._changed.set()
 
 
 class ReceiveWindow:
-    """The side that serves the stream: grants credit at the rate of ``limiter``. ``send_control`` sends LIMIT or CREDIT with a size."""
+    """The side that serves the stream. It grants credit at the rate of ``limiter``.
+
+    ``send_control`` sends LIMIT or CREDIT with a size.
+    """
 
     def __init__(self, limiter: RateLimiter, send_control: Callable[[int, int], None]) -> None:
         self._limiter = limiter
@@ -115,14 +130,16 @@ class ReceiveWindow:
 
     @property
     def max_read_bytes(self) -> int:
-        """The bytes for which credit was granted and that have not arrived, plus one, to detect a sender that exceeds its credit."""
+        """The granted bytes that have not arrived, plus one to detect a sender that exceeds its
+        credit.
+        """
         excess = 1 if self._granted_bytes < self._size_bytes else 0
         return self._granted_bytes - self._received_bytes + excess
 
     def start(
         self, header_bytes: int, payload_bytes: int, *, needs_credit: bool, received_bytes: int
     ) -> None:
-        """Begin a message, of which ``received_bytes`` have come. Its header needs no credit.
+        """Begin a message. ``received_bytes`` of it have come. The header needs no credit.
 
         Raises ``ProtocolViolation`` for a large payload that is sent without credit.
         """
@@ -138,7 +155,8 @@ class ReceiveWindow:
             raise ProtocolViolation(f"{payload_bytes} bytes were sent without credit")
 
     async def grant(self) -> int:
-        """Grant the credit that is due, as soon as the limiter allows it. Returns the bytes granted."""
+        """Grant the credit that is due, as soon as the limiter allows it. Returns the bytes
+        granted."""
         size_bytes = due_bytes(
             self._size_bytes - self._granted_bytes,
             self._granted_bytes - self._received_bytes,
@@ -173,7 +191,7 @@ class ReceiveWindow:
 
 
 class LimitedReader:
-    """Reads a byte stream no faster than ``limiter`` allows, and payloads that need credit as fast as ``window`` grants it.
+    """Reads a byte stream no faster than ``limiter`` allows, or ``window`` grants credit.
 
     A cancelled read loses nothing: the next one continues it.
     """
@@ -190,7 +208,9 @@ class LimitedReader:
 
     @property
     def buffered_bytes(self) -> int:
-        """Bytes that have been read and not returned: ``readexactly`` returns as many without waiting."""
+        """Bytes that have been read and not returned. ``readexactly`` returns as many without
+        waiting.
+        """
         return len(self._buffer)
 
     def drop(self) -> None:
@@ -198,7 +218,10 @@ class LimitedReader:
         self._buffer = bytearray()
 
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
-        """As ``StreamReader.readexactly``. ``deadline`` is the sender's: it is suspended while the limiter delays the read."""
+        """Read as ``StreamReader.readexactly``.
+
+        ``deadline`` is the sender's. It is suspended while the limiter delays the read.
+        """
         while (missing := size_bytes - len(self._buffer)) > 0:
             if self._window is not None and self._window.is_open:
                 await self._read_credited(self._window, deadline)
@@ -230,9 +253,10 @@ class LimitedReader:
         window.received(len(data))
 
     def _append(self, data: bytes) -> None:
-        """Buffer what was read, and charge what was not acquired before."""
+        """Buffer what was read, and charge the bytes that were not acquired before."""
         if not data:
-            raise asyncio.IncompleteReadError(bytes(self._buffer[:1]), None)  # errors outlive the stream
+            # errors outlive the stream
+            raise asyncio.IncompleteReadError(bytes(self._buffer[:1]), None)
         acquired = min(self._acquired_bytes, len(data))
         self._acquired_bytes -= acquired
         if len(data) > acquired:
@@ -241,7 +265,7 @@ class LimitedReader:
 
 
 def seconds_left(deadline: asyncio.Timeout) -> float:
-    """Seconds until a deadline; infinity if it is suspended."""
+    """Return seconds until a deadline; infinity if it is suspended."""
     until = deadline.when()
     return math.inf if until is None else until - asyncio.get_running_loop().time()
 

@@ -1,4 +1,4 @@
-"""Rate limits: the token bucket that all limits of the project use, and the limiter of bytes in each direction of the network link."""
+"""Rate limits: the token bucket of all limits, and the limiter of bytes on the network link."""
 
 import asyncio
 import math
@@ -6,19 +6,23 @@ from collections import deque
 from dataclasses import dataclass
 
 PIECE_BYTES = 16 << 10
-"""Messages of more bytes are large: they are sent and read in pieces of this size, between which small messages are sent."""
+"""Bytes above which a message is large. Large messages are sent and read in pieces of this size,
+with small messages between the pieces."""
 TINY_BYTES = 2048
-"""Messages of at most this many bytes never wait: late heartbeats, pings and handshakes would be taken for a failure."""
+"""Bytes up to which a message never waits. Late heartbeats, pings and handshakes would look like a
+failure."""
 SMALL_SHARE = 0.5
-"""Share of the rate that small messages have while unrequested large ones have overdrawn the bucket."""
+"""Share of the rate that small messages keep while unrequested large ones have overdrawn the
+bucket."""
 SMALL_PER_LARGE = 8
-"""Most small messages that are sent in a row while a piece of a large message waits."""
+"""Most small messages in a row while a piece of a large message waits."""
 BURST_S = 0.1
 """Burst of a link, in seconds of its rate."""
 WIRE_FACTOR = 1.04
-"""Bytes on the wire for each byte of a message, with the headers of libp2p, TCP or QUIC, and IP at 1,500 bytes a packet."""
+"""Bytes on the wire per byte of a message, with the headers of libp2p, TCP or QUIC, and IP, at
+1,500 bytes a packet."""
 MAX_AHEAD_S = 1.0
-"""Bytes charged but not measured on the wire are forgotten beyond this many seconds of the rate."""
+"""Seconds of the rate. Charged bytes beyond this that the wire has not shown are forgotten."""
 MIN_WAIT_S = 1e-6
 """Shorter waits are rounding errors of the refill."""
 
@@ -35,7 +39,10 @@ UNLIMITED = RateLimit(math.inf, math.inf)
 
 
 class TokenBucket:
-    """A token bucket: it refills at ``limit.per_s`` up to ``limit.burst``, and may be overdrawn. Pure: time is an argument."""
+    """A token bucket that refills at ``limit.per_s`` up to ``limit.burst`` and may be overdrawn.
+
+    Time is an argument.
+    """
 
     def __init__(self, limit: RateLimit = UNLIMITED, now: float = 0.0) -> None:
         """The bucket starts full."""
@@ -44,14 +51,16 @@ class TokenBucket:
         self._at = now
 
     def set_limit(self, limit: RateLimit, now: float) -> None:
-        """Change the limit. Between unlimited and limited the bucket starts empty: a link that was fast has had its burst."""
+        """Change the limit. A change from or to unlimited empties the bucket, since a fast link had
+        its burst.
+        """
         self._refill(now)
         if math.isinf(self.limit.per_s) or math.isinf(limit.per_s):
             self._level = 0.0
         self.limit = limit
 
     def level(self, now: float) -> float:
-        """The tokens in the bucket; negative if it is overdrawn."""
+        """Return the tokens in the bucket; negative if it is overdrawn."""
         self._refill(now)
         return self._level
 
@@ -62,7 +71,7 @@ class TokenBucket:
             self._level -= amount
 
     def wait_s(self, now: float, amount: float = 0.0) -> float:
-        """Seconds until the bucket has ``amount``."""
+        """Return seconds until the bucket has ``amount``."""
         self._refill(now)
         if math.isinf(self.limit.per_s):
             return 0.0
@@ -76,22 +85,25 @@ class TokenBucket:
 
 
 _Queue = deque[tuple[int, asyncio.Future[None]]]
-"""Sizes that wait, with the future of each."""
+"""Waiting sizes, each with its future."""
 
 
 class RateLimiter:
-    """Limits the bytes in one direction of the link. Not limited until ``set_rate``.
+    """Limits the bytes in one direction of the link. Unlimited until ``set_rate``.
 
-    Messages are charged before their size on the wire is known; ``reconcile`` corrects that with measured bytes. There are three classes:
+    Messages are charged before their size on the wire is known. ``reconcile`` corrects the charges
+    with measured bytes. There are three classes:
 
     1. Tiny messages (heartbeats, pings) never wait.
-    2. Small messages (decode steps) go before large ones, as long as they use at most ``SMALL_SHARE`` of an overdrawn bucket.
-    3. Pieces of large messages (prompts) go when the bucket is not overdrawn, at least once in ``SMALL_PER_LARGE`` small messages.
+    2. Small messages (decode steps) go before large ones, as long as they use at most
+       ``SMALL_SHARE`` of an overdrawn bucket.
+    3. Pieces of large messages (prompts) go when the bucket is not overdrawn. At most
+       ``SMALL_PER_LARGE`` small messages go before the next piece.
     """
 
     def __init__(self) -> None:
         self.total_bytes = 0.0
-        """Bytes on the wire since the start: measured where possible, estimated elsewhere."""
+        """Bytes on the wire since the start, measured where possible and estimated elsewhere."""
         self.open_windows = 0
         """Receive windows with a payload under way, which share the rate."""
         self._bucket = TokenBucket()
@@ -141,9 +153,10 @@ class RateLimiter:
     def reconcile(self, measured_bytes: float, *, is_complete: bool) -> None:
         """Correct the charges since the last call with the bytes measured on the wire.
 
-        If the measurement ``is_complete``, it replaces the charges in ``total_bytes``; otherwise only its excess over them is added. The
-        bucket is charged with the excess and never refunded: bytes that arrived before they were read must still be read at the rate, or
-        senders would send the rest at once. Charges that exceed the measurement are set off against later ones, up to ``MAX_AHEAD_S``.
+        If the measurement ``is_complete``, it replaces the charges in ``total_bytes``. Otherwise
+        only its excess over them is added. The bucket is charged with the excess and never
+        refunded: bytes that arrived early must still be read at the rate, or senders would send the
+        rest at once. Charges that exceed the measurement offset later ones, up to ``MAX_AHEAD_S``.
         """
         excess = measured_bytes - self._charged_bytes
         self._charged_bytes = 0.0
@@ -155,7 +168,7 @@ class RateLimiter:
         self._wake()
 
     def _wake(self) -> None:
-        """Let messages go as far as the buckets allow, and set a timer for the next one."""
+        """Release messages as far as the buckets allow, and set a timer for the next one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -175,7 +188,7 @@ class RateLimiter:
             waiting.set_result(None)
 
     def _next(self) -> _Queue | None:
-        """The queue whose first message goes next; None if both are empty."""
+        """Return the queue whose first message goes next; None if both are empty."""
         for queue in (self._small, self._large):
             while queue and queue[0][1].done():  # cancelled
                 queue.popleft()
@@ -192,7 +205,8 @@ class LinkLimiter:
         self.up = RateLimiter()
         self.down = RateLimiter()
         self.relay = RateLimiter()
-        """Bytes that this machine forwards for other peers. They also count in ``up`` and ``down``."""
+        """Bytes that this machine forwards for other peers. They also count in ``up`` and
+        ``down``."""
         self.may_relay = True
 
     def set_relay_rate(self, bytes_per_s: float) -> None:

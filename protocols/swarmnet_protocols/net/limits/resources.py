@@ -1,20 +1,24 @@
 """The resource manager: limits on what peers may reserve and use of this process.
 
-The model is that of go-libp2p's resource manager:
+The model is the resource manager of go-libp2p:
 
-1. A *resource* is reserved and released (:class:`Resource`: streams, message bytes, sessions). A *rate* is used and recovers with time
-   (:class:`Rate`: messages, bytes, tokens). Memory, streams and CPU time that peers can cause are all one or the other.
-2. *Scopes* lie within each other: the system scope around everything, a scope for each subnet from which peers open streams, a peer
-   scope for each peer, and, where a part of the code asks for it, one for a session of a peer. A reservation counts in its scope and in
-   all around it, and is made in all of them or in none.
-3. A peer is *known* while it holds something that takes consent or work: a stream that this process opened, a handshake that
-   succeeded, a session. Identities cost nothing, so a quarter of memory, streams and DHT calls is out of reach of unknown peers.
-4. *Shared* resources are never all taken by one network, however many identities it has. A subnet holds at most a multiple of what it
-   leaves free (a dynamic threshold: Choudhury and Hahne, 1998), so it uses most of a resource while no other peer wants it.
-5. Memory for large messages is reserved before all of them has come. A quarter of it is kept for small ones, which have come when they
-   reserve.
+1. A *resource* is reserved and released (:class:`Resource`: streams, message bytes, sessions). A
+   *rate* is used and recovers with time (:class:`Rate`: messages, bytes, tokens). All memory,
+   streams and CPU time that peers can cause are one or the other.
+2. *Scopes* are nested. The system scope surrounds everything. Within it are subnet scopes, peer
+   scopes, and session scopes where code asks for them. A reservation counts in its scope and in all
+   scopes around it. It succeeds in all of them or in none.
+3. A peer is *known* while it holds something that takes consent or work: a stream that this process
+   opened, a successful handshake, a session. Identities cost nothing, so a quarter of memory,
+   streams and DHT calls is out of reach of unknown peers.
+4. *Shared* resources are never all taken by one network, however many identities it has. A subnet
+   holds at most a multiple of what it leaves free (a dynamic threshold: Choudhury and Hahne, 1998).
+   So a subnet can use most of a resource while no other peer wants it.
+5. Memory for a large message is reserved before the whole message has come. A quarter of the memory
+   is kept for small messages, which reserve after they have come.
 
-Time is an argument. The network enforces the limits (``stream_scope.py``, ``subnets.py``); here they are only counted.
+Time is an argument. The network enforces the limits (``stream_scope.py``, ``subnets.py``); this
+module only counts.
 """
 
 import asyncio
@@ -32,9 +36,9 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
 
 RETRY_S = 2.0
-"""Seconds to wait that are suggested to a peer at a resource limit."""
+"""Seconds of waiting that a peer at a resource limit is told."""
 MIN_SWEEP = 256
-"""Number of peer scopes at which idle ones are deleted."""
+"""Number of peer scopes that triggers the deletion of idle ones."""
 
 
 class Resource(StrEnum):
@@ -44,24 +48,24 @@ class Resource(StrEnum):
     """Messages being read, waiting, or being sent."""
     INBOUND_STREAMS = "inbound_streams"
     ACTIVE_STREAMS = "active_streams"
-    """Inbound streams on which a message has been received."""
+    """Inbound streams that have received a message."""
     OUTBOUND_STREAMS = "outbound_streams"
     PENDING_HANDSHAKES = "pending_handshakes"
     """Streams whose opener has not shown its certificate."""
     PENDING_ADMISSIONS = "pending_admissions"
-    """Streams for requests of a certificate, before the request has come."""
+    """Streams that will request a certificate, until the request has come."""
     ADMISSIONS = "admissions"
-    """Requests of a certificate that wait for the answer."""
+    """Requests for a certificate that wait for the answer."""
     ADMITTED_PEERS = "admitted_peers"
     """Peers whose membership handshake succeeded."""
     CALLS = "calls"
     """DHT calls being answered."""
     REPORTS = "reports"
-    """Streams to which the node's status is sent."""
+    """Streams that receive the node's status."""
     PROBES = "probes"
     """Requests to dial a peer's port."""
     RELAY_RESERVATIONS = "relay_reservations"
-    """Peers that are reached through this one."""
+    """Peers that others reach through this one."""
     CIRCUITS = "circuits"
     """Streams that this relay forwards, counted for both of their peers."""
     RECORDS = "records"
@@ -78,13 +82,13 @@ class Resource(StrEnum):
     GRAPHS = "graph_bytes"
     """Autograd graphs kept between a forward pass and its backward pass."""
     LOG = "log_bytes"
-    """Activations that sessions keep to replay them to a replacement of the next hop."""
+    """Activations that sessions keep, to replay them to a new next hop."""
     ADAPTERS = "adapters"
     ADAPTER_BYTES = "adapter_bytes"
     TRANSFERS = "transfers"
     """Downloads of a training job's state or of weights."""
     EXPERTS = "experts"
-    """Streams of hosts that have rows computed by experts of this peer."""
+    """Streams of hosts whose rows the experts of this peer compute."""
     PENDING_ROUNDS = "pending_rounds"
     """Streams of members of rounds that have not begun here."""
     ROUNDS = "rounds"
@@ -169,28 +173,31 @@ SHARED = frozenset(
         Resource.BODIES,
     }
 )
-"""Resources of which every subnet leaves some. Streams and sessions are evicted instead: see ``subnets.py``."""
+"""Resources that no subnet may take whole. Streams and sessions are evicted instead
+(``subnets.py``)."""
 SUBNET_FACTOR = 3
-"""A subnet holds at most this many times what it leaves free: three quarters, if it is alone.
+"""Most that a subnet holds, as a multiple of what it leaves free: three quarters if it is alone.
 
-With a larger factor newcomers find less; with a smaller one a swarm within one network uses less of its hosts.
-"""
+With a larger factor, newcomers find less. With a smaller one, a swarm within one network uses less
+of its hosts."""
 SMALL_BYTES = 64 << 10
-"""Largest amount of memory that is small: the limit of the subnet does not apply, nor the share that is kept for small ones."""
+"""Largest memory reservation that is small. It ignores the subnet's limit and may use
+``SMALL_SHARE``."""
 SMALL_SHARE = 0.25
 """Share of the memory that only small reservations take."""
 SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
 PEER_FRAMES = RateLimit(1000.0, 4000.0)
-"""A client of a fast host sends a few hundred messages a second; a host with many sessions sends as many for each of them."""
+"""Messages per second of one peer. A client of a fast host sends a few hundred a second; a host
+with many sessions sends as many for each of them."""
 PEER_REPORTS = RateLimit(2.0, 1.0)
 SYSTEM_DIALS = RateLimit(2.0, 128.0)
 PEER_DIALS = RateLimit(0.2, 16.0)
-"""Rate of dials that one peer causes. Connections between hosts last, so a client causes one dial for each pair of hosts that follow each other in
-its chains, not for each chain."""
+"""Dials per second that one peer causes. Connections between hosts last, so a client causes one
+dial for each pair of neighbouring hosts in its chains, not one for each chain."""
 
 
 class ResourceLimitReached(OutOfResources):
-    """A resource or rate limit is reached. It is worth trying again after ``retry_after_s``."""
+    """A resource or rate limit is reached. The caller may try again after ``retry_after_s``."""
 
     def __init__(self, message: str, retry_after_s: float, *, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -198,7 +205,10 @@ class ResourceLimitReached(OutOfResources):
 
 
 class Reservation:
-    """An amount of a resource that is held until ``release``, which is idempotent. A context manager. Made by :meth:`Scope.reserve`."""
+    """An amount of a resource, held until ``release``. Made by :meth:`Scope.reserve`.
+
+    It is a context manager, and ``release`` is idempotent.
+    """
 
     __slots__ = ("_resource", "_scope", "amount")
 
@@ -208,12 +218,13 @@ class Reservation:
         self.amount = 0
 
     def resize(self, amount: int) -> None:
-        """Change the amount. Raises ``ResourceLimitReached``, and keeps the old amount, at a limit."""
+        """Change the amount. At a limit, keep the old amount and raise ``ResourceLimitReached``."""
         self._scope.change(self._resource, amount - self.amount)
         self.amount = amount
 
     async def grow(self, amount: int) -> None:
-        """Wait until the limits allow this amount, and change to it. Raises ``ResourceLimitReached`` if they never will."""
+        """Wait until the limits allow this amount, and change to it. Raises
+        ``ResourceLimitReached`` if they never will."""
         while True:
             try:
                 self.resize(amount)
@@ -236,7 +247,10 @@ class Reservation:
 
 
 class Scope:
-    """Reservations and used rates of the system, a peer or a session. Limits are read at each use: they may change at any time."""
+    """Reservations and used rates of the system, a subnet, a peer or a session.
+
+    Limits are read at each use, since they may change at any time.
+    """
 
     def __init__(
         self, name: str, limits: Limits, rate_limits: RateLimits, parent: "Scope | None" = None
@@ -252,30 +266,35 @@ class Scope:
         self.spent: dict[Rate, float] = dict.fromkeys(Rate, 0.0)
         """All that was used since the start. Only in the system scope."""
         self._waiting: dict[asyncio.Event, tuple[Resource, Callable[[], bool]]] = {}
-        """Reservations that wait for a release in this scope: of what, and whether there is enough."""
+        """Reservations that wait for a release in this scope: the resource, and a check whether
+        enough is free."""
         self._is_subnet = False
         """Whether this is the scope of a subnet."""
         self._path: tuple[Scope, ...] = (self, *(parent._path if parent else ()))
         self._children: weakref.WeakSet[Scope] = weakref.WeakSet()
         is_peer = parent is None or parent is parent._path[-1]
         self.owner: Scope = self if parent is None or is_peer else parent.owner
-        """The scope of the peer to which this one belongs; that of a subnet or the system itself."""
+        """The peer scope that contains this scope. A subnet or the system owns itself."""
 
     def reserve(self, resource: Resource, amount: int = 1) -> Reservation:
-        """Reserve an amount. Raises ``ResourceLimitReached`` at the limit of this scope or of one around it."""
+        """Reserve an amount. Raises ``ResourceLimitReached`` at the limit of this or a surrounding
+        scope.
+        """
         reservation = Reservation(self, resource)
         reservation.resize(amount)
         return reservation
 
     def available(self, resource: Resource) -> float:
-        """The amount left in this scope alone: infinite without a limit, negative if the limit was lowered meanwhile."""
+        """Return the amount left in this scope alone: infinite without a limit, negative if the
+        limit was lowered meanwhile.
+        """
         return self._limits.get(resource, math.inf) - self.used[resource]
 
     def can_reserve(self, resource: Resource, amount: int) -> bool:
         return self._lacking(resource, amount) is None
 
     def can_ever_reserve(self, resource: Resource, amount: int) -> bool:
-        """Whether the limits allow the amount when nothing else is reserved."""
+        """Return whether the limits allow the amount when nothing else is reserved."""
         limit = math.inf
         for scope in reversed(self._path):
             limit = min(limit, self._limit_in(scope, resource, amount))
@@ -284,11 +303,14 @@ class Scope:
         return amount <= limit
 
     def is_awaited(self, resource: Resource) -> bool:
-        """Whether a reservation waits until other peers release some of ``resource``."""
+        """Tell whether a reservation waits until other peers release some of ``resource``."""
         return any(wanted is resource for wanted, _ in self._path[-1]._waiting.values())
 
     async def wait_available(self, resource: Resource, amount: int) -> None:
-        """Wait until the innermost scope that lacks ``amount`` has it. A scope around that may still lack it, so callers try again."""
+        """Wait until the innermost scope that lacks ``amount`` has it.
+
+        A surrounding scope may still lack it, so callers try again.
+        """
         for scope in self._path:
             if scope._parent is not None and not scope._has(resource, amount):
                 await scope._wait_until(resource, partial(scope._has, resource, amount))
@@ -310,7 +332,8 @@ class Scope:
     def charge(self, rate: Rate, amount: float, now: float) -> float:
         """Use ``amount`` at ``now``. Returns the seconds to wait before anything more is used.
 
-        A scope with more than half of its own burst left does not wait for the scopes around it, which other peers have overloaded.
+        A scope with more than half of its own burst left does not wait for surrounding scopes:
+        other peers have overloaded those.
         """
         self._path[-1].spent[rate] += amount
         wait_s, is_modest = 0.0, False
@@ -323,7 +346,9 @@ class Scope:
         return wait_s
 
     def check_rate(self, rate: Rate, max_wait_s: float, now: float) -> None:
-        """Raise ``ResourceLimitReached`` if more than ``max_wait_s`` have to pass before anything more may be used."""
+        """Raise ``ResourceLimitReached`` if the next use would have to wait longer than
+        ``max_wait_s``.
+        """
         wait_s = self.charge(rate, 0, now)
         if wait_s > max_wait_s:
             self._path[-1].refused[rate] += 1
@@ -331,26 +356,31 @@ class Scope:
 
     @classmethod
     def of_subnet(cls, name: str, system: "Scope") -> "Scope":
-        """The scope of all peers of a subnet."""
+        """Return the scope of all peers of a subnet."""
         scope = cls(name, {}, {}, system)
         scope._is_subnet = True
         return scope
 
     def child(self, name: str, limits: Limits) -> "Scope":
-        """A scope within this one."""
+        """Return a scope within this one."""
         scope = Scope(name, limits, {}, self)
         self._children.add(scope)
         return scope
 
     def is_idle(self, now: float) -> bool:
-        """Whether nothing is reserved and every rate has recovered, so that the scope can be deleted."""
+        """Tell whether nothing is reserved and every rate has recovered. The scope can then be
+        deleted.
+        """
         return not any(self.used.values()) and all(
             (bucket := self._bucket(rate, now)) is None or bucket.level(now) >= bucket.limit.burst
             for rate in self._rate_limits
         )
 
     def change(self, resource: Resource, amount: int) -> None:
-        """Reserve ``amount`` more in this scope and all around it; negative: release. Raises ``ResourceLimitReached``."""
+        """Reserve ``amount`` more in this scope and all around it (negative: release).
+
+        Raises ``ResourceLimitReached``.
+        """
         path = self._path
         if amount > 0 and (lacking := self._lacking(resource, amount)) is not None:
             scope, limit = lacking
@@ -369,13 +399,16 @@ class Scope:
         return self._parent is not None and not any(self.owner.used[resource] for resource in KNOWN_BY)
 
     def wake(self, resource: Resource) -> None:
-        """Wake the reservations for which there is enough; waking all would let one peer waste processor time with many waiting ones."""
+        """Wake the waiting reservations that now fit.
+
+        If all were woken, one peer with many of them could waste processor time.
+        """
         for freed, (wanted, is_enough) in self._waiting.items():
             if wanted is resource and not freed.is_set() and is_enough():
                 freed.set()
 
     def move(self, parent: "Scope") -> None:
-        """Count this peer scope, with all that it holds, in ``parent`` instead of where it counted before."""
+        """Move this peer scope, with all that it holds, to ``parent``."""
         before = self._parent
         if before is parent or before is None:
             return
@@ -388,7 +421,9 @@ class Scope:
             child._path = (child, *self._path)
 
     def _lacking(self, resource: Resource, amount: int) -> "tuple[Scope, float] | None":
-        """The innermost scope in which ``amount`` more is too much, and the limit there; None if there is none."""
+        """Return the innermost scope where ``amount`` more is too much, and its limit; None if it
+        fits.
+        """
         *inner, system = self._path
         in_all = system._limits.get(resource, math.inf)
         if (system.used[resource] + amount) * 8 <= in_all:  # no share can be used up: mostly so
@@ -408,7 +443,9 @@ class Scope:
         return innermost
 
     def _limit_in(self, scope: "Scope", resource: Resource, amount: int) -> float:
-        """The limit of ``scope``, this one or one around it, as far as this scope may reach it with ``amount`` more."""
+        """Return how far this scope may fill ``scope``, itself or a surrounding one, with
+        ``amount`` more.
+        """
         limit = scope._limits.get(resource, math.inf)
         if scope._parent is None and limit < math.inf:
             if resource in KNOWN_PEER_SHARE and self.is_unknown:
@@ -418,7 +455,7 @@ class Scope:
         return limit
 
     def _bucket(self, rate: Rate, now: float) -> TokenBucket | None:
-        """The token bucket of ``rate`` at its current limit; None without a limit."""
+        """Return the token bucket of ``rate`` at its current limit; None without a limit."""
         limit = self._rate_limits.get(rate)
         if limit is None:
             return None
@@ -436,7 +473,7 @@ def _is_shared(resource: Resource, amount: int) -> bool:
 
 @dataclass(frozen=True)
 class ResourceUsage:
-    """The use of one resource: the amount reserved, its limits, and how often a limit was reached."""
+    """The use of one resource: reserved amount, limits, and how often a limit was reached."""
 
     used: int
     system: int | None
@@ -446,7 +483,9 @@ class ResourceUsage:
 
 @dataclass(frozen=True)
 class ResourceSnapshot:
-    """The state of a resource manager, for metrics. ``spent`` is what was used of each rate since the start."""
+    """The state of a resource manager, for metrics. ``spent`` is the use of each rate since the
+    start.
+    """
 
     peers: int
     resources: Mapping[Resource, ResourceUsage]
@@ -454,7 +493,9 @@ class ResourceSnapshot:
 
 
 class ResourceManager:
-    """The system scope and the peer scopes. All that is served over one transport shares one manager."""
+    """The system scope and the peer scopes. Everything served over one transport shares one
+    manager.
+    """
 
     def __init__(self) -> None:
         self._system_limits: dict[Resource, int] = dict(SYSTEM_LIMITS)
@@ -474,7 +515,10 @@ class ResourceManager:
         self._sweep_at = MIN_SWEEP
 
     def peer(self, peer: str, now: float, subnet: str = "") -> Scope:
-        """The scope of a peer. It is kept until it is idle. With a ``subnet``, the peer counts there from now on."""
+        """Return the scope of a peer. It exists until it is idle.
+
+        With a ``subnet``, the peer counts there from now on.
+        """
         if peer not in self._peers:
             if len(self._peers) >= self._sweep_at:
                 self._peers = {each: scope for each, scope in self._peers.items() if not scope.is_idle(now)}
@@ -489,11 +533,11 @@ class ResourceManager:
         return scope
 
     def find(self, peer: str) -> Scope | None:
-        """The scope of a peer, if it has one."""
+        """Return the scope of a peer, None if it has none."""
         return self._peers.get(peer)
 
     def known_peer_streams(self) -> int:
-        """The number of streams with known peers, in both directions."""
+        """Return the number of streams with known peers, in both directions."""
         return sum(
             scope.used[Resource.INBOUND_STREAMS] + scope.used[Resource.OUTBOUND_STREAMS]
             for scope in self._peers.values()
@@ -501,7 +545,7 @@ class ResourceManager:
         )
 
     def limit(self, resource: Resource, *, system: int | None = None, per_peer: int | None = None) -> None:
-        """Change limits; None keeps one. What is reserved stays reserved, even above the new limit."""
+        """Change limits (None: keep). Reservations stay, even above a new limit."""
         if system is not None:
             self._system_limits[resource] = system
             self.system.wake(resource)
@@ -513,7 +557,7 @@ class ResourceManager:
     def limit_rate(
         self, rate: Rate, *, system: RateLimit | None = None, per_peer: RateLimit | None = None
     ) -> None:
-        """Change rate limits; None keeps one."""
+        """Change rate limits (None: keep)."""
         if system is not None:
             self._system_rates[rate] = system
         if per_peer is not None:

@@ -1,4 +1,9 @@
-"""Resource accounting of one stream, from the check before it is accepted to its close, and the supervision of its handler."""
+"""Resource accounting of one stream, and the supervision of its handler.
+
+1. ``inbound`` or ``outbound`` checks the limits and reserves the stream.
+2. ``receive`` reserves memory for each message and slows the peer down to its rates.
+3. ``close`` releases everything.
+"""
 
 import asyncio
 import logging
@@ -29,62 +34,64 @@ _log = logging.getLogger(__name__)
 OPEN_FRAMES = 10
 """Cost of opening a stream, in messages."""
 VIOLATION_FRAMES = 100
-"""Cost of a protocol violation, in messages: a peer that repeats it is read ever more slowly."""
+"""Cost of a protocol violation, in messages. A peer that repeats it is read ever more slowly."""
 MAX_WAIT_S = 1.0
-"""Streams of a peer that has overdrawn its message rate by more than this many seconds are refused rather than delayed."""
+"""Seconds of overdrawn message rate above which a peer's streams are refused instead of delayed."""
 
 
 class StreamScope:
-    """The reservations of one stream in its peer's scope: the stream itself, the message being read or handled, and rates.
+    """The reservations of one stream in its peer's scope: the stream, the current message, and
+    rates.
 
     Made with the stream, by ``inbound`` or ``outbound``.
     """
 
     def __init__(self, peer_scope: Scope, resource: Resource, timing: Timing) -> None:
-        """Raises ``ResourceLimitReached``."""
+        """Reserve the stream. Raises ``ResourceLimitReached``."""
         self.peer_scope = peer_scope
         self.is_outbound = resource is Resource.OUTBOUND_STREAMS
         self.evict: Callable[[], None] = self.close
         """Ends the stream at once, to make room for another. The stream sets it."""
         self.on_close: Callable[[], None] = _nothing
         self.on_first_message: Callable[[], None] = _nothing
-        """Called when the first message of an inbound stream has come, or the stream is closed without one."""
+        """Called at the first message of an inbound stream, or at its close without one."""
         self.mib_s = timing.chunk_s
-        """Timeout for each MiB of a message: its lowest rate."""
+        """Timeout in seconds for each MiB of a message, which is its lowest rate."""
         self._clock = asyncio.get_running_loop().time
         self._first_message_by: float | None = None
         self._receive_at = 0.0
         self._send_at = 0.0
         self._is_open = True
         self._has_message = False
-        """Whether memory is reserved for a received message, which the next ``receive`` releases."""
+        """Whether a received message holds memory. The next ``receive`` releases it."""
         self._stream = peer_scope.reserve(resource)
         self._message = peer_scope.reserve(Resource.MEMORY, 0)
         self._active = peer_scope.reserve(Resource.ACTIVE_STREAMS, 0)
 
     @classmethod
     def inbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """The scope of a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
+        """Return the scope of a stream that ``peer`` opened. Raises ``ResourceLimitReached``."""
         now = asyncio.get_running_loop().time()
         peer_scope = resources.peer(peer, now)
         peer_scope.check_rate(Rate.FRAMES, MAX_WAIT_S, now)
         peer_scope.charge(Rate.FRAMES, OPEN_FRAMES, now)
         scope = cls(peer_scope, Resource.INBOUND_STREAMS, timing)
-        # A known peer, or one with an active stream, may have a busy machine; another one gets less time.
+        # A known peer, or one with an active stream, may have a busy machine. Others get less time.
         is_active = peer_scope.used[Resource.ACTIVE_STREAMS] or not peer_scope.is_unknown
         scope._first_message_by = now + (timing.chunk_s if is_active else timing.first_message_s)
         return scope
 
     @classmethod
     def outbound(cls, resources: ResourceManager, peer: PeerId, timing: Timing) -> Self:
-        """The scope of a stream that this process opens to ``peer``."""
+        """Return the scope of a stream that this process opens to ``peer``."""
         peer_scope = resources.peer(peer, asyncio.get_running_loop().time())
         return cls(peer_scope, Resource.OUTBOUND_STREAMS, timing)
 
     async def receive(self, read: Callable[[], Awaitable[Message]]) -> Message:
-        """The next message, from ``read``, as soon as the peer's rates allow it. Releases the memory of the one before.
+        """Return the next message from ``read``, as soon as the peer's rates allow it.
 
-        Raises ``DeadlineExceeded`` when the first message of an inbound stream does not come, and what ``read`` raises.
+        Releases the memory of the message before. Raises ``DeadlineExceeded`` when the first
+        message of an inbound stream does not come, and what ``read`` raises.
         """
         if self._has_message:
             self._message.release()
@@ -113,18 +120,21 @@ class StreamScope:
         return self.peer_scope.is_awaited(Resource.MEMORY)
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise ``ResourceLimitReached`` for a message of which the limits never allow the memory."""
+        """Raise ``ResourceLimitReached`` for a message too large for any free memory."""
         if not self.peer_scope.can_ever_reserve(Resource.MEMORY, size_bytes):
             self._message.resize(size_bytes)
 
     def reserve_now(self, size_bytes: int) -> None:
-        """Reserve memory for what has come of a message. Raises ``ResourceLimitReached``."""
+        """Reserve memory for the bytes of a message that have come. Raises
+        ``ResourceLimitReached``.
+        """
         self._message.resize(size_bytes)
 
     async def reserve(self, size_bytes: int) -> None:
-        """Reserve memory for the message being read, waiting up to ``mib_s`` for it.
+        """Reserve memory for the message being read, and wait up to ``mib_s`` for it.
 
-        Raises ``ResourceLimitReached`` if the limits never allow it, ``DeadlineExceeded``, and ``StreamEnded`` on a closed stream.
+        Raises ``ResourceLimitReached`` if the limits never allow it, ``DeadlineExceeded`` after the
+        wait, and ``StreamEnded`` on a closed stream.
         """
         try:
             self._message.resize(size_bytes)
@@ -148,7 +158,7 @@ class StreamScope:
         self._send_at = now + self.peer_scope.charge(Rate.BYTES_OUT, size_bytes, now)
 
     def stop_reading(self) -> None:
-        """Release the memory for messages: none is read any more. Idempotent."""
+        """Release the memory for messages, since none is read any more. Idempotent."""
         self._is_open = False
         self._message.release()
         self._active.release()
@@ -178,7 +188,10 @@ class StreamScope:
 
 
 async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) -> None:
-    """Run ``handler`` on an inbound ``stream`` and close it. Errors are logged and end no other stream."""
+    """Run ``handler`` on an inbound ``stream``, then close it.
+
+    Errors are logged and do not end other streams.
+    """
     try:
         await handler(stream)
     except ResourceLimitReached as error:

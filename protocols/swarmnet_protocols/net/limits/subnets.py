@@ -1,7 +1,8 @@
-"""Subnet limits: when a limit on inbound streams or sessions is reached, one is evicted from the subnet that holds the most.
+"""Subnet limits: at a limit on inbound streams or sessions, the largest subnet loses one.
 
-Identities cost nothing, and addresses within a subnet cost little, so shares are counted by subnet first and by peer second. An attacker with
-many identities in one subnet evicts its own streams, and the only peer of another subnet keeps its own.
+Identities cost nothing, and addresses within a subnet cost little. So shares are counted by subnet
+first and by peer second. An attacker with many identities in one subnet evicts its own streams, and
+the only peer of another subnet keeps its streams.
 """
 
 import asyncio
@@ -22,10 +23,10 @@ _SUBNET_BITS = {"ip4": 24, "ip6": 48}
 _HOST_BITS = {"ip4": 32, "ip6": 64}
 """An IPv6 host may use any address of its /64."""
 MAX_SILENT = 256
-"""Most inbound streams of unknown peers on which no message has come.
+"""Most inbound streams of unknown peers that have not received a message.
 
-Each may buffer some hundred KiB that no other limit counts. With fewer, a peer far away may lose a stream before its first message comes.
-"""
+Each may buffer some hundred KiB that no other limit counts. With fewer, a distant peer may lose a
+stream before its first message comes."""
 
 T = TypeVar("T")
 
@@ -34,7 +35,7 @@ T = TypeVar("T")
 class Place(Generic[T]):
     """``amount`` of a resource, held by ``holder`` of ``peer`` in ``subnet``.
 
-    The lowest ``rank`` is evicted first; without ranks, the place that was added first.
+    The lowest ``rank`` is evicted first. Without ranks, the oldest place is.
     """
 
     subnet: str
@@ -53,7 +54,7 @@ class _Subnet(Generic[T]):
 
 
 class Occupancy(Generic[T]):
-    """The places of a limited resource, by subnet and peer, and which one is evicted."""
+    """The places of a limited resource by subnet and peer, to choose which one is evicted."""
 
     def __init__(self, places: Iterable[Place[T]] = ()) -> None:
         self._subnets: dict[str, _Subnet[T]] = {}
@@ -85,9 +86,10 @@ class Occupancy(Generic[T]):
             del self._subnets[place.subnet]
 
     def victim(self, may_evict: Callable[[T], bool]) -> T | None:
-        """The holder to evict: in the subnet that holds the most, of the peer there that holds the most, the first by rank.
+        """Return the holder to evict; None if none may be evicted.
 
-        Subnets and peers without a holder that may be evicted are passed over. None if there is none at all.
+        The largest subnet loses one, of its largest peer, the first by rank. Subnets and peers
+        whose holders may not be evicted are skipped.
         """
         subnets = self._subnets.values()
         for amount in sorted({subnet.amount for subnet in subnets}, reverse=True):
@@ -110,7 +112,8 @@ class Occupancy(Generic[T]):
 
 
 class SubnetLimits:
-    """Accepts inbound streams. When there are too many, an unknown peer's stream is evicted from the largest subnet.
+    """Accepts inbound streams. When there are too many, the largest subnet loses one of an unknown
+    peer.
 
     Streams without a message are counted separately, and give way to each other first.
     """
@@ -122,7 +125,10 @@ class SubnetLimits:
         self._silent = Occupancy[StreamScope]()
 
     def accept(self, peer: PeerId, address: str) -> StreamScope:
-        """The scope of a stream that ``peer`` opened from a multiaddr. Raises ``ResourceLimitReached``."""
+        """Return the scope of a stream that ``peer`` opened from ``address``, a multiaddr.
+
+        Raises ``ResourceLimitReached``.
+        """
         now = asyncio.get_running_loop().time()
         subnet = subnet_of(address)
         peer_scope = self._resources.peer(peer, now, subnet)
@@ -148,9 +154,10 @@ class SubnetLimits:
 
 
 class SubnetSlots:
-    """Slots for inbound streams that have not been answered: as many as ``system`` has of ``resource``.
+    """Slots for inbound streams without an answer: as many as ``system`` has of ``resource``.
 
-    When all are taken, a new stream evicts the oldest of the subnet that has the most: honest peers send their first message at once.
+    When all are taken, a new stream evicts the oldest stream of the subnet with the most slots.
+    Honest peers send their first message at once.
     """
 
     def __init__(self, system: Scope, resource: Resource) -> None:
@@ -161,7 +168,9 @@ class SubnetSlots:
 
     @contextmanager
     def slot(self, stream: Stream) -> Iterator[None]:
-        """A slot while the context is open. Raises ``ResourceLimitReached`` for a peer that has used its share."""
+        """Hold a slot while the context is open. Raises ``ResourceLimitReached`` if the peer used
+        its share.
+        """
         while (
             self._system.available(self._resource) < 1 <= stream.scope.available(self._resource)
             and (oldest := self._oldest_of_largest_subnet()) is not None
@@ -177,7 +186,7 @@ class SubnetSlots:
             reservation.release()
 
     def has(self, stream: Stream) -> bool:
-        """Whether ``stream`` still has its slot."""
+        """Return whether ``stream`` still has its slot."""
         return stream in self._holders
 
     def _oldest_of_largest_subnet(self) -> Stream | None:
@@ -189,12 +198,12 @@ class SubnetSlots:
 
 
 def subnet_of(address: str) -> str:
-    """The subnet (/24 or /48) of a multiaddr, or of its relay if it leads through one; empty without an IP address."""
+    """Return the subnet (/24 or /48) of a multiaddr, or of its relay; empty without an IP address."""
     return _network_of(address, _SUBNET_BITS)
 
 
 def host_of(address: str) -> str:
-    """The host of a multiaddr: an IPv4 address or an IPv6 /64; empty without an IP address."""
+    """Return the host of a multiaddr: an IPv4 address or an IPv6 /64; empty without an IP address."""
     return _network_of(address, _HOST_BITS)
 
 

@@ -1,7 +1,11 @@
 """Limits on p2pd's connections, by host, by subnet and in total, and on its memory.
 
-p2pd limits neither. This process lists p2pd's connections once a second and closes those beyond the limits: idle ones first, those of known
-peers last. If p2pd's memory stays above its limit although no unknown peer is connected, p2pd is restarted.
+p2pd itself limits neither. Once a second, this process:
+
+1. lists p2pd's connections and closes those beyond the limits, idle ones first and known peers
+   last;
+2. disconnects unknown peers if p2pd's memory is above its limit;
+3. restarts p2pd if its memory stays there.
 """
 
 import asyncio
@@ -20,19 +24,21 @@ from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_pe
 _log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-"""Period of the checks. p2pd accepts about 500 connections a second on two cores, of 100 kB each."""
+"""Seconds between two checks. p2pd accepts about 500 connections a second on two cores, of 100 kB
+each."""
 RECHECK_S = 0.2
 """Time to the next check after one that closed connections."""
 NEW_S = 5.0
 """Age up to which a connection without streams counts as new rather than idle."""
 RELIEF_S = 3.0
-"""Seconds above the memory limit, with unknown peers disconnected, after which p2pd is restarted."""
+"""Seconds above the memory limit, with unknown peers disconnected, until p2pd is restarted."""
 STREAM_BYTES = 96 << 10
-"""Memory of p2pd for one stream: a buffer of 32 KiB for each direction, and go-libp2p's own state."""
+"""Memory of p2pd for one stream: a buffer of 32 KiB for each direction, and go-libp2p's own
+state."""
 
 
 class Use(IntEnum):
-    """How much a connection is used. Those of the lowest value are closed first."""
+    """How much a connection is used. The lowest value is closed first."""
 
     IDLE = 0
     NEW = 1
@@ -57,7 +63,11 @@ class ListedConnection:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """The most connections. All machines of a home or campus share one host address; 512 connections take about 60 MB of p2pd's memory."""
+    """The most connections.
+
+    All machines of a home or campus share one host address. 512 connections take about 60 MB in
+    p2pd.
+    """
 
     per_host: int = 64
     per_subnet: int = 256
@@ -67,10 +77,10 @@ class ConnectionLimits:
 def excess(
     connections: Iterable[ListedConnection], use: Callable[[ListedConnection], Use], limits: ConnectionLimits
 ) -> list[ListedConnection]:
-    """The connections to close so that the rest is within ``limits``.
+    """Return the connections to close so that the rest is within ``limits``.
 
-    Within a host or a subnet, those of the lowest use are closed, of equal use the newest. Beyond the total, those of the lowest use are
-    closed, of equal use those of the subnet with most of them.
+    The least used connections are closed first. Among equally used ones, the newest in a host or
+    subnet close first; beyond the total, those of the subnet with the most.
     """
     closing: list[ListedConnection] = []
     kept = sorted(connections, key=lambda each: (-use(each), each.since))
@@ -108,7 +118,7 @@ class Connections:
         self._known: dict[tuple[bytes, bytes], ListedConnection] = {}
 
     def update(self, listed: Iterable[tuple[bytes, bytes]], now: float) -> Sequence[ListedConnection]:
-        """The connections in a list of peers and multiaddrs in binary form."""
+        """Return the connections for a list of peers and multiaddrs in binary form."""
         self._known = {key: self._known.get(key) or self._connection(*key, now) for key in listed}
         return list(self._known.values())
 
@@ -134,7 +144,7 @@ class ConnectionGuard:
         self._max_memory_bytes = max_memory_bytes
         self._connections = Connections(real_address)
         self._dialled: dict[PeerId, float] = {}
-        """Connected peers that this process dialled, and when."""
+        """Connected peers that this process dialled → time of the dial."""
         self._above_since: float | None = None
 
     def dialled(self, peer: PeerId) -> None:
@@ -142,11 +152,13 @@ class ConnectionGuard:
         self._dialled[peer] = asyncio.get_running_loop().time()
 
     def has_dialled(self, peer: PeerId) -> bool:
-        """Whether this process dialled ``peer``, which is connected."""
+        """Return whether this process dialled ``peer``, which is connected."""
         return peer in self._dialled
 
     async def run(self) -> bool:
-        """Check until p2pd ends (False) or must be restarted because its memory stays above the limit (True)."""
+        """Check until p2pd ends (False), or must restart because its memory stays above the limit
+        (True).
+        """
         self._above_since = None
         wait_s = CHECK_S
         while self._daemon.process.returncode is None:
@@ -178,7 +190,8 @@ class ConnectionGuard:
             return self._use(each, now)
 
         closing = excess(connections, use, self._limits)
-        if self._above_since is not None:  # first unused connections, at the next check all of unknown peers
+        # first unused connections, at the next check all of unknown peers
+        if self._above_since is not None:
             needed = Use.USED if self._above_since == now else Use.KNOWN
             closing += [each for each in connections if use(each) < needed]
         if peers := list(dict.fromkeys(each.peer for each in closing)):
@@ -187,7 +200,7 @@ class ConnectionGuard:
         return bool(peers)
 
     def _must_restart(self) -> bool:
-        """Whether the memory has been above the limit for ``RELIEF_S``."""
+        """Tell whether the memory has been above the limit for ``RELIEF_S``."""
         now = asyncio.get_running_loop().time()
         return self._above_since is not None and now - self._above_since >= RELIEF_S
 

@@ -1,7 +1,11 @@
-"""The p2pd child process (go-libp2p, shipped in hivemind's wheel) and the calls on its control socket.
+"""The p2pd child process (go-libp2p, from hivemind's wheel) and the calls on its control socket.
 
-p2pd ends by itself when its persistent control connection closes, so it outlives this process by milliseconds only, even after SIGKILL.
-Before that connection is open, ``-idleTimeout`` ends it.
+The life of a p2pd:
+
+1. ``spawn`` starts it. Until this process connects, ``-idleTimeout`` ends it.
+2. ``attend`` opens a persistent control connection. p2pd ends when that connection closes, so it
+   outlives this process by milliseconds only, even after SIGKILL.
+3. ``restart`` replaces it; ``stop`` ends it.
 """
 
 import asyncio
@@ -35,20 +39,25 @@ from swarmnet_protocols.net.pipe import Pipe
 _log = logging.getLogger(__name__)
 
 _LONGEST_SOCKET = "swarmnet-xxxxxxxx/streams.sock"
-"""Longest path of a socket within the folder for temporary files."""
+"""Longest path of a socket, relative to the folder for temporary files."""
 _SHORT_FOLDER = "/tmp"  # noqa: S108 - hivemind's sockets are there, too; the folder made in it has mode 0700
 
 _SHUTDOWN_S = 5.0
 _DISCONNECTS_AT_ONCE = 8
 _PING, _PING_BYTES = "/ipfs/ping/1.0.0", 32  # libp2p's ping echoes what it receives
 REFUSED = ("/libp2p/circuit/relay/0.2.0/hop", "/libp2p/circuit/relay/0.2.0/stop")
-"""Protocols that p2pd serves by itself whatever its flags say: libp2p's own relay, which any peer could use past every limit of this
-project. A later handler replaces an earlier one, so each gets one whose socket does not exist, and p2pd resets the stream."""
+"""Protocols that p2pd serves whatever its flags say: libp2p's own relay. Any peer could use that
+relay past every limit of this project. A later handler replaces an earlier one, so each of these
+gets a handler whose socket does not exist, and p2pd resets the stream."""
 _P2P_CODE = b"\xa5\x03"  # of the multicodec table
 
 
 def prepare_hivemind() -> None:
-    """Import the parts of hivemind that are used, without torch, which takes 0.4 s; and keep hivemind from writing to the terminal."""
+    """Import the used parts of hivemind without torch, and stop hivemind from writing to the
+    terminal.
+
+    torch would take 0.4 s.
+    """
     for package in "hivemind", "hivemind.utils", "hivemind.dht":
         prepare_package(package)
     try:
@@ -71,7 +80,7 @@ def prepare_hivemind() -> None:
 
 
 def pack_multiaddr(address: str) -> bytes:
-    """The binary form of a multiaddr. Raises ``ConfigError`` for a bad one.
+    """Return the binary form of a multiaddr. Raises ``ConfigError`` for a bad one.
 
     hivemind's own packing writes peer ids as CIDs, which go-libp2p refuses.
     """
@@ -94,7 +103,10 @@ def pack_multiaddr(address: str) -> bytes:
 
 
 def unpack_multiaddr(packed: bytes) -> str:
-    """The text of a multiaddr in binary form; empty for bytes that are none, such as an address of an unknown transport."""
+    """Return the text of a multiaddr in binary form.
+
+    Empty for other bytes, such as an address of an unknown transport.
+    """
     from hivemind.utils.multiaddr import Multiaddr
 
     try:
@@ -110,7 +122,7 @@ def unpack_multiaddr(packed: bytes) -> str:
 
 
 def pack_peer(peer: PeerId) -> bytes:
-    """The binary form of a peer id. Raises ``ConfigError`` for an invalid one."""
+    """Return the binary form of a peer id. Raises ``ConfigError`` for an invalid one."""
     from hivemind.p2p import PeerID
 
     try:
@@ -124,7 +136,7 @@ def pack_peer(peer: PeerId) -> bytes:
 
 
 def unpack_peer(packed: bytes) -> PeerId:
-    """The base58 form of a peer id in binary form."""
+    """Return the base58 form of a peer id in binary form."""
     from hivemind.p2p import PeerID
 
     return PeerId(PeerID(packed).to_base58())
@@ -142,7 +154,8 @@ class P2pd:
         self._is_up.set()
 
     async def attend(self) -> None:
-        """Open the persistent connection that ties p2pd's life to this process, and log its output."""
+        """Open the persistent connection that ties p2pd's life to this process, and log its
+        output."""
         from hivemind.proto import p2pd_pb2 as pb
 
         self._output = asyncio.create_task(log_output(self.process))
@@ -160,7 +173,10 @@ class P2pd:
             await self._is_up.wait()
 
     async def restart(self, config: DaemonConfig) -> None:
-        """Restart p2pd. Calls wait meanwhile; every connection and stream ends. Raises as :func:`run_p2pd` does."""
+        """Restart p2pd. Calls wait meanwhile, and every connection and stream ends.
+
+        Raises as :func:`run_p2pd` does.
+        """
         self._is_up.clear()
         try:
             await self.stop()
@@ -185,7 +201,7 @@ class P2pd:
             await self._output
 
     def memory_bytes(self) -> int:
-        """Resident memory; 0 after it has ended."""
+        """Return the resident memory in bytes; 0 after p2pd has ended."""
         import psutil
 
         try:
@@ -195,7 +211,7 @@ class P2pd:
         return rss
 
     async def identify(self) -> list[str]:
-        """The addresses at which this peer can be dialled, without its id."""
+        """Return the addresses where this peer can be dialled, without its id."""
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.IDENTIFY))
@@ -216,7 +232,10 @@ class P2pd:
         return [(info.id, address) for info in response.peers for address in info.addrs]
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
-        """Connect to ``peer`` unless it is connected. Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address."""
+        """Connect to ``peer`` unless it is connected.
+
+        Raises ``PeerUnreachable``, or ``ConfigError`` for a bad address.
+        """
         from hivemind.proto import p2pd_pb2 as pb
 
         suffix = f"/p2p/{peer}"
@@ -232,7 +251,8 @@ class P2pd:
         )
 
     async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
-        """Open a raw stream to a connected peer. Raises ``PeerUnreachable`` or ``IncompatibleVersion``."""
+        """Open a raw stream to a connected peer. Raises ``PeerUnreachable`` or
+        ``IncompatibleVersion``."""
         from hivemind.proto import p2pd_pb2 as pb
 
         request = pb.Request(
@@ -250,9 +270,10 @@ class P2pd:
         return pipe
 
     async def answers(self, peer: PeerId, *, within_s: float) -> bool:
-        """Ping ``peer``. Returns whether its p2pd answered in time, which it does however busy its process is, or the connection has ended.
+        """Ping ``peer``. Returns whether its p2pd answered in time, or the connection has ended.
 
-        Raises ``PeerUnreachable`` or ``IncompatibleVersion``.
+        p2pd answers however busy its process is. Raises ``PeerUnreachable`` or
+        ``IncompatibleVersion``.
         """
         when = asyncio.get_running_loop().time() + within_s
         try:
@@ -276,7 +297,7 @@ class P2pd:
         await self.disconnect_all([pack_peer(peer)])
 
     async def disconnect_all(self, packed_peers: Sequence[bytes]) -> None:
-        """As ``disconnect``, for several peers in parallel: one that does not read takes p2pd a while."""
+        """Disconnect several peers in parallel. A peer that does not read takes p2pd a while."""
         from hivemind.proto import p2pd_pb2 as pb
 
         async def disconnect(share: Sequence[bytes]) -> None:
@@ -313,7 +334,8 @@ class P2pd:
         except OSError as error:
             raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
         except asyncio.CancelledError:
-            # A connection cancelled while it is being made has a writer that is never closed. Waiting takes no time.
+            # A connection cancelled while it is being made has a writer that is never closed.
+            # Waiting takes no time.
             with contextlib.suppress(OSError):
                 _, pipe = await dialling
                 pipe.writer.close()
@@ -346,7 +368,9 @@ class P2pd:
 
 @contextlib.asynccontextmanager
 async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
-    """A p2pd that runs while the context is open. Raises ``ConfigError`` when it cannot start as configured."""
+    """Run a p2pd while the context is open. Raises ``ConfigError`` when it cannot start as
+    configured.
+    """
     for address in (*config.listen, *config.announce):
         pack_multiaddr(address)
     for address in config.listen:

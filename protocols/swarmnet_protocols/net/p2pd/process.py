@@ -18,15 +18,18 @@ from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 _log = logging.getLogger(__name__)
 
 OPEN_FILES = 2 * SYSTEM_LIMITS[Resource.INBOUND_STREAMS]
-"""Limit of open files of this process and of p2pd. Each stream takes one in both, and the usual limit of 1024 is below ``SYSTEM_LIMITS``."""
+"""Open files that this process and p2pd may have each. Each stream takes one in both, and the usual
+limit of 1024 is below ``SYSTEM_LIMITS``."""
 
 _STARTUP_S = 20.0
 _IDLE_TIMEOUT = "60s"
 MAX_MEMORY_BYTES = 256 << 20
-"""Bytes of memory at which p2pd is restarted. It uses 40 to 60 MB; what it keeps of disconnected peers, for up to an hour, has no other limit."""
+"""Bytes of memory that trigger a restart of p2pd. It uses 40 to 60 MB. It keeps data of
+disconnected peers for up to an hour, and nothing else limits that."""
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
-"""Share of the limit that p2pd gets as GOMEMLIMIT. Above it Go collects garbage more often, so that only live memory can reach the limit."""
+"""Share of the limit that p2pd gets as GOMEMLIMIT. Above it, Go collects garbage more often, so
+that only live memory can reach the limit."""
 FLAGS: dict[str, object] = {
     "relay": 0,
     "relayService": 0,
@@ -35,8 +38,13 @@ FLAGS: dict[str, object] = {
     "autoRelay": 0,
     "idleTimeout": _IDLE_TIMEOUT,
 }
-"""The flags of p2pd. ``dht`` is left out because libp2p's Kademlia stores records of any peer, and ``connManager`` because it closes connections in
-use (``connection_limits.py`` replaces it). Relays, AutoNAT and hole punching are off: ``swarmnet_protocols.reachability`` replaces them. A relay starts all the same: see ``REFUSED`` in ``daemon.py``."""
+"""The flags of p2pd. Two are left out:
+
+- ``dht``, because libp2p's Kademlia stores records of any peer.
+- ``connManager``, because it closes connections in use (``connection_limits.py`` replaces it).
+
+Relays, AutoNAT and hole punching are off, because ``swarmnet_protocols.reachability`` replaces
+them. A relay starts anyway: see ``REFUSED`` in ``daemon.py``."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class DaemonConfig:
 def check_free(address: str) -> None:
     """Raise ``ConfigError`` if the port of ``address`` is in use.
 
-    p2pd would share it with another p2pd (SO_REUSEPORT), and connections would reach either.
+    p2pd would share the port with another p2pd (SO_REUSEPORT), and connections would reach either
+    of them.
     """
     match address.split("/"):
         case ["", ("ip4" | "ip6") as family, host, ("tcp" | "udp") as kind, port, *_] if (
@@ -80,14 +89,16 @@ def check_free(address: str) -> None:
 
 
 def binary() -> Path:
-    """The p2pd binary of hivemind's wheel, which may be missing."""
+    """Return the p2pd binary of hivemind's wheel, which may be missing."""
     import hivemind.hivemind_cli
 
     return Path(str(importlib.resources.files(hivemind.hivemind_cli) / "p2pd"))
 
 
 async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
-    """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start with this configuration."""
+    """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start as
+    configured.
+    """
     loopback = all("/127.0.0.1/" in address or "/::1/" in address for address in config.listen)
     arguments = FLAGS | {
         "listen": f"/unix{control_path}",
@@ -143,7 +154,7 @@ async def log_output(process: asyncio.subprocess.Process) -> None:
 
 
 def listening_at(listen: str, addresses: Sequence[str]) -> str:
-    """``listen`` with the port that was chosen for port 0, taken from the ``addresses`` p2pd listens on."""
+    """Return ``listen`` with the chosen port instead of 0, from the ``addresses`` p2pd listens on."""
     match listen.split("/"):
         case ["", family, host, kind, "0", *rest]:
             for address in addresses:

@@ -39,15 +39,15 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_S = 5.0
 """Timeout for connecting to a bootstrap peer."""
 _ADDRESSES_S = 5.0
-"""Period at which p2pd is asked for this peer's addresses."""
+"""Seconds between two requests for this peer's addresses."""
 _MEASURE_S = 0.5
-"""Period at which bytes on the wire are measured while the link is limited."""
+"""Seconds between two measurements of wire bytes while the link is limited."""
 _MEASURE_UNLIMITED_S = 5.0
-"""Period at which bytes on the wire are measured while the link is not limited."""
+"""Seconds between two measurements of wire bytes while the link is not limited."""
 _CONNECTIONS_EVERY = 4
-"""Measurements between two checks whether a connection uses QUIC."""
+"""Measurements between two checks for QUIC connections."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
-"""While the link is neither limited nor used by streams, one of this many measurements is made."""
+"""Measurements between two that are made while the link is neither limited nor used."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,12 @@ class P2pdConfig:
     identity_path: Path
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    """Addresses to publish instead of those that p2pd finds."""
+    """Addresses to publish instead of the ones that p2pd finds."""
     bootstrap: tuple[str, ...] = ()
     """Peers to connect to at the start."""
     named: tuple[str, ...] = ()
-    """Other addresses that the owner gave. They are dialled as they are, like those of ``bootstrap``."""
+    """Other addresses that the owner gave. They are dialled without a check, as ``bootstrap``
+    is."""
     require_bootstrap: bool = False
     """Fail with ``Unreachable`` if no bootstrap peer answers."""
     link: LinkLimiter = field(default_factory=LinkLimiter)
@@ -68,14 +69,14 @@ class P2pdConfig:
     """This peer is never dialled. Several processes may then use one identity."""
     timing: Timing = field(default_factory=Timing)
     max_daemon_bytes: int = MAX_MEMORY_BYTES
-    """p2pd is restarted when it uses more memory than this although no unknown peer is connected."""
+    """Bytes of memory above which p2pd is restarted, once no unknown peer is connected."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     step_aside: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
-    """Context around a restart of p2pd, in which sessions are moved to other hosts."""
+    """Context around a restart of p2pd. On entry, sessions move to other hosts."""
 
 
 def peer_of(address: str) -> PeerId:
-    """The peer id at the end of a multiaddr. Raises ``ConfigError`` without one."""
+    """Return the peer id at the end of a multiaddr. Raises ``ConfigError`` without one."""
     _, _, peer = address.rpartition("/p2p/")
     if not peer or "/" in peer:
         raise ConfigError(
@@ -119,7 +120,7 @@ class P2pdTransport:
         )
         self._addresses: tuple[str, ...] = ()
         self._pinging: dict[PeerId, bool] = {}
-        """Peers that are being pinged, and whether they are to be pinged again."""
+        """Peers that are being pinged → whether to ping them again."""
         self._connection_guard = ConnectionGuard(
             daemon,
             self.resources,
@@ -131,10 +132,11 @@ class P2pdTransport:
     @classmethod
     @contextlib.asynccontextmanager
     async def create(cls, config: P2pdConfig) -> AsyncIterator["P2pdTransport"]:
-        """A transport that runs while the context is open.
+        """Run a transport while the context is open.
 
-        Raises ``ConfigError`` for an invalid identity file or address, a port in use, and an identity in use by another
-        process, and ``Unreachable`` if ``require_bootstrap`` is set and no bootstrap peer answers.
+        Raises ``ConfigError`` for an invalid identity file or address, a port in use, and an
+        identity in use by another process. Raises ``Unreachable`` if ``require_bootstrap`` is set
+        and no bootstrap peer answers.
         """
         identity = Identity.load_or_create(config.identity_path)
         prepare_hivemind()
@@ -169,14 +171,14 @@ class P2pdTransport:
         return self._addresses
 
     def reach(self) -> Reach:
-        """``UNKNOWN``: ``swarmnet_protocols.reachability`` detects it."""
+        """Return ``UNKNOWN``, since ``swarmnet_protocols.reachability`` detects the reach."""
         return Reach()
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in await self._daemon.connections()
 
     async def connected_peers(self) -> Collection[PeerId]:
-        """The peers that are connected directly."""
+        """Return the peers that are connected directly."""
         return (await self._daemon.connections()).keys()
 
     async def died(self) -> None:
@@ -190,10 +192,11 @@ class P2pdTransport:
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> FramedStream:
-        """As ``Transport.open``. Addresses are dialled if ``dialable`` allows them or the owner named them.
+        """Open a stream as ``Transport.open`` does.
 
-        The connection may be dead, whether the stream opens or not. A ping detects that and closes the
-        connection with all its streams, so that the next stream is opened over a new one.
+        Addresses are dialled if ``dialable`` allows them or the owner named them. The connection
+        may be dead even if the stream opens. A ping detects that and closes the connection with all
+        its streams, so that the next stream gets a new connection.
         """
         try:
             async with asyncio.timeout(deadline_s):
@@ -210,19 +213,25 @@ class P2pdTransport:
         return self.endpoint.open(pipe, peer, protocol)
 
     def permitted(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[str]:
-        """The addresses among ``addresses`` that the owner named, or at which ``dialable`` allows ``peer`` to be dialled."""
+        """Return the addresses that the owner named, or where ``dialable`` allows ``peer``."""
         named = [address for address in addresses if address in self._named]
         if len(named) == len(addresses):
             return named
         return [*named, *dialable(peer, addresses, self.networks())]
 
     def networks(self) -> Sequence[Network]:
-        """The networks in which peers with private addresses may be dialled (``shared_networks``)."""
+        """Return the networks where peers with private addresses may be dialled
+        (``shared_networks``).
+        """
         return shared_networks(own_interfaces(), self._owners_addresses)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
-        """Connect to ``peer`` unless it is connected, at any of ``addresses``. Raises ``PeerUnreachable`` after about ``deadline_s``."""
-        # TCP first: a killed process ends its TCP connections at once, its QUIC connections after 30 s.
+        """Connect to ``peer`` at any of ``addresses``, unless it is connected.
+
+        Raises ``PeerUnreachable`` after about ``deadline_s``.
+        """
+        # TCP first: a killed process ends its TCP connections at once, its QUIC connections after
+        # 30 s.
         tcp = [address for address in addresses if "/tcp/" in address and "/p2p-circuit" not in address]
         if tcp and len(tcp) < len(addresses):
             with contextlib.suppress(PeerUnreachable, TimeoutError):
@@ -234,10 +243,11 @@ class P2pdTransport:
         self._connection_guard.dialled(peer)
 
     async def _check_alive(self, peer: PeerId) -> None:
-        """Close the connection to ``peer`` if it neither answers a ping within ``silence_s`` nor sends anything else.
+        """Close the connection to ``peer`` if it is silent: no answer to a ping, and no other
+        bytes.
 
-        After an interruption of the path, TCP waits for about as long as that lasted before it retransmits, and p2pd keeps the connection for
-        40 s. Meanwhile streams over it can be opened, but no message arrives.
+        After an interruption of the path, TCP waits about as long again before it retransmits. p2pd
+        keeps the connection for 40 s. Meanwhile streams can be opened, but no message arrives.
         """
         if peer in self._pinging:
             self._pinging[peer] = True
@@ -256,16 +266,20 @@ class P2pdTransport:
             self._pinging.pop(peer, None)
 
     async def _is_alive(self, peer: PeerId) -> bool:
-        """Whether bytes of ``peer`` came within the last ``alive_s`` or come in time, or bytes sent to it may still be on their way.
+        """Tell whether the connection to ``peer`` is alive. One of these is enough:
 
-        In time is ``silence_s``, or as long as a stream may wait for late heartbeats if bytes of the peer came within the last ``silence_s``.
+        - Bytes of the peer came within the last ``alive_s``.
+        - The ping is answered, or other bytes come, within ``silence_s``. The wait is longer, as
+          for late heartbeats, if bytes came within the last ``silence_s``.
+        - Bytes sent to the peer may still be on their way.
         """
         clock = asyncio.get_running_loop().time
         asked = clock()
         heard_at, silence_s = self._heard_at(peer), self._timing.silence_s
         if heard_at > asked - self._timing.alive_s:
             return True
-        # A ping takes two round trips, and waits each time in the queues of two uplinks behind long prompts.
+        # A ping takes two round trips, and waits each time in the queues of two uplinks behind long
+        # prompts.
         if heard_at > asked - silence_s:
             silence_s *= MAX_EXTENSION
         if await self._daemon.answers(peer, within_s=silence_s) or self._heard_at(peer) > asked:
@@ -273,20 +287,22 @@ class P2pdTransport:
         return any(stream.arrives_by > clock() for stream in self.endpoint.streams_with(peer))
 
     def _heard_at(self, peer: PeerId) -> float:
-        """Loop time of the last bytes of ``peer`` on any stream; minus infinity without one."""
+        """Return the loop time of the last bytes of ``peer`` on any stream; minus infinity without
+        one.
+        """
         return max((stream.received_at for stream in self.endpoint.streams_with(peer)), default=-math.inf)
 
     async def addresses_of(self, peer: PeerId) -> list[str]:
-        """The multiaddrs from which ``peer`` is connected."""
+        """Return the multiaddrs of the connections of ``peer``."""
         addresses = (await self._daemon.connections()).get(peer, [])
         return [self.endpoint.real_address(each) for each in addresses]
 
     async def address_of(self, peer: PeerId) -> str:
-        """The multiaddr from which ``peer`` is connected; empty if it is not."""
+        """Return the multiaddr of a connection of ``peer``; empty if it is not connected."""
         return next(iter(await self.addresses_of(peer)), "")
 
     async def was_dialled(self) -> bool:
-        """Whether a peer of another machine is connected that dialled this one."""
+        """Tell whether a peer on another machine has dialled this one and is connected."""
         own = {host for host, _ in own_interfaces()}
         for peer, addresses in (await self._daemon.connections()).items():
             if not self._connection_guard.has_dialled(peer):
@@ -314,7 +330,7 @@ class P2pdTransport:
     # ---- p2pd ---------------------------------------------------------------------------------------------
 
     async def _supervise_daemon(self) -> None:
-        """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends by itself."""
+        """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends."""
         loop = asyncio.get_running_loop()
         while True:
             background = [
@@ -337,9 +353,10 @@ class P2pdTransport:
                 return
 
     async def restart_daemon(self) -> None:
-        """Restart p2pd on the same ports, after sessions have moved to other hosts (``step_aside``).
+        """Restart p2pd on the same ports, after sessions have moved to other hosts
+        (``step_aside``).
 
-        Every connection and stream ends. Raises ``ConfigError`` if it does not start.
+        Every connection and stream ends. Raises ``ConfigError`` if p2pd does not start.
         """
         async with self._config.step_aside():
             _log.warning("restarting p2pd, which uses %d MiB", self._daemon.memory_bytes() >> 20)
@@ -381,7 +398,9 @@ class P2pdTransport:
                 await self._refresh_addresses()
 
     async def _measure_traffic(self) -> None:
-        """Reconcile the rate limiters with the bytes that p2pd sends and receives on the wire, retransmissions included."""
+        """Reconcile the rate limiters with the bytes that p2pd puts on the wire, retransmissions
+        included.
+        """
         if not WireMeter.is_supported():
             return
         up, down = self._link.up, self._link.down
@@ -405,6 +424,6 @@ class P2pdTransport:
             await asyncio.sleep(_MEASURE_S if is_limited else _MEASURE_UNLIMITED_S)
 
     async def _uses_quic(self) -> bool:
-        """Whether any connection uses QUIC, whose bytes the kernel does not count by process."""
+        """Tell whether any connection uses QUIC. The kernel does not count its bytes by process."""
         connections = await self._daemon.connections()
         return any("/quic" in address for addresses in connections.values() for address in addresses)

@@ -1,4 +1,7 @@
-"""TCP bytes that a process sends and receives, headers and retransmissions included, as counted by the Linux kernel (sock_diag(7))."""
+"""Count the TCP bytes that a process sends and receives, headers and retransmissions included.
+
+The Linux kernel does the counting (sock_diag(7)).
+"""
 
 import os
 import socket
@@ -51,9 +54,10 @@ class WireMeter:
         return sys.platform == "linux"
 
     def read(self) -> WireTraffic:
-        """The traffic since the last reading. Raises ``OSError`` when the process has ended, or the kernel does not answer.
+        """Return the traffic since the last reading.
 
-        What a connection carried between the last reading and its end is not counted.
+        What a connection carried between the last reading and its end is not counted. Raises
+        ``OSError`` when the process has ended, or the kernel does not answer.
         """
         inodes = _socket_inodes(self._pid)
         current = {
@@ -84,7 +88,9 @@ def _traffic(connection: _TcpSocket) -> WireTraffic:
 
 
 def _tcp_sockets(family: int) -> Iterator[_TcpSocket]:
-    """The TCP sockets of this network namespace. Raises ``OSError`` when the kernel does not list them."""
+    """Yield the TCP sockets of this network namespace. Raises ``OSError`` if the kernel does not
+    list them.
+    """
     if sys.platform != "linux":
         raise OSError("only Linux counts the bytes of sockets")
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INET_DIAG_INFO - 1), 0, _ANY_STATE)
@@ -117,7 +123,7 @@ def _parse(message: bytes) -> _TcpSocket:
 
 
 def _socket_inodes(pid: int) -> set[int]:
-    """The sockets of a process. Raises ``OSError`` when the process has ended."""
+    """Return the sockets of a process. Raises ``OSError`` when the process has ended."""
     inodes = set()
     for entry in os.listdir(f"/proc/{pid}/fd"):
         try:

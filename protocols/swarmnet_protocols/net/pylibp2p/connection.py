@@ -1,12 +1,19 @@
-"""One connection of py-libp2p: TCP, noise and yamux, protocol negotiation, and the limits that py-libp2p lacks.
+"""One connection of py-libp2p: TCP, noise and yamux, and the limits that py-libp2p lacks.
 
-Either side makes a connection in three steps: TCP, noise (which proves the peer id) and yamux. Each stream is then negotiated. This module
-runs on trio. It changes three behaviours of py-libp2p:
+This module runs on trio. The life of a connection:
 
-1. Its yamux drops a stream whose receiver grants no window for 5 s. Here a sender waits as long as the connection lives.
-2. Its yamux accepts more bytes than the window that it granted, and a window for each stream of each connection. Here the bytes that wait
-   to be read are limited, over all connections.
-3. A cancelled write leaves part of a frame on the wire. Here a frame that has begun is written whole, or the connection is closed.
+1. TCP connects, noise proves the peer id, and yamux carries streams.
+2. Each stream is negotiated.
+3. Either side ends the connection with all its streams.
+
+Three behaviours of py-libp2p are changed:
+
+- Its yamux drops a stream whose receiver grants no window for 5 s. Here a sender waits as long as
+  the connection lives.
+- Its yamux accepts more bytes than the window it granted, and a window for each stream of each
+  connection. Here the unread bytes of all connections are limited together.
+- A cancelled write leaves part of a frame on the wire. Here a frame that has begun is written
+  whole, or the connection is closed.
 """
 
 import socket
@@ -28,20 +35,22 @@ from swarmnet_protocols.net import PeerId
 
 MULTISTREAM = "/multistream/1.0.0"
 MAX_LINE_BYTES = 1024
-"""Most bytes of a line of a negotiation, as in multistream-select."""
+"""Most bytes of one line of a negotiation, as in multistream-select."""
 MAX_OFFERS = 16
 """Protocols that a peer may offer for one stream."""
 MAX_BUFFERED_BYTES = 20 << 20
-"""Bytes that wait to be read, over all streams of all connections. One stream grants at most 16 MiB."""
+"""Most unread bytes, over all streams of all connections. One stream grants at most 16 MiB."""
 MAX_STREAMS = 256
-"""Inbound streams of one connection, as many as go-libp2p accepts before they are negotiated."""
+"""Most inbound streams of one connection. go-libp2p accepts as many before they are negotiated."""
 WRITE_S = 30.0
-"""Seconds after which a frame that the other side does not take ends the connection."""
+"""Seconds that the other side has to take a frame before the connection ends."""
 WINDOW_CHECK_S = 0.005
-"""First period of the check for send window, whose growth py-libp2p does not signal. It doubles up to ``MAX_WINDOW_CHECK_S``."""
+"""Seconds until the first check for send window. py-libp2p does not signal when the window grows.
+The period doubles up to ``MAX_WINDOW_CHECK_S``."""
 MAX_WINDOW_CHECK_S = 0.08
 PIECE_BYTES = 32 << 10
-"""Bytes of one yamux frame: less than the limit of a noise message, which py-libp2p's own largest frames exceed."""
+"""Bytes of one yamux frame. It fits into one noise message, unlike py-libp2p's own largest
+frames."""
 READ_BYTES = 256 << 10
 STREAM_ERRORS = (
     BaseLibp2pError,
@@ -54,13 +63,15 @@ STREAM_ERRORS = (
 
 
 class BufferedTcp(ReadWriteCloser):  # type: ignore[misc]
-    """A TCP stream that is read in large pieces: noise reads two bytes of length before each message."""
+    """A TCP stream that is read in large pieces. noise reads two bytes of length before each
+    message.
+    """
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self._stream = stream
         self._buffer = bytearray()
         self.received_at = 0.0
-        """When anything was last received, on trio's clock; 0 if nothing was."""
+        """Trio time of the last received bytes; 0 before any."""
 
     async def read(self, n: int | None = None) -> bytes:
         if not self._buffer:
@@ -110,14 +121,17 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
             raise ConnectionClosedError("the other side takes nothing")
 
     def drop(self, stream: YamuxStream | None = None) -> None:
-        """Free what waits to be read of a stream, or of all. Reference cycles may keep this object for long after the connection."""
+        """Free the unread bytes of a stream, or of all.
+
+        Reference cycles may keep this object long after the connection.
+        """
         if stream is None:
             self.stream_buffers.clear()
         else:
             self.stream_buffers.pop(stream.stream_id, None)
 
     def buffered_bytes(self) -> int:
-        """Bytes received and not read, over all streams."""
+        """Return bytes received and not read, over all streams."""
         return sum(map(len, self.stream_buffers.values()))
 
 
@@ -137,7 +151,11 @@ class Connection:
         return not self.yamux.event_shutting_down.is_set()
 
     async def open(self, protocol_id: str) -> YamuxStream:
-        """A new stream. Raises ``IncompatibleVersion`` if the other side does not serve the protocol, ``PeerUnreachable`` if it is gone."""
+        """Open a stream.
+
+        Raises ``IncompatibleVersion`` if the other side does not serve the protocol, and
+        ``PeerUnreachable`` if the peer is gone.
+        """
         if len(self.yamux.streams) - self.inbound_streams >= MAX_STREAMS:
             raise PeerUnreachable(f"too many streams to {self.peer}")
         try:
@@ -164,9 +182,10 @@ async def upgrade(
     make_room: Callable[[int], None],
     expected: PeerId | None = None,
 ) -> Connection:
-    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted. ``make_room``: see :class:`BoundedYamux`.
+    """Negotiate encryption and streams over a TCP connection, made to ``expected`` or accepted.
 
-    Raises any error, and leaves closing to the caller.
+    ``make_room`` is as in :class:`BoundedYamux`. Raises any error, and leaves closing to the
+    caller.
     """
     stream.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     tcp = BufferedTcp(stream)
@@ -191,7 +210,8 @@ async def upgrade(
 
 
 async def select(stream: ReadWriteCloser, protocol_id: str) -> None:
-    """Have the other side serve ``protocol_id`` on ``stream``. Raises ``IncompatibleVersion`` if it does not."""
+    """Have the other side serve ``protocol_id`` on ``stream``. Raises ``IncompatibleVersion`` if it
+    does not."""
     await stream.write(_line(MULTISTREAM) + _line(protocol_id))
     if (answer := await _read_line(stream)) != MULTISTREAM:
         raise PeerUnreachable(f"not a libp2p peer: it says {answer[:64]!r}")
@@ -200,7 +220,10 @@ async def select(stream: ReadWriteCloser, protocol_id: str) -> None:
 
 
 async def negotiate(stream: ReadWriteCloser, served: Container[str]) -> str:
-    """The protocol that the other side selects among those ``served``. Raises ``PeerUnreachable`` if it selects none."""
+    """Return the protocol that the other side selects among ``served``.
+
+    Raises ``PeerUnreachable`` if it selects none.
+    """
     await stream.write(_line(MULTISTREAM))
     if await _read_line(stream) == MULTISTREAM:
         for _ in range(MAX_OFFERS):

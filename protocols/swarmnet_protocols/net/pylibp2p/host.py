@@ -1,7 +1,9 @@
-"""A libp2p host on a thread of its own: it listens, dials, and joins each libp2p stream to a socket of this process, as p2pd does.
+"""A libp2p host on its own thread.
 
-py-libp2p runs on trio, the rest of swarmnet on asyncio. Requests go to the thread as tasks (``_call``). Streams come back as one end of a
-socket pair, so that the layers above use the same code as for p2pd's streams.
+It listens, dials, and joins each libp2p stream to a socket of this process, as p2pd does. py-libp2p
+runs on trio, the rest of swarmnet on asyncio. Requests go to the thread as tasks (``_call``).
+Streams come back as one end of a socket pair, so the layers above use the same code as for p2pd's
+streams.
 """
 
 import asyncio
@@ -50,15 +52,17 @@ PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
 HANDSHAKE_S = 10.0
 """Timeout for the handshakes of a connection, and for the negotiation of a stream."""
 MAX_PENDING = 128
-"""Most inbound connections whose handshakes are under way. Each takes about a millisecond of processor time."""
+"""Most inbound connections whose handshakes are under way. Each takes about a millisecond of
+processor time."""
 MAX_PENDING_PER_SUBNET = 16
 CLOSE_S = 10.0
 """Seconds that a closed stream waits for the other side to close it, too."""
 MAX_CLOSING = 128
-"""Most streams that wait so. Further ones are reset: peers that never close would keep the memory of each for ``CLOSE_S``."""
+"""Most streams that wait this way. Further ones are reset: otherwise peers that never close would
+keep the memory of each for ``CLOSE_S``."""
 RETURN_S = 1.0
-"""Seconds after the end of a connection until freed memory is returned. Less costs processor time in
-a swarm whose peers come and go; more lets outsiders fill memory meanwhile."""
+"""Seconds after the end of a connection until freed memory is returned. Less costs processor time
+in a swarm whose peers come and go; more lets outsiders fill memory meanwhile."""
 SOCKET_BYTES = 64 << 10
 """Bytes that the socket of a stream takes before this process reads them."""
 
@@ -66,7 +70,8 @@ _PORT_IN_USE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 T = TypeVar("T")
 OnStream = Callable[[socket.socket, PeerId, str, str], None]
-"""Takes one end of a socket pair, the peer, the protocol id and the multiaddr of an inbound stream."""
+"""Takes one end of a socket pair, the peer, the protocol id and the multiaddr of an inbound
+stream."""
 
 
 class PyLibp2p(P2pd):
@@ -85,9 +90,9 @@ class PyLibp2p(P2pd):
         self._streams = 0
         self._closing = 0
         self._returns_memory = False
-        """Whether freed memory is about to be returned to the system."""
+        """Whether a return of freed memory to the system is scheduled."""
         self._max_buffered_bytes = 0
-        """At least the bytes that wait to be read. Counting them takes a look at every stream."""
+        """Upper bound of the unread bytes. An exact count looks at every stream."""
         self._sockets: list[socket.socket] = []
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._ended = asyncio.Event()
@@ -120,7 +125,7 @@ class PyLibp2p(P2pd):
         await self._ended.wait()
 
     def memory_bytes(self) -> int:
-        """Bytes received on connections and not read."""
+        """Return the bytes received on connections and not read."""
         return sum(each.yamux.buffered_bytes() for each in self._all_connections())
 
     async def identify(self) -> list[str]:
@@ -181,7 +186,7 @@ class PyLibp2p(P2pd):
         self._served.add(protocol_id)
 
     async def _call(self, function: Callable[[], Awaitable[T]]) -> T:
-        """Run ``function`` on the thread. Cancelled with its caller."""
+        """Run ``function`` on the thread. Cancelling the caller cancels it."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
         future.set_running_or_notify_cancel()
         scope = trio.CancelScope()
@@ -305,7 +310,10 @@ class PyLibp2p(P2pd):
             raise PeerUnreachable(f"{peer} does not answer: {'; '.join(errors) or 'in time'}")
 
     async def _open_tcp(self, host: str, port: int) -> trio.SocketStream:
-        """A TCP connection, if possible from the port on which this peer listens: a router then has one mapping for both, as a punched hole needs."""
+        """Open a TCP connection, if possible from the port where this peer listens.
+
+        A router then has one mapping for both, as a punched hole needs.
+        """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         for listener in self._sockets:
             own_host, own_port = listener.getsockname()[:2]
@@ -320,7 +328,8 @@ class PyLibp2p(P2pd):
                 await end.connect((host, port))
             except BaseException as error:
                 end.close()
-                # Windows shares no port with a listener; elsewhere there is or was such a connection from this port.
+                # Windows shares no port with a listener; elsewhere there is or was such a
+                # connection from this port.
                 if isinstance(error, PermissionError) or getattr(error, "errno", 0) in _PORT_IN_USE:
                     break
                 raise
@@ -361,8 +370,11 @@ class PyLibp2p(P2pd):
                 self._connections.pop(connection.peer, None)
 
     async def _return_memory(self) -> None:
-        """After connections have ended: what outsiders sent lay in pieces of many sizes, of which the
-        C library would keep the most that they ever took."""
+        """Return freed memory to the system after connections have ended.
+
+        Bytes from outsiders lie in pieces of many sizes. The C library would keep the most they
+        ever took.
+        """
         await trio.sleep(RETURN_S)
         self._returns_memory = False
         return_freed_memory()
@@ -465,7 +477,10 @@ class PyLibp2p(P2pd):
             local.socket.close()
 
     def _make_room(self, size_bytes: int) -> None:
-        """Before ``size_bytes`` more are buffered: at the limit, end the connection of the largest subnet and peer that holds the most."""
+        """Make room for ``size_bytes`` more in the buffers.
+
+        At the limit, end the connection that holds the most in the largest subnet and peer.
+        """
         self._max_buffered_bytes += size_bytes
         if self._max_buffered_bytes <= limits.MAX_BUFFERED_BYTES:
             return
@@ -525,7 +540,7 @@ async def _echo(stream: YamuxStream) -> None:
 
 
 async def _reset(stream: YamuxStream) -> None:
-    """Release what yamux keeps of a stream."""
+    """Release what yamux keeps for a stream."""
     with (
         trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0),
         contextlib.suppress(*STREAM_ERRORS),
@@ -543,7 +558,8 @@ def _listener(address: str) -> socket.socket:
             raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
     listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
     try:
-        keep_port(listener, is_shared=True)  # with connections that this peer dials: see ``_open_tcp``
+        # with connections that this peer dials: see ``_open_tcp``
+        keep_port(listener, is_shared=True)
         if family == "ip6":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, int(port)))

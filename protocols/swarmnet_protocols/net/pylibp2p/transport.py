@@ -1,4 +1,4 @@
-"""The transport over py-libp2p: the same streams, limits and dialling rules as over p2pd, and the same ids on the wire."""
+"""The transport over py-libp2p, with the streams, limits, dialling rules and wire ids of p2pd."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,8 @@ _PACKAGES = ("libp2p", "libp2p.security", "libp2p.transport")
 
 
 def prepare_libp2p() -> None:
-    """Import the parts of py-libp2p that are used. Raises ``ConfigError`` if it is not installed."""
+    """Import the parts of py-libp2p that are used. Raises ``ConfigError`` if it is not
+    installed."""
     try:
         for package in _PACKAGES:
             prepare_package(package)
@@ -35,7 +36,8 @@ def prepare_libp2p() -> None:
             "py-libp2p is not installed",
             hint="pip install '.[libp2p]' && pip install --no-deps libp2p==0.8.1",
         ) from error
-    # hivemind and py-libp2p both declare crypto.pb.KeyType, and a descriptor pool accepts a name once.
+    # hivemind and py-libp2p both declare crypto.pb.KeyType, and a descriptor pool accepts a name
+    # once.
     own_pool = descriptor_pool.DescriptorPool()
     default_pool, descriptor_pool.Default = descriptor_pool.Default, lambda: own_pool
     try:
@@ -50,7 +52,10 @@ class PyLibp2pTransport(P2pdTransport):
     @classmethod
     @contextlib.asynccontextmanager
     async def create(cls, config: P2pdConfig) -> AsyncIterator["PyLibp2pTransport"]:
-        """As ``P2pdTransport.create``. Listens on TCP only: other addresses of ``config.listen`` are left out."""
+        """Run a transport as ``P2pdTransport.create`` does.
+
+        It listens on TCP only and ignores other addresses of ``config.listen``.
+        """
         prepare_hivemind()
         prepare_libp2p()
         from swarmnet_protocols.net.pylibp2p.host import PyLibp2p
@@ -87,7 +92,10 @@ class PyLibp2pTransport(P2pdTransport):
                 await host.stop()
 
     async def _supervise_daemon(self) -> None:
-        """Enforce the limits on connections, and refresh the addresses. There is no process to restart: at the memory limit, peers are disconnected."""
+        """Enforce the limits on connections, and refresh the addresses.
+
+        There is no process to restart. At the memory limit, peers are disconnected.
+        """
         refreshing = asyncio.create_task(
             persist("the refresh of addresses", self._refresh_addresses_periodically)
         )
