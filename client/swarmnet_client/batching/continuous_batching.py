@@ -1,7 +1,9 @@
 """Continuous batching: the answers of many callers over a few chains of one model.
 
-:func:`open_engine` loads the local layers and gives a :class:`BatchingEngine`, which an endpoint uses. Its :class:`Batcher` queues requests,
-starts them while the limits allow, each on a chain (:class:`SequenceGroup`), and moves answers to another chain when theirs fails.
+1. :func:`open_engine` loads the local layers and returns a :class:`BatchingEngine` for an endpoint.
+2. The engine's :class:`Batcher` queues requests and starts them while the limits allow.
+3. Each answer runs on a chain (:class:`SequenceGroup`). If the chain fails, the batcher moves the
+   answer to another chain.
 """
 
 import asyncio
@@ -54,9 +56,12 @@ class Busy(OutOfResources):
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """``active``: most answers computed at a time; ``waiting``: most requests in the queue behind them.
+    """Limits of one batcher.
 
-    ``positions``: most positions that the active prompts and their answers are expected to have together.
+    - ``active``: most answers computed at a time.
+    - ``waiting``: most requests in the queue.
+    - ``positions``: most positions that all active prompts and answers are expected to have
+      together.
     """
 
     active: int = 32
@@ -66,8 +71,13 @@ class BatchLimits:
 
 @dataclass(frozen=True)
 class Load:
-    """``active`` answers of ``positions`` in all, ``waiting`` requests. ``room``: answers that fitted
-    into the hosts' memory lately; ``answer_s``: mean seconds of an answer."""
+    """The present load of a batcher.
+
+    - ``active``: answers being computed, with ``positions`` in all.
+    - ``waiting``: queued requests.
+    - ``room``: answers that recently fitted into the hosts' memory.
+    - ``answer_s``: mean seconds of an answer.
+    """
 
     active: int = 0
     waiting: int = 0
@@ -84,19 +94,22 @@ def may_start(load: Load, limits: BatchLimits, positions: int) -> bool:
 
 
 def may_wait(load: Load, limits: BatchLimits, answers: int = 1) -> bool:
-    """Whether ``answers`` more requests may be queued. Requests that can start at once do not count."""
+    """Whether ``answers`` more requests may be queued. Requests that can start at once do not
+    count."""
     free = max(0, min(limits.active, load.room) - load.active - load.waiting)
     return load.waiting + max(1, answers - free) <= limits.waiting
 
 
 def retry_after_s(load: Load) -> int:
-    """Seconds after which a refused caller should try again: half of the present requests are done by then."""
+    """Seconds after which a refused caller should try again: half of the present requests are done
+    by then."""
     turns = (load.active + load.waiting) / max(1, load.active)
     return max(1, min(60, math.ceil(turns * load.answer_s / 2)))
 
 
 class Batcher:
-    """Answers requests in the order of their arrival. Answers of a failed chain continue on another one."""
+    """Answers requests in the order of their arrival. Answers of a failed chain continue on another
+    one."""
 
     def __init__(
         self,
@@ -107,9 +120,9 @@ class Batcher:
         room: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """``open_chain`` opens chains whose sequences are long enough for every request.
-        ``draft_model`` drafts, besides the texts themselves.
 
-        ``room``: positions of this client that the hosts have room for.
+        ``draft_model`` drafts tokens in addition to prompt lookup. ``room`` returns how many
+        positions of this client fit on the hosts.
         """
         self._draft_model = draft_model
         self._hosts_room = room

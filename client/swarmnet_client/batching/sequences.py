@@ -1,11 +1,16 @@
-"""The sequences of one chain: each computes one answer at a time, and their decode steps are batched.
+"""The sequences of one chain: each computes one answer at a time, and their decode steps are
+batched.
 
-Prefix reuse (docs/decisions/0073): a finished sequence keeps its KV caches. A prompt that begins like the ids of any sequence of the same owner, which may
-still compute, starts from those: it takes the sequence over if it continues it, and forks from it otherwise. A prompt that begins like another one that is
-being sent waits until that has been sent. Kept caches are dropped, the least recently used first, to keep all caches within ``kept`` positions.
+Prefix reuse (docs/decisions/0073):
 
-When a host fails, all kept caches are given up. Otherwise answers under way would wait until the
-host's successor has computed the kept caches again.
+1. A finished sequence keeps its KV caches.
+2. A new prompt reuses the longest cached prefix of the same owner, even of a sequence that is still
+   running. If the prompt extends a free sequence, it continues that sequence; otherwise it forks.
+3. A prompt that shares its beginning with one being sent waits until that one has been sent.
+4. To keep all caches within ``kept`` positions, the least recently used are dropped first.
+
+When a host fails, all kept caches are given up. Otherwise running answers would wait until the new
+host has recomputed the kept caches.
 """
 
 import asyncio
@@ -29,23 +34,29 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 PREFILL = 2 * CHUNK
-"""Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave hops idle."""
+"""Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
+hops idle."""
 FRESH = MAX_SEQUENCE
-"""The number of a sequence that is always empty. A row that starts from it gets fresh KV caches, and its old ones are freed."""
+"""The number of a sequence that is always empty. A row that starts from it gets fresh KV caches,
+and its old ones are freed."""
 MIN_SHARED = 16
 """Least tokens that a request must share with old KV caches for these to be reused."""
 KEPT_POSITIONS = 1 << 13
-"""Positions of the KV caches of one chain beyond which those of finished answers are dropped: on three hosts, half of what one client of the default model
-has by default."""
+"""Positions of all KV caches of one chain; above this, caches of finished answers are dropped.
+
+On three hosts, this is half of what one client of the default model may use by default.
+"""
 IDLE_S = 60.0
 """Seconds that a chain without answers stays open for the next turn of a chat."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to one of ``end_ids``.
+    """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to
+    one of ``end_ids``.
 
-    KV caches of other requests are reused only for the same ``owner``: the time of the first token tells whether the same prompt was sent before.
+    KV caches of other requests are reused only for the same ``owner``: the time of the first token
+    tells whether the same prompt was sent before.
     """
 
     ids: tuple[int, ...]
@@ -58,7 +69,8 @@ class Request:
 
 
 class Answer:
-    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if the answer fails."""
+    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if
+    the answer fails."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -114,7 +126,11 @@ def common(ids: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass(eq=False)
 class RunningSequence:
-    """One sequence of the chain. ``held``: the ids whose KV caches the hosts have, for ``owner``; ``todo``: the ids to send for ``answer``."""
+    """One sequence of the chain.
+
+    ``held``: the ids whose KV caches the hosts have, for ``owner``. ``todo``: the ids to send for
+    ``answer``.
+    """
 
     number: int
     held: list[int] = field(default_factory=list)
@@ -129,7 +145,10 @@ class RunningSequence:
     speculator: Speculator = field(default_factory=Speculator)
 
     def shared(self, request: Request) -> int:
-        """Ids at the beginning of the prompt, without its last, whose KV caches are held for the same owner; 0 below ``MIN_SHARED``."""
+        """Return how many leading prompt ids are cached for the same owner; 0 below ``MIN_SHARED``.
+
+        The prompt's last id does not count: it must be computed.
+        """
         return common(self.held, request.ids[:-1]) if self.owner == request.owner else 0
 
     def will_share(self, request: Request) -> int:
@@ -140,9 +159,10 @@ class RunningSequence:
     def row(
         self, count: int, draft: Sequence[int] = (), origin: "Origin | None" = None
     ) -> tuple[Row, list[int]]:
-        """The next ``count`` ids to send and a draft after them, as a row and as ids. ``held`` is updated as if they had been computed.
+        """Return the next ``count`` ids and a draft after them, as a row and as ids.
 
-        ``origin``: what the first row of an answer starts from.
+        ``held`` is updated as if they had been computed. ``origin``: the caches that the first row
+        of an answer starts from.
         """
         source, before = self.number, self.held
         if origin is not None and self.answer is not None:
@@ -164,14 +184,14 @@ class RunningSequence:
         self.held, self.owner = [0], ""
 
     def drop(self) -> tuple[Row, list[int]]:
-        """A row that frees the KV caches: one position that means nothing remains."""
+        """Return a row that frees the KV caches. One meaningless position remains."""
         self.forget()
         return Row(self.number, 0, 1, 0, FRESH, rewrite=True), [0]
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The KV caches that an answer starts from: those of ``ids``, the first of sequence ``number``."""
+    """The KV caches that an answer starts from: the first ``ids`` of sequence ``number``."""
 
     number: int
     ids: list[int]
@@ -179,7 +199,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class _Part:
-    """A sequence's part of a step: the next ``count`` of its ids, and a draft of what may follow them; for the first part of an answer, its origin."""
+    """A sequence's part of a step: its next ``count`` ids and a draft. The first part of an answer
+    has its origin.
+    """
 
     sequence: RunningSequence
     count: int
@@ -188,7 +210,11 @@ class _Part:
 
 
 def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
-    """The choices of one answer after each token of a step. If one is made, all of the draft before it was right, and so counts."""
+    """Return the choices of one answer after each token of a step.
+
+    A choice is made only if the whole draft before it was right, so those draft tokens count as
+    part of the answer.
+    """
     sampling, counts = answer.request.sampling, answer.counts
     draws = [Draw(sampling, len(answer.ids), counts)]
     for at in range(len(draft)):
@@ -199,9 +225,11 @@ def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
 
 
 def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
-    """The free sequence for a request: one that it continues, else the one unused for longest, whose KV caches are lost.
+    """Return the free sequence that a request should use.
 
-    Except the one with most of the prompt, which the request forks from, if another one is free.
+    Prefer a sequence that the request continues, else the least recently used one, whose caches are
+    lost. Spare the sequence that shares most of the prompt, so that the request can fork from it,
+    unless no other is free.
     """
     free = sorted(
         (sequence for sequence in sequences if sequence.answer is None), key=lambda sequence: sequence.used
@@ -216,9 +244,10 @@ def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> Run
 def find_origin(
     sequence: RunningSequence, sequences: Sequence[RunningSequence], request: Request
 ) -> Origin | None:
-    """The KV caches from which the answer to ``request`` starts in ``sequence``.
+    """Return the KV caches that the answer to ``request`` starts from in ``sequence``.
 
-    None: the answer waits, because a prompt with the same beginning is being sent, and its caches will serve both.
+    None: the answer waits. A prompt with the same beginning is being sent, and its caches will
+    serve both.
     """
     best = max(sequences, key=lambda each: (each.shared(request), each is sequence))
     shared = best.shared(request)
@@ -238,10 +267,12 @@ def to_drop(
 ) -> list[RunningSequence]:
     """Return the free sequences whose KV caches the next step drops.
 
-    These are the sequences that the group or the chain has given up, whose positions in the chain
-    (``lengths``) differ from the positions they hold. To fit ``coming`` more positions into
-    ``most``, the sequences unused for longest follow, except those in ``used_now``, from which an
-    answer starts. All of them may be too few.
+    - First come sequences that the group or the chain gave up: their positions in the chain
+      (``lengths``) differ from the positions they hold.
+    - Then come the least recently used sequences, until ``coming`` more positions fit into
+      ``most``. Sequences in ``used_now`` are spared: an answer starts from them.
+
+    Dropping all of them may still free too little.
     """
     over = coming + sum(len(sequence.held) for sequence in sequences) - most
     dropped = []
@@ -256,7 +287,9 @@ def to_drop(
 
 
 def share(room: int, wanted: Sequence[int]) -> list[int]:
-    """``room`` positions divided among prompts of ``wanted`` positions: short prompts whole, the rest in equal parts."""
+    """Divide ``room`` positions among prompts of ``wanted`` positions: short ones whole, the rest
+    equally.
+    """
     given = [0] * len(wanted)
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     for done, index in enumerate(order):
@@ -266,14 +299,16 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
 
 
 def _begin_alike(one: RunningSequence, other: RunningSequence, shared: int) -> bool:
-    """Whether two prompts of one owner that have not begun share more than the ``shared`` ids that are held already."""
+    """Whether two unsent prompts of one owner share more than the ``shared`` ids already held."""
     if one.answer is None or other.answer is None or one.answer.request.owner != other.answer.request.owner:
         return False
     return common(one.todo, other.todo[:-1]) >= shared + MIN_SHARED
 
 
 def _taken(part: _Part) -> int:
-    """Positions by which the beginning of an answer changes what its sequence holds, before its first row."""
+    """Return how many positions a sequence gains or loses when an answer begins, before its first
+    row.
+    """
     if part.origin is None or part.origin.number == part.sequence.number:
         return 0
     return len(part.origin.ids) - len(part.sequence.held)
@@ -290,7 +325,10 @@ class SequenceGroup:
         kept: int = KEPT_POSITIONS,
         draft_model: DraftModel | None = None,
     ) -> None:
-        """``kept``: positions of all KV caches beyond which those of finished answers are dropped. ``draft_model``: as in ``Batcher``."""
+        """``kept``: positions of all KV caches; above this, caches of finished answers are dropped.
+
+        ``draft_model``: as in ``Batcher``.
+        """
         self._draft_model = draft_model
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]
@@ -337,7 +375,8 @@ class SequenceGroup:
                 self._release(sequence)
 
     async def run(self) -> None:
-        """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward`` raises."""
+        """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward``
+        raises."""
         async with self._open_chain() as chain:
             self.report = chain.report
             chain.before_replays(self._give_up_idle)
@@ -356,7 +395,9 @@ class SequenceGroup:
             await self._step(chain, self._prompt_parts(coming, is_alone=is_alone))
 
     def _prompt_parts(self, coming: Sequence[RunningSequence], *, is_alone: bool) -> list["_Part"]:
-        """The parts of prompts that go into the next step, without those that wait for another prompt."""
+        """Return the parts of prompts for the next step, except prompts that wait for another
+        prompt.
+        """
         going: list[tuple[RunningSequence, Origin | None]] = []
         beginning: list[RunningSequence] = []
         for sequence in coming:
@@ -406,7 +447,10 @@ class SequenceGroup:
         ]
 
     def _drafts(self, turn: Sequence[RunningSequence]) -> list[tuple[int, ...]]:
-        """A draft for each of the sequences of one step, together at most ``CHUNK`` positions with their newest tokens."""
+        """Return a draft for each sequence of one step.
+
+        Drafts and newest tokens together have at most ``CHUNK`` positions.
+        """
         drafts: list[tuple[int, ...]] = []
         for sequence in turn:
             answer = sequence.answer
@@ -455,7 +499,7 @@ class SequenceGroup:
                 self._take(part, answer, tokens)
 
     def _take(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
-        """Add the valid of ``tokens`` to an answer: those up to the first that differs from the draft."""
+        """Add ``tokens`` to an answer, up to the first that differs from the draft."""
         sequence = part.sequence
         answer.trips += 1
         answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]

@@ -22,7 +22,10 @@ _Location = tuple[PeerId, int, int]
 """A host and a span of blocks."""
 
 ATTEMPTS = 3
-"""Attempts at a request, each after an upload, with a host that refuses it for a missing adapter. A host that drops parts faster is useless."""
+"""Attempts at a request, each after an upload, with a host that reports a missing adapter.
+
+A host that drops parts faster than this is useless.
+"""
 
 
 class AdapterUploads:
@@ -39,9 +42,11 @@ class AdapterUploads:
         self._uploading: defaultdict[_Location, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def with_adapter(self, hop: Hop, request: Callable[[bytes], Awaitable[T]]) -> T:
-        """The result of ``request``, called with the hash of the adapter's part for ``hop`` once the host has that part.
+        """Call ``request`` with the hash of the adapter's part for ``hop``, once the host has that
+        part.
 
-        The part is uploaded again to a host that has dropped it. Raises what ``upload_adapter`` and ``request`` raise.
+        If the host has dropped the part, it is uploaded again. Raises what ``upload_adapter`` and
+        ``request`` raise.
         """
         for _ in range(ATTEMPTS - 1):
             try:
@@ -53,7 +58,11 @@ class AdapterUploads:
         return await request(await self._hash_at(hop))
 
     async def _hash_at(self, hop: Hop) -> bytes:
-        """The hash of the part for ``hop``, uploaded if this host is not known to have it. Concurrent callers share one upload."""
+        """Return the hash of the part for ``hop``. Upload the part unless this host is known to
+        have it.
+
+        Concurrent callers share one upload.
+        """
         location = hop.peer, hop.start, hop.end
         async with self._uploading[location]:
             if location not in self._hashes:
@@ -66,10 +75,11 @@ class AdapterUploads:
 async def upload_adapter(
     swarm: Swarm, hop: Hop, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
 ) -> bytes:
-    """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash; empty without an adapter.
+    """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash;
+    empty without an adapter.
 
-    Raises ``ConfigError`` for a prefix that some of the blocks lack, what opening a stream raises, ``Refused``,
-    ``StreamEnded`` or ``DeadlineExceeded``.
+    Raises ``ConfigError`` for a prefix that some of the blocks lack, what opening a stream raises,
+    ``Refused``, ``StreamEnded`` or ``DeadlineExceeded``.
     """
     part = await asyncio.to_thread(adapter.part, hop.start, hop.end) if adapter is not None else None
     if part is None:

@@ -1,8 +1,13 @@
-"""Audits one chain beside its steps: outputs of a hop are computed again by another host, and a third host decides a mismatch.
+"""Audits one chain while its steps go on. Another host recomputes outputs of a hop; a third host
+decides a mismatch.
 
-The inputs of a hop are the outputs that the hop before it reports; its outputs it reports itself. Both are compared with
-digests that the receivers report. So a neighbour that lies about the data between them cannot have a host convicted: if two neighbours disagree,
-both are replaced and not made neighbours again for a while. The client is the sender to the first hop and the receiver from the last.
+1. The hop before reports its outputs, which are the inputs of the audited hop. The audited hop
+   reports its own outputs.
+2. Both reports are compared with digests that the receivers report. The client is the sender to the
+   first hop and the receiver from the last.
+3. If two neighbours disagree, both are replaced, and not made neighbours again for a while. So a
+   lying neighbour cannot have an honest host convicted.
+4. If all agree, a witness recomputes the outputs from the same inputs.
 """
 
 import asyncio
@@ -29,15 +34,19 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_SEQUENCES_BYTES = 64 << 20
-"""Bytes of outputs that every host keeps for transcripts. Sessions with more are not audited: their hosts may have dropped some."""
+"""Bytes of outputs that every host keeps for transcripts.
+
+Longer sessions are not audited, because their hosts may have dropped some outputs.
+"""
 
 
 @dataclass(eq=False)
 class AuditedSequence:
-    """The first positions of the sequence that is audited next: what the client sent and received. No I/O.
+    """The first positions of the sequence to audit next: what the client sent and received. No I/O.
 
-    ``failovers``: those of the chain when the sequence began. ``changes`` counts how often positions were dropped: transcripts from before a
-    change are useless after it.
+    - ``failovers``: failovers of the chain when the sequence began.
+    - ``changes``: how often positions were dropped. A transcript from before a change is useless
+      after it.
     """
 
     sequence: int
@@ -66,11 +75,13 @@ class AuditedSequence:
         self.length = row.end
 
     def inputs(self, count: int) -> torch.Tensor:
-        """The inputs of the first ``count`` positions, as they were sent; ``count`` is at most ``MAX_DIGEST_POSITIONS``."""
+        """The inputs of the first ``count`` positions, as they were sent; ``count`` is at most
+        ``MAX_DIGEST_POSITIONS``."""
         return torch.cat(self._inputs)[:count]
 
     def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:
-        """The positions among the first ``count`` whose outputs the client has, and these outputs."""
+        """The positions among the first ``count`` whose outputs the client has, and these
+        outputs."""
         known = sorted(at for at in self._outputs if at < count)
         return known, torch.stack([self._outputs[at] for at in known])
 
@@ -89,7 +100,8 @@ class _ClaimedOutputs:
 
 
 class Auditor:
-    """Audits hops of one chain. Sessions with an adapter are not audited: witnesses would need the adapter first."""
+    """Audits hops of one chain. Sessions with an adapter are not audited: witnesses would need the
+    adapter first."""
 
     def __init__(
         self,
@@ -114,7 +126,9 @@ class Auditor:
     # ---- steps of the chain --------------------------------------------------------------------
 
     def add_audited_outputs(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """The rows, with some outputs of first positions of each sequence added, which an audit of the last hop needs."""
+        """Return the rows with extra outputs of each sequence's first positions, for audits of the
+        last hop.
+        """
         if self._spec.adapter is not None:
             return rows
         return tuple(
@@ -141,7 +155,9 @@ class Auditor:
     def step_done(
         self, version: SequenceVersion, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
-        """A step was answered. Returns its outputs without those that ``add_audited_outputs`` added."""
+        """Note the answer to a step. Return its outputs without the ones ``add_audited_outputs``
+        added.
+        """
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = torch.split(values, [row.count for row in rows])
         parts = torch.split(outputs, [row.wanted for row in rows])
@@ -197,7 +213,10 @@ class Auditor:
     async def _claimed_outputs(
         self, watched: AuditedSequence, index: int, hops: tuple[LiveHop, ...], count: int
     ) -> _ClaimedOutputs | None:
-        """The inputs and outputs of a hop, if it and its neighbours agree on them; otherwise None, and the hops that disagree are replaced."""
+        """Return the inputs and outputs of a hop, if the hop and its neighbours agree on them.
+
+        Otherwise replace the hops that disagree and return None.
+        """
         changes = watched.changes
         live = hops[index]
         before = hops[index - 1] if index else None
@@ -275,7 +294,10 @@ class Auditor:
     async def _recompute(
         self, plan: AuditPlan, claimed: _ClaimedOutputs, asked: tuple[PeerId, ...]
     ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
-        """Outputs that hosts other than ``asked`` compute from the same inputs, and these hosts; None if no other host answers."""
+        """Have hosts other than ``asked`` compute outputs from the same inputs.
+
+        Returns the outputs and these hosts; None if no other host answers.
+        """
         tried: tuple[PeerId, ...] = asked
         while path := self._witnesses(plan.hop, tried):
             tried = (*tried, *(hop.peer for hop in path))
@@ -303,8 +325,11 @@ class Auditor:
         return outputs
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
-        """Hosts outside of the chain: an audited host must not witness for itself or its neighbours. Only those of its precision: quantised
-        weights differ from others by more than the tolerance."""
+        """Return hosts outside of the chain that have the hop's precision.
+
+        An audited host must not witness for itself or its neighbours. Quantised weights of another
+        precision would differ by more than the tolerance.
+        """
         in_chain = {live.hop.peer for live in self._supervisor.hops}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
         return witnesses(self._swarm.hosts, hop, without, self._ledger.rng)

@@ -1,12 +1,12 @@
-"""A chain of hosts as the client uses it: steps are sent to the first hop, and their outputs are received from the last one.
+"""A chain of hosts as the client uses it: steps go to the first hop, outputs come from the last.
 
 1. :meth:`Chain.forward` cuts long rows into chunks, one step each, and sends them.
-2. A step is numbered, logged and waits (:class:`StepsInFlight`). The client's link to the first hop sends it from the log, as every hop
-   sends its outputs to the next one (``session/link.py``).
+2. A step is numbered, logged and waits (:class:`StepsInFlight`). The client's link to the first hop
+   sends it from the log, as every hop sends its outputs to the next one (``session/link.py``).
 3. The last hop answers on its session stream; :meth:`Chain._receive` ends the step's wait.
 
-Failures do not appear here: :class:`ChainSupervisor` replaces the hops that fail, and the logs replay what they had. A step that waits does
-not notice, except by the time it takes.
+Failures do not appear here: :class:`ChainSupervisor` replaces failed hops, and the logs replay
+their inputs. A waiting step only takes longer.
 """
 
 import asyncio
@@ -33,14 +33,14 @@ from swarmnet_protocols.wire import session_pb2 as pb
 MEASURED_STEPS = 8
 """Decode steps whose median time is one measurement of a chain's hosts."""
 CHUNK = 256
-"""Positions in one step: a hop computes one while the next hop computes the one before."""
+"""Positions in one step. A hop computes one step while the next hop computes the previous one."""
 
 Part = list[tuple[int, Row]]
-"""The pieces of one step, each with the index of the row it is a piece of."""
+"""The pieces of one step, each with the index of its row."""
 
 
 class Chain:
-    """Made by :meth:`open`."""
+    """An open chain over all blocks of a model. Made by :meth:`open`."""
 
     def __init__(
         self,
@@ -99,14 +99,20 @@ class Chain:
     # ---- steps ------------------------------------------------------------------------------------------
 
     async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
-        """Send new positions ([P] ids or [P, D] embeddings) through all blocks; returns the wanted outputs, [wanted, D], row after row.
+        """Send new positions ([P] ids or [P, D] embeddings) through all blocks.
 
-        Long rows travel in chunks, so that every hop of the chain computes at the same time. Waits through failures as long as every
-        block is hosted. Raises ``NoRoute`` when a block has no host for ``recover_s``, ``NoRoom``
-        for a prompt that is too long for the hosts, ``OutOfResources`` when they are full or a
-        sequence would pass ``max_length``, ``Unreachable`` when every attempt to repair the chain
-        fails, ``ConfigError`` for an adapter that lacks blocks or when independent hosts refuse
-        what the client sends, ``ProtocolViolation`` for rows against ``session.steps``.
+        Returns the wanted outputs [wanted, D], row after row. Long rows travel in chunks, so that
+        all hops compute at the same time. Failures are waited out as long as every block is hosted.
+
+        Raises:
+
+        - ``NoRoute`` when a block has no host for ``recover_s``.
+        - ``NoRoom`` for a prompt that is too long for the hosts.
+        - ``OutOfResources`` when the hosts are full or a sequence would pass ``max_length``.
+        - ``Unreachable`` when every attempt to repair the chain fails.
+        - ``ConfigError`` for an adapter that lacks blocks, or when independent hosts refuse what
+          the client sends.
+        - ``ProtocolViolation`` for rows against ``session.steps``.
         """
         longest = self._spec.prefix_positions + max(row.end for row in rows)
         if longest > self._spec.max_length:
@@ -170,7 +176,11 @@ class Chain:
         return outputs
 
     def _measure(self, step_s: float) -> None:
-        """Count the time of a decode step with no other in flight. The median of several counts: one may have met a pause."""
+        """Count the time of a decode step with no other in flight.
+
+        Several steps give one measurement, their median, because a single step may have met a
+        pause.
+        """
         self._steps_s.append(step_s)
         if len(self._steps_s) == MEASURED_STEPS and self.report.route:
             self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
@@ -179,9 +189,9 @@ class Chain:
     # ---- outputs ----------------------------------------------------------------------------------------
 
     async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
-        """Receive what one hop sends on a stream until its session ends, or goes on with another stream: the latter returns True.
+        """Receive from one hop on a stream. Return whether the session went on with another stream.
 
-        Outputs end the wait of their step; all else is for the supervisor.
+        Outputs end the wait of their step. All other messages go to the supervisor.
         """
         try:
             while True:
@@ -211,7 +221,9 @@ class Chain:
         trace.take(live.session, live.hop, timed)
 
     async def _supervise(self) -> None:
-        """Keep the chain whole. A failure that cannot be repaired ends every step, those to come too."""
+        """Keep the chain whole. A failure that cannot be repaired ends every step, later ones
+        included.
+        """
         try:
             await self._supervisor.run()
         except SwarmnetError as error:
@@ -221,9 +233,11 @@ class Chain:
 
 
 def cut(rows: tuple[Row, ...]) -> list[Part]:
-    """Rows split into steps of at most ``CHUNK`` positions; of more rows than that, at most one position of each row.
+    """Split rows into steps of at most ``CHUNK`` positions. With more rows than that, a step has at
+    most one position of each row.
 
-    A row that starts from another sequence means that sequence as it is before the batch, so all rows of such a batch begin in one step.
+    A row that starts from another sequence means that sequence as it is before the batch. So all
+    rows of such a batch begin in one step.
     """
     done = [0] * len(rows)
     parts: list[Part] = []
@@ -235,7 +249,7 @@ def cut(rows: tuple[Row, ...]) -> list[Part]:
 
 
 def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: torch.Tensor) -> list[torch.Tensor]:
-    """The values of each part. ``values`` [P, ...] are those of ``rows``, one after another."""
+    """Return the values of each part. ``values`` [P, ...] belong to ``rows``, one after another."""
     inputs = torch.split(values, [row.count for row in rows])
     taken = [0] * len(rows)
     cuts = []
@@ -265,7 +279,9 @@ def _cut_rest(rows: Sequence[Row], done: Sequence[int]) -> list[Part]:
 
 
 def _piece(row: Row, done: int, count: int) -> Row:
-    """``count`` positions of a row after the first ``done``, which earlier steps have."""
+    """Return ``count`` positions of a row, after the first ``done`` positions that earlier steps
+    have.
+    """
     left = row.count - done - count
     outputs = max(0, min(count, row.outputs - left))
     source = row.sequence if done else row.source

@@ -1,8 +1,10 @@
 """Blame and retries: which host caused a failure, whether to try again, and the error for the user.
 
-A host may refuse with a good reason: its inputs were not finite, or too long. Then the host that computed those inputs is at fault, or the
-client. The host may also lie. All hosts refuse a client that is at fault, and a host that lies cannot cause refusals by hosts that did not
-use its outputs. So the client is blamed if independent hosts refuse for the same reason.
+A host may refuse with good reason, for example inputs that are too long or not finite. Then the
+client or the host that computed those inputs is at fault. Or the refusing host lies.
+
+All hosts refuse a client at fault. A lying host cannot make hosts refuse that did not use its
+outputs. So the client is blamed if independent hosts refuse for the same reason.
 """
 
 from collections.abc import Sequence
@@ -30,24 +32,27 @@ CLIENT_FAULTS = {
     refusal_pb2.REASON_TOO_LONG: "send shorter sequences",
     refusal_pb2.REASON_NOT_FINITE: "the model's own weights are damaged, or an adapter has grown too large: train it with a lower learning rate",
 }
-"""Reasons for which every honest host refuses a client at fault, each with advice to the user."""
+"""Reasons why every honest host refuses a client at fault, each with advice to the user."""
 PAUSE_S = 0.25
 """Seconds between two attempts, once the first ones have failed."""
 QUICK_ATTEMPTS = 3
 """Attempts to fill a chain without a pause. With fewer, a lost packet costs a pause; with more, a
 host that refuses at once is asked too often."""
 DIRECTORY_S = 0.3
-"""Longest wait for the directory before a host that failed is tried again. Most answers take a round
-trip, but a replica that is gone too takes seconds: it may have failed with the host."""
+"""Longest wait for the directory before a failed host is tried again.
+
+Most answers take a round trip. A directory replica that failed together with the host would take
+seconds.
+"""
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
 FULL_ATTEMPTS = 4
-"""As ``ATTEMPTS``, where a host had no room: each attempt has it compute the prompt up to there
-again."""
+"""As ``ATTEMPTS``, but when a host had no room. Each attempt recomputes the prompt up to that
+host."""
 
 
 class Suspects:
-    """The hosts of which one may have caused all refusals for a reason. Pure."""
+    """For each reason, the hosts that may have caused all refusals so far. Pure."""
 
     def __init__(self) -> None:
         self._left: dict[int, frozenset[PeerId]] = {}
@@ -56,7 +61,8 @@ class Suspects:
     def narrow(self, reason: int, peers: frozenset[PeerId]) -> tuple[frozenset[PeerId], frozenset[PeerId]]:
         """Count a refusal caused by one of ``peers`` or by the client.
 
-        Returns the peers that may have caused all refusals for ``reason``, and the peers that this refusal clears of suspicion.
+        Returns the peers that may have caused all refusals for ``reason``, and the peers that this
+        refusal clears of suspicion.
         """
         left = self._left[reason] = self._left.get(reason, peers) & peers
         accused = self._accused[reason] = self._accused.get(reason, peers) | peers
@@ -64,7 +70,8 @@ class Suspects:
 
 
 class Blame:
-    """Attributes the failures of one piece of work: a session between two answers, or a batch of passes."""
+    """Attributes the failures of one piece of work: a session between two answers, or a batch of
+    passes."""
 
     def __init__(self, swarm: Swarm) -> None:
         self._swarm = swarm
@@ -79,19 +86,23 @@ class Blame:
         sent_by: Hop | None = None,
         continues: bool = False,
     ) -> list[Hop]:
-        """Ban the hosts that may have caused the failure of ``hop`` with ``error``, and return the hops to replace. An overloaded host is left alone instead.
+        """Ban the hosts that may have caused the failure of ``hop``. Return the hops to replace.
 
-        ``made_by``: the hops whose outputs led to its inputs; ``sent_by``: the hop that sent them, None for the client.
-        ``continues``: whether the hop was to continue an answer. Hosts that this
-        failure clears are unbanned. Raises ``ConfigError`` when the client is at fault: no single host, or none that can be replaced, can
-        have caused all refusals.
+        - ``error``: the failure. An overloaded host is left alone instead of banned.
+        - ``made_by``: the hops whose outputs led to the inputs of ``hop``.
+        - ``sent_by``: the hop that sent those inputs; None for the client.
+        - ``continues``: whether ``hop`` was to continue an answer.
+
+        Hosts that this failure clears are unbanned. Raises ``ConfigError`` when the client is at
+        fault: no single host, or none that can be replaced, can have caused all refusals.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
             self._swarm.overloaded(hop.peer, error.retry_after_s, continues=continues)
             return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
-        if reason == refusal_pb2.REASON_NOT_FINITE:  # any of them may have made the numbers too large
+        # any of them may have made the numbers too large
+        if reason == refusal_pb2.REASON_NOT_FINITE:
             suspects = list(dict.fromkeys([hop, *made_by]))
         elif reason in CLIENT_FAULTS and sent_by is not None:
             suspects, may_be_client = [hop, sent_by], False
@@ -103,7 +114,8 @@ class Blame:
     def _narrow(
         self, error: SwarmnetError, reason: "refusal_pb2.Reason", suspects: Sequence[Hop]
     ) -> list[Hop]:
-        """The hops that may have caused all refusals. Raises ``ConfigError`` as ``attribute`` does."""
+        """The hops that may have caused all refusals. Raises ``ConfigError`` as ``attribute``
+        does."""
         left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
             self._swarm.answered(peer)
@@ -117,10 +129,10 @@ class Blame:
 
 
 class RetryPolicy:
-    """Counts what a chain has gone through since it last answered: its repairs, and the time it waited for busy hosts. Pure."""
+    """Counts repairs and waits for busy hosts since a chain last answered. Pure."""
 
     def __init__(self, recover_s: float) -> None:
-        """``recover_s``: a chain is tried for this long at least."""
+        """``recover_s``: seconds that a chain is tried at least."""
         self._recover_s = recover_s
         self._attempts = 0
         self._since = 0.0
@@ -128,10 +140,10 @@ class RetryPolicy:
         self._busy_since: float | None = None
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Seconds to wait before the next attempt. ``error`` ended the last one; a refusal may name
-        a time to wait.
+        """Seconds to wait before the next attempt. ``error`` ended the last one.
 
-        A host without room is asked again after that time, then after twice that.
+        A refusal may name a time to wait. A host without room is asked again after that time, then
+        after twice that.
         """
         if self._attempts <= (2 if is_full(error) else 3):  # another host may do
             return 0.0
@@ -141,10 +153,11 @@ class RetryPolicy:
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
     def is_given_up(self, now: float, error: SwarmnetError | None = None, *, idle: bool) -> bool:
-        """Count one more failure, which was ``error``; True after ``ATTEMPTS`` in a row over at
-        least ``recover_s``, or ``FULL_ATTEMPTS`` for lack of room.
+        """Count one more failure, ``error``, and return whether to give up.
 
-        An ``idle`` chain had nothing to answer: if it held for ``recover_s`` since its last repair, counting begins anew.
+        True after ``ATTEMPTS`` failures in a row over at least ``recover_s``, or after
+        ``FULL_ATTEMPTS`` for lack of room. An ``idle`` chain has nothing to answer: if it held for
+        ``recover_s`` since its last repair, the count starts over.
         """
         if self._attempts == 0 or (idle and now > self._repaired_at + self._recover_s):
             self._attempts, self._since = 0, now
@@ -154,7 +167,8 @@ class RetryPolicy:
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
     def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
-        """Whether a wait of ``wait_s`` for busy hosts ends within ``most_s`` of their first refusal.
+        """Whether a wait of ``wait_s`` for busy hosts ends within ``most_s`` of their first
+        refusal.
 
         What hosts say does not prolong the wait: they may lie.
         """

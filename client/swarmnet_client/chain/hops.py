@@ -1,4 +1,5 @@
-"""The hops of one chain: sessions on hosts, how they are opened, and the requests that they answer."""
+"""The hops of one chain: sessions on hosts, how they are opened, and the requests that they
+answer."""
 
 import asyncio
 import contextlib
@@ -26,7 +27,7 @@ from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16}
-"""Dtypes by the part of a precision that names the activations."""
+"""Dtypes by the activation part of a precision name."""
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
@@ -36,22 +37,26 @@ class SessionRole(Enum):
     HOP = auto()
     """It sends its outputs to the next hop, or to the client if it is the last hop."""
     SUCCESSOR = auto()
-    """It is a hop that takes the place of a lost one after the chain has answered: it begins with a replay."""
+    """A hop that replaces a lost one after the chain has answered. It begins with a replay."""
     STANDBY = auto()
-    """It is the last session of a standby, and sends to no peer until it takes over."""
+    """The last session of a standby. It sends to no peer until it takes over."""
     SPARE = auto()
-    """It is a standby that its host may refuse or end for other work."""
+    """A standby that its host may refuse or end for other work."""
 
 
 @dataclass(frozen=True)
 class ChainSpec:
-    """The requirements of a chain.
+    """The requirements of a chain over blocks [0, ``blocks``).
 
-    It covers blocks [0, ``blocks``) and sequences of at most ``max_length`` positions of ``hidden_size`` numbers, which the client has as
-    ``dtype``. ``wire``: the element type in which they travel; None: that of the sending host. Hosts apply ``adapter``; the positions of
-    its prefix count as positions of every sequence. ``log_bytes`` bounds the log of inputs that the client keeps for replays. ``standby``:
-    whether each hop has a standby, where other hosts have its blocks; None: only on hosts without other work, once a replay would take long.
-    ``trace`` records the times of all steps. ``wait_s``: the longest wait, in seconds, for busy hosts before the first answer.
+    - ``max_length``: most positions of a sequence, each of ``hidden_size`` numbers.
+    - ``dtype``: element type of the client's values.
+    - ``wire``: element type on the wire; None for the type of the sending host.
+    - ``adapter``: applied by the hosts. Its prefix counts as positions of every sequence.
+    - ``log_bytes``: limit of the log of inputs that the client keeps for replays.
+    - ``standby``: whether each hop has a standby where other hosts have its blocks. None: only on
+      hosts without other work, once a replay would take long.
+    - ``trace``: records the times of all steps.
+    - ``wait_s``: longest wait, in seconds, for busy hosts before the first answer.
     """
 
     blocks: int
@@ -71,9 +76,10 @@ class ChainSpec:
         return 0 if self.adapter is None else self.adapter.prefix_positions
 
     def wire_of(self, precision: str) -> torch.dtype:
-        """The element type of the outputs of a host that computes in ``precision``; for the first hop of a chain also of its inputs.
+        """Return the element type of the outputs of a host that computes in ``precision``.
 
-        That is ``wire`` if it is given. Otherwise it is the type in which the host computes, so that nothing is lost.
+        The inputs of the first hop use this type too. It is ``wire`` if given, else the type the
+        host computes in, so that nothing is lost.
         """
         return self.wire or _ACTIVATIONS.get(precision.partition("/")[2], self.dtype)
 
@@ -92,11 +98,15 @@ class ChainReport:
     route: list[tuple[PeerId, int, int]] = field(default_factory=list)
     """Host and blocks [start, end) of each hop."""
     precisions: list[str] = field(default_factory=list)
-    """Precisions of all hops so far: first that of most blocks of the first route, then others in the order in which they came."""
+    """Precisions of all hops so far: first the most common of the first route, then others as they
+    came.
+    """
     audits: int = 0
     """Outputs of a hop that another host computed again."""
     wrong: list[PeerId] = field(default_factory=list)
-    """Hosts whose outputs two others contradicted. Answers from before each was replaced may be wrong."""
+    """Hosts whose outputs two others contradicted. Answers from before their replacement may be
+    wrong.
+    """
 
     def take(self, hops: Sequence[Hop]) -> None:
         """Note the hops of a route that covers all blocks."""
@@ -109,9 +119,10 @@ class ChainReport:
 
 @dataclass(frozen=True)
 class HopTranscript:
-    """A hop's own account of the first positions of a sequence: a digest of the inputs it received, and the outputs [P, D] it sent.
+    """A hop's own account of the first positions of a sequence.
 
-    The last hop's has no outputs: the client received them.
+    It has a digest of the inputs that the hop received, and the outputs [P, D] that it sent. The
+    last hop shows no outputs: the client received them.
     """
 
     received: bytes
@@ -119,7 +130,7 @@ class HopTranscript:
 
     @classmethod
     def read(cls, shown: pb.Shown, payload: Buffer) -> "HopTranscript":
-        """Raises ``ProtocolViolation`` for outputs that are no [P, D] tensor."""
+        """Read a reply. Raises ``ProtocolViolation`` unless the outputs are a [P, D] tensor."""
         if not shown.HasField("sent"):
             return cls(shown.received, None)
         if len(shown.sent.shape) != 2:
@@ -131,7 +142,10 @@ class HopTranscript:
         )
 
     def checked(self, shape: tuple[int, int] | None, wire: torch.dtype) -> "HopTranscript":
-        """This transcript. Raises ``ProtocolViolation`` unless it is well-formed; with ``shape`` [P, D], it must have such outputs, sent as ``wire``."""
+        """Return this transcript, or raise ``ProtocolViolation`` if it is malformed.
+
+        With ``shape`` [P, D], it must have outputs of that shape, sent as ``wire``.
+        """
         if len(self.received) != DIGEST_BYTES:
             raise ProtocolViolation("a transcript without a digest of the inputs")
         if shape is not None:
@@ -161,19 +175,22 @@ class LiveHop:
     applied: int = 0
     """The last step that it has computed, from its heartbeats."""
     next: "LiveHop | None" = None
-    """The hop to which it sends its outputs; None for the last one."""
+    """The hop that receives its outputs; None for the last hop."""
     epoch: int = 0
     """Epoch of its link to ``next``."""
     alive: bool = True
     leaving: bool = False
     """Its host is about to stop, and asked the client to replace it."""
     leaving_since: float = math.inf
-    """Loop time at which its host asked for that. Infinite if the host moves, and so waits for
-    nothing."""
+    """Loop time when the host asked to be replaced.
+
+    Infinite if the host only moves to other blocks: then it waits for nothing.
+    """
     stands_by: bool = False
-    """Whether it was not told yet where to send its outputs."""
+    """Whether the hop has not been told yet where to send its outputs."""
     is_switching: bool = False
-    """Whether the client still has to tell the hop that the standby which it feeds is its next hop now."""
+    """Whether the client still has to tell the hop that the standby it feeds is now its next
+    hop."""
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
@@ -195,21 +212,25 @@ class LiveHop:
         self.next, self.epoch, self.stands_by, self.is_switching = successor, epoch, False, False
 
     def end(self, error: SwarmnetError) -> None:
-        """The hop is no part of the chain any more. ``show`` raises ``error``."""
+        """Take the hop out of the chain. ``show`` raises ``error``."""
         self.alive = False
         if self.showing is not None and not self.showing.done():
             self.showing.set_exception(error)
 
     async def receive(self, stream: SessionStream) -> tuple[pb.SessionReply, Buffer]:
-        """The next message of ``stream`` that is no heartbeat. Raises as ``TypedStream.receive``."""
+        """Return the next message of ``stream``, except heartbeats. Raises as
+        ``TypedStream.receive``.
+        """
         received = await stream.receive()
         self.heard_at = asyncio.get_running_loop().time()
         return received
 
     async def show(self, sequence: int, count: int, *, within_s: float) -> HopTranscript:
-        """Request the hop's transcript of the first ``count`` positions of a sequence. One request at a time.
+        """Request the hop's transcript of the first ``count`` positions of a sequence. One request
+        at a time.
 
-        Raises what sending raises, ``TimeoutError``, or the error for which the hop is replaced meanwhile.
+        Raises what sending raises, ``TimeoutError``, or the error of the hop if it is replaced
+        meanwhile.
         """
         self.showing = asyncio.get_running_loop().create_future()
         try:
@@ -221,7 +242,8 @@ class LiveHop:
             self.showing = None
 
     def take_shown(self, shown: pb.Shown, payload: Buffer) -> None:
-        """Complete the request of ``show``; late replies are dropped. Raises ``ProtocolViolation`` for a malformed reply."""
+        """Complete the request of ``show``; late replies are dropped. Raises ``ProtocolViolation``
+        for a malformed reply."""
         if self.showing is not None and not self.showing.done():
             self.showing.set_result(HopTranscript.read(shown, payload))
 
@@ -231,7 +253,8 @@ class LiveHop:
 
     async def send_heartbeats(self, stream: SessionStream, period_s: float) -> None:
         """Send heartbeats on ``stream`` until it ends."""
-        with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
+        # the task that receives from the hop gets the same error
+        with contextlib.suppress(SwarmnetError):
             await stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
     async def relink(self, epoch: int, target: NextHop | None, record: bytes, needed: Iterable[int]) -> None:
@@ -249,7 +272,8 @@ class LiveHop:
         await self._request(pb.SessionRequest(tee=pb.Tee(epoch=target.epoch, standby=_peer(target, record))))
 
     async def _request(self, request: pb.SessionRequest) -> None:
-        with contextlib.suppress(SwarmnetError):  # the task that receives from the hop gets the same error
+        # the task that receives from the hop gets the same error
+        with contextlib.suppress(SwarmnetError):
             await self.stream.send(request)
 
 
@@ -291,8 +315,10 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
 
 
 def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop], LiveHop | None]]:
-    """The parts of a route that are not open yet, each with the open hop behind it; None if it goes
-    to the end of the chain."""
+    """Return the parts of a route that are not open yet, each with the open hop behind it.
+
+    That hop is None if the part goes to the end of the chain.
+    """
     opened = {live.hop: live for live in hops}
     found: list[tuple[list[Hop], LiveHop | None]] = []
     new: list[Hop] = []
@@ -306,8 +332,11 @@ def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop],
 
 
 def displaced(hops: Sequence[LiveHop], new: Sequence[LiveHop]) -> list[LiveHop]:
-    """The hops that give way to ``new`` ones: they share blocks with one, or would be its neighbour
-    on the same host, which cannot dial itself."""
+    """Return the hops that give way to ``new`` ones.
+
+    They share blocks with a new hop, or would be its neighbour on the same host, which cannot dial
+    itself.
+    """
     return [live for live in hops if any(_excludes(each.hop, live.hop) for each in new)]
 
 
@@ -336,8 +365,12 @@ async def open_hop(
 ) -> LiveHop:
     """Open a session on a host.
 
-    ``identity`` is the session's id and epoch; ``target`` is the hop after it, None if its outputs go to the client, or to no peer yet from a standby.
-    ``uploads`` uploads the chain's adapter first. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
+    - ``identity``: id and epoch of the session.
+    - ``target``: the hop after it. None if outputs go to the client, or if a standby sends to no
+      peer yet.
+    - ``uploads``: uploads the chain's adapter first.
+
+    Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
     """
     session, epoch = identity
     request = pb.Open(
@@ -369,7 +402,10 @@ async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
 
 
 async def resume(swarm: Swarm, live: LiveHop) -> SessionStream:
-    """Another stream for a hop's session, over the present path; the host then ends the one before with ``Moved``. Raises as ``open_hop``."""
+    """Open another stream for a hop's session, over the present path. Raises as ``open_hop``.
+
+    The host then ends the previous stream with ``Moved``.
+    """
     return await _ask(swarm, live.hop, pb.SessionRequest(resume=pb.Resume(session=live.session)))
 
 

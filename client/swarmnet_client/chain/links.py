@@ -1,7 +1,7 @@
 """Makes the links of a chain: the client sends to the first hop, and each hop to the next one.
 
-The client sends over a stream of its own. A hop is told where to send, by the requests ``relink`` and
-``tee``. Outside of this module both are a ``Sender``.
+The client sends over a stream of its own. The requests ``relink`` and ``tee`` tell a hop where to
+send. Outside of this module, client and hops are both a ``Sender``.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class ChainLinks:
-    """Who sends to whom in one chain.
+    """The links of one chain: who sends to whom.
 
-    ``steps`` sends from the client's log. ``lost`` is told of a link of the client that cannot be made or
-    kept.
+    ``steps`` sends from the client's log. ``lost`` is called when a link of the client cannot be
+    made or breaks.
     """
 
     swarm: Swarm
@@ -40,7 +40,8 @@ class ChainLinks:
         return self._epoch
 
     async def make(self, hops: Sequence[LiveHop]) -> None:
-        """Have each sender of a whole chain send to the hop behind it, and the last hop answer the client."""
+        """Have each sender of a whole chain send to the hop behind it, and the last hop answer the
+        client."""
         senders: list[Sender] = [self.client, *hops]
         for sender, successor in zip(senders, [*hops, None], strict=True):
             if sender.next is not successor or sender.needs_link:
@@ -48,7 +49,8 @@ class ChainLinks:
 
     async def link(self, sender: Sender, successor: LiveHop | None) -> None:
         """Have a sender send to ``successor``; None: have a hop answer the client."""
-        # A hop goes on with the link that fed the standby it switches to, so that link keeps its epoch.
+        # A hop goes on with the link that fed the standby it switches to, so that link keeps its
+        # epoch.
         is_fed = isinstance(sender, LiveHop) and sender.is_switching and sender.next is successor
         epoch = sender.epoch if is_fed else self.next_epoch()
         if successor is not None:
@@ -59,7 +61,8 @@ class ChainLinks:
             await sender.relink(epoch, None, b"", self.steps.outbox.log.lengths)
 
     async def send(self, sender: Sender, hop: Hop, target: NextHop, opened: LiveHop | None) -> None:
-        """Have a sender send to ``target``, a session on ``hop``. ``opened``: None while that session is being opened."""
+        """Have a sender send to ``target``, a session on ``hop``. ``opened``: None while that
+        session is being opened."""
         sender.linked_to(opened, target.epoch)
         _log.debug("a hop is linked", extra=target.log_fields | {"sender": sender.peer})
         if isinstance(sender, LiveHop):
@@ -71,7 +74,9 @@ class ChainLinks:
             await cancel(replaced)
 
     async def feed(self, sender: Sender, standby: LiveHop, epoch: int) -> asyncio.Task[None] | None:
-        """Have a sender send to a standby of its next hop too. Returns the task of a link of the client."""
+        """Have a sender also send to a standby of its next hop. Returns the task if the client
+        sends.
+        """
         target = standby.target(epoch)
         _log.debug("a standby is fed", extra=target.log_fields | {"sender": sender.peer})
         if not isinstance(sender, LiveHop):
@@ -97,7 +102,8 @@ class ChainLinks:
         await cancel(self.client.sending)
 
     async def _send_steps(self, hop: Hop, target: NextHop, *, is_standby: bool) -> None:
-        """Send the client's steps. A link that is lost before its session is open is made again after that."""
+        """Send the client's steps. A link that is lost before its session is open is made again
+        after that."""
         sender = replace(self.steps, wire=self.spec.wire_of(hop.precision))
         try:
             await sender.run(target, is_standby=is_standby)

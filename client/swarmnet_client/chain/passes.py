@@ -1,8 +1,11 @@
-"""A training batch through all blocks and back: forward and backward passes, one host after another.
+"""Training passes: a batch goes forward through all blocks and back, one host after another.
 
-The batch is split into microbatches that follow each other through the hosts, so that all hosts compute at the same time. The client keeps
-the inputs of every pass: any other host of the same blocks can compute the gradients from them. :class:`RemoteBatch` leads the batch through
-the hosts and decides what is computed again after a failure; :class:`PassClient` runs one pass at one host.
+1. The batch is split into microbatches that follow each other through the hosts, so that all hosts
+   compute at the same time.
+2. :class:`RemoteBatch` leads the batch through the hosts, and decides what to compute again after a
+   failure. :class:`PassClient` runs one pass at one host.
+3. The client keeps the inputs of every pass, so any other host of the same blocks can compute the
+   gradients.
 """
 
 import asyncio
@@ -41,11 +44,16 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MICROBATCHES = 8
-"""Least number of microbatches of a batch that is large enough: three hops then idle for a fifth of the time."""
+"""Least number of microbatches of a batch that is large enough: three hops then idle for a fifth of
+the time."""
 MIN_POSITIONS = 256
-"""Least positions of a microbatch. 1,024 positions take an eighth longer in microbatches of 256, a third longer in those of 128."""
+"""Least positions of a microbatch.
+
+1,024 positions take an eighth longer in microbatches of 256, and a third longer in microbatches of
+128.
+"""
 PASSES_PER_HOST = 2
-"""Passes of a batch at one host at a time: one is computed while the tensors of the other travel."""
+"""Passes of a batch at one host at a time: one computes while the tensors of the other travel."""
 T = TypeVar("T")
 
 
@@ -54,15 +62,18 @@ class GraphGone(SwarmnetError):
 
 
 class InDoubt(SwarmnetError):
-    """A host failed, perhaps because of other hosts' outputs for the same sequences: all hosts' outputs must be computed again."""
+    """A host failed, perhaps because of other hosts' outputs for the same sequences.
+
+    The outputs of all hosts must be computed again.
+    """
 
 
 @dataclass(frozen=True)
 class HopPass:
     """The forward pass of some sequences at one host, with its inputs [P, D].
 
-    ``before`` are the hosts whose outputs led to ``inputs``. ``graph`` is the id under which the host may have kept the autograd graph,
-    empty for none.
+    - ``before``: the hosts whose outputs led to ``inputs``.
+    - ``graph``: the id of the autograd graph that the host may have kept; empty for none.
     """
 
     hop: Hop
@@ -73,9 +84,10 @@ class HopPass:
 
 
 def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, ...]]:
-    """The batch cut into microbatches: tuples of sequence lengths, in order. Raises ``OutOfResources`` for a sequence that is too long for a host.
+    """Cut the batch into microbatches: tuples of sequence lengths, in order.
 
-    ``prefix_positions`` of an adapter count for every sequence.
+    ``prefix_positions`` of an adapter count for every sequence. Raises ``OutOfResources`` for a
+    sequence that is too long for a host.
     """
     if max(counts) + prefix_positions > MAX_POSITIONS:
         longest = MAX_POSITIONS - prefix_positions
@@ -94,11 +106,15 @@ def split(counts: Sequence[int], prefix_positions: int = 0) -> list[tuple[int, .
 
 
 class RemoteBatch:
-    """Sequences of ``counts`` positions, laid one after another: forward once, then backward as often as wanted.
+    """Sequences of ``counts`` positions, one after another: forward once, then backward any number
+    of times.
 
-    Both wait through failures as long as every block is hosted, and the result is the same. They raise ``NoRoute`` when a block has no host
-    for ``recover_s``, ``OutOfResources`` when the hosts are full, ``Unreachable`` when every attempt fails, ``ConfigError`` when independent
-    hosts refuse what the client sends.
+    Both wait out failures as long as every block is hosted; the result is the same. They raise:
+
+    - ``NoRoute`` when a block has no host for ``recover_s``.
+    - ``OutOfResources`` when the hosts are full.
+    - ``Unreachable`` when every attempt fails.
+    - ``ConfigError`` when independent hosts refuse what the client sends.
     """
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, counts: Sequence[int]) -> None:
@@ -111,9 +127,11 @@ class RemoteBatch:
         self._hosts = PassClient(swarm, spec, self.report)
 
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
-        """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not finite.
+        """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not
+        finite.
 
-        With ``keep_graphs`` hosts keep autograd graphs for the backward passes, if they have memory.
+        With ``keep_graphs`` hosts keep autograd graphs for the backward passes, if they have
+        memory.
         """
         parts = await self._cut(inputs)
         done = await all_of(
@@ -127,9 +145,11 @@ class RemoteBatch:
         return torch.cat([outputs for _, outputs in done])
 
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The gradients of the inputs of ``forward`` and of the adapter's tensors, from those of its outputs [P, D].
+        """Return the gradients of the inputs and of the adapter's tensors, from output gradients
+        [P, D].
 
-        They are summed in a fixed order, so the result does not depend on which host answers first. Raises ``ConfigError`` as ``forward`` does.
+        They are summed in a fixed order, so the result does not depend on which host answers first.
+        Raises ``ConfigError`` as ``forward`` does.
         """
         values = await self._cut(gradients)
         walked = self._walked
@@ -146,7 +166,8 @@ class RemoteBatch:
         return torch.cat([found for found, _ in done]), adapter_gradients
 
     async def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The microbatches in their wire type, checked. Yields to the event loop in between: a batch may be large."""
+        """The microbatches in their wire type, checked. Yields to the event loop in between: a
+        batch may be large."""
         parts = []
         for part in torch.split(values, [sum(counts) for counts in self._parts]):
             if not torch.isfinite(part).all():
@@ -161,7 +182,7 @@ class RemoteBatch:
     async def _forward(
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[HopPass], torch.Tensor]:
-        """A microbatch through all blocks; from the start again when outputs of hosts are in doubt."""
+        """Send a microbatch through all blocks. Start over when outputs of hosts are in doubt."""
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
@@ -178,7 +199,11 @@ class RemoteBatch:
         *,
         keep_graphs: bool,
     ) -> tuple[list[HopPass], torch.Tensor]:
-        """Through the blocks of ``span`` on their present hosts; ``values`` are outputs of ``before``. Raises ``InDoubt``."""
+        """Send ``values`` through the blocks of ``span`` on their present hosts. Raises
+        ``InDoubt``.
+
+        ``before``: the hosts that computed ``values``.
+        """
         hop_passes: list[HopPass] = []
         reached = span[0]
         retries = RetryPolicy(self._swarm.timing.recover_s)
@@ -203,7 +228,9 @@ class RemoteBatch:
     async def _backward(
         self, walked: Sequence[HopPass], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Backward through the passes; when outputs of hosts are in doubt, forward again on other hosts first."""
+        """Go backward through the passes. When outputs are in doubt, first go forward again on
+        other hosts.
+        """
         retries = RetryPolicy(self._swarm.timing.recover_s)
         while True:
             try:
@@ -215,7 +242,9 @@ class RemoteBatch:
     async def _walk_back(
         self, walked: Sequence[HopPass], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Backward through the passes. A pass whose host failed is computed again by other hosts, which then take its place."""
+        """Go backward through the passes. Other hosts recompute a pass whose host failed, and
+        replace it.
+        """
         hop_passes, after = list(walked), list[HopPass]()
         adapter_gradients: dict[str, torch.Tensor] = {}
         retries = RetryPolicy(self._swarm.timing.recover_s)
@@ -252,7 +281,10 @@ class RemoteBatch:
 
 
 class PassClient:
-    """Runs the passes of one batch on its hosts, at most ``PASSES_PER_HOST`` at a time on each, and none on a host that failed meanwhile."""
+    """Runs the passes of one batch, at most ``PASSES_PER_HOST`` at a time on each host.
+
+    A pass is not run on a host that failed in the meantime.
+    """
 
     def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
         self._swarm = swarm
@@ -266,10 +298,13 @@ class PassClient:
         self._blame = Blame(swarm)
 
     async def forward(self, hop_pass: HopPass) -> torch.Tensor:
-        """The outputs [P, D] of a forward pass.
+        """Return the outputs [P, D] of a forward pass.
 
-        Raises ``ConfigError`` if no host would compute it, ``InDoubt`` if the host cannot compute with what the hosts before it made,
-        another ``SwarmnetError`` if it fails otherwise.
+        Raises:
+
+        - ``ConfigError`` if no host would compute it.
+        - ``InDoubt`` if the host cannot compute with the outputs of the hosts before it.
+        - another ``SwarmnetError`` if it fails otherwise.
         """
 
         async def question(adapter: bytes) -> torch.Tensor:
@@ -284,10 +319,11 @@ class PassClient:
     async def backward(
         self, hop_pass: HopPass, grad_outputs: torch.Tensor, after: Sequence[HopPass]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The gradients of a forward pass's inputs, and of the adapter's tensors for its blocks, from those of its outputs [P, D].
+        """Return the gradients of a pass's inputs and of its blocks' adapter tensors, from output
+        gradients.
 
-        ``grad_outputs`` came back through the passes ``after`` it. Raises ``GraphGone`` if the host has dropped its graph,
-        ``SwarmnetError`` as ``forward`` does.
+        ``grad_outputs`` [P, D] came back through the passes ``after`` it. Raises ``GraphGone`` if
+        the host has dropped its graph, ``SwarmnetError`` as ``forward`` does.
         """
         adapter_tensors = self._adapter_tensors(hop_pass.hop)
         shapes = [hop_pass.inputs.shape]

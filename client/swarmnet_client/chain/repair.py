@@ -1,9 +1,8 @@
 """Repairs a chain: fills its gaps with hosts, and links its hops.
 
-1. A standby takes the place of a hop that ended, where there is one.
+1. A hop that ended is replaced by its standby, if it has one.
 2. Blocks that no live hop covers are a gap. Sessions are opened on the hosts of a route over all
-   blocks, most of which are open already. While that fails, the directory is read and another
-   route chosen.
+   blocks; most are open already. If that fails, the directory is read and another route chosen.
 3. Each hop is linked to the hop behind it. The hop before a new one replays its log there.
 """
 
@@ -46,13 +45,18 @@ from swarmnet_protocols.session.link import NextHop, log_id
 _log = logging.getLogger(__name__)
 
 ROOMLESS_ATTEMPTS = 2
-"""Attempts without room on any host after which an answer under way ends. A host with more room may
-have come since the directory was read; each attempt reads it."""
+"""Attempts without room on any host after which a running answer ends.
+
+Each attempt reads the directory, because a host with more room may have joined.
+"""
 
 
 @dataclass(eq=False)
 class ChainRepair:
-    """The hops of one chain, and how they are replaced. Whoever finds a hop wrong ends it, and notes the error here."""
+    """The hops of one chain, and how they are replaced.
+
+    Whoever finds a hop wrong ends the hop and notes the error here.
+    """
 
     swarm: Swarm
     spec: ChainSpec
@@ -74,12 +78,15 @@ class ChainRepair:
 
     @property
     def continues(self) -> bool:
-        """Whether the chain has answered, so that hops which are added continue an answer."""
+        """Whether the chain has answered before, so that added hops continue an answer."""
         return bool(self.in_flight.acked)
 
     @property
     def precision(self) -> str | None:
-        """The precision that new hops should have: that of the chain, or of its first hops. None before there are any."""
+        """The precision that new hops should have: that of the chain, or of its first hops.
+
+        None while the chain has no hops.
+        """
         known = self.report.precisions or [live.hop.precision for live in self.hops]
         return known[0] if known else None
 
@@ -107,7 +114,8 @@ class ChainRepair:
                     pause_s = self._retries.pause_s(self.last_error)
                     if not is_full(self.last_error):  # else other hosts may have room at once
                         await asyncio.sleep(pause_s)
-                    # Kept caches would be replayed before the answers that wait (docs/decisions/0111).
+                    # Kept caches would be replayed before the answers that wait
+                    # (docs/decisions/0111).
                     self.in_flight.forget_idle()
                     await self._fill(pause_s)
                     self._retries.repaired(clock())
@@ -131,7 +139,10 @@ class ChainRepair:
     # ---- the hops ---------------------------------------------------------------------------------------
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """The blocks that neither a live hop nor a standby covers. Closes the sessions of hops that have ended, and installs their standbys."""
+        """Return the blocks that neither a live hop nor a standby covers.
+
+        Close the sessions of hops that have ended, and install their standbys.
+        """
         gone = [live for live in self.hops if not live.alive]
         self.hops = [live for live in self.hops if live.alive]
         for live in gone:
@@ -141,7 +152,11 @@ class ChainRepair:
         return gaps(self.hops, self.spec.blocks)
 
     def _install(self, standby: Standby) -> None:
-        """Make the hops of a standby hops of the chain. ``ChainLinks.make`` tells the sender, and the last of them if it does not know the next hop."""
+        """Make the hops of a standby hops of the chain.
+
+        ``ChainLinks.make`` then tells the sender, and the standby's last hop if it does not know
+        the next hop.
+        """
         self.report.failovers += 1
         self._add(standby.hops)
         self.links.switch(standby.sender, standby.hops[0], standby.epoch, standby.feeding)
@@ -160,13 +175,13 @@ class ChainRepair:
     async def _fill(self, pause_s: float) -> None:
         """Open sessions until all hops of a route are open.
 
-        A host that fails is banned for a while, and another route chosen: the open hops may cover all
-        blocks already, but include two that do not reach each other. ``pause_s``: the pause before a
-        full host is asked again.
+        A host that fails is banned for a while, and another route is chosen, even if the open hops
+        cover all blocks: two of them may not reach each other. ``pause_s``: seconds before a full
+        host is asked again.
         """
         failures: list[Unfilled] = []
         is_open = False
-        # Hops end and standbys take over while hosts are asked: the gaps are counted anew each time.
+        # Hops end and standbys take over while hosts are asked, so the gaps are counted every time.
         while self._gaps() or not is_open:
             if failures:
                 await self._look_again(failures)
@@ -199,7 +214,8 @@ class ChainRepair:
             if not is_missing_experts(self.last_error):  # which is why the host is not there
                 self.last_error = error
             return Unfilled.NO_ROUTE
-        # A dial may take a timeout, so a host that failed is dialled only after the directory was read.
+        # A dial may take a timeout, so a host that failed is dialled only after the directory was
+        # read.
         if not failures and self.swarm.is_doubtful(route, [live.hop for live in self.hops]):
             if is_full(self.last_error):
                 await asyncio.sleep(pause_s)
@@ -207,7 +223,8 @@ class ChainRepair:
         return None if await self._open(route) else Unfilled.NOT_OPENED
 
     def _route(self) -> list[Hop]:
-        """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or ``HostsBusy``."""
+        """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or
+        ``HostsBusy``."""
         blocks = 0, self.spec.blocks
         self.swarm.check_room(self.positions, blocks)
         return self.swarm.route(
@@ -246,8 +263,10 @@ class ChainRepair:
         return {live.hop for live in self.hops}.issuperset(route)
 
     def _sender_to(self, new: Hop) -> Sender | None:
-        """The client or the open hop that will send to a new one; None if a new one will, or a hop
-        that gives way."""
+        """Return the client or the open hop that will send to a new hop.
+
+        None if the sender will be another new hop, or a hop that gives way.
+        """
         if new.start == 0:
             return self.links.client
         senders = (live for live in self.hops if live.hop.end == new.start and live.peer != new.peer)
@@ -258,7 +277,8 @@ class ChainRepair:
         self.last_error = error
 
     async def _wait_for_hosts(self, busy: HostsBusy) -> None:
-        """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may wait.
+        """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may
+        wait.
 
         A chain that has answered is worth the time of a repair.
         """

@@ -1,4 +1,7 @@
-"""Sessions on the hosts of a chain: opens them, and receives from each until it ends, over another stream when the path improves."""
+"""Sessions on the hosts of a chain: opens them, and receives from each until it ends.
+
+When the path to a host improves, its session goes on over another stream.
+"""
 
 import asyncio
 import logging
@@ -22,8 +25,10 @@ _log = logging.getLogger(__name__)
 class HopSessions:
     """The open sessions of one chain.
 
-    ``receive`` receives from a hop until its session ends, and returns whether it went on with another stream; ``heartbeat`` takes its
-    heartbeats; ``ended`` is told of a session that ended wrongly.
+    - ``receive`` receives from a hop until its session ends. It returns whether the session went on
+      with another stream.
+    - ``heartbeat`` takes a hop's heartbeats.
+    - ``ended`` is called when a session ends with an error.
     """
 
     swarm: Swarm
@@ -44,12 +49,17 @@ class HopSessions:
         role: SessionRole = SessionRole.HOP,
         begun: Callable[[NextHop], Awaitable[None]] | None = None,
     ) -> list[LiveHop]:
-        """Open sessions on the hosts of ``route`` at once and return those that opened.
+        """Open sessions on all hosts of ``route`` at the same time. Return the sessions that
+        opened.
 
-        In ``epoch`` they link one to the next, and the last one to ``after``. ``begun`` is told of the
-        first session while it is being opened: links that arrive there wait for it. ``failed`` is told
-        of the sessions that did not open. ``role`` is the role of the last session, or of all if they
-        are successors. Raises ``ConfigError`` if no host would take the chain's adapter.
+        - ``after``, ``epoch``: in this epoch each session links to the next, and the last to
+          ``after``.
+        - ``begun`` is called with the first session while it opens. Links that arrive there wait
+          for it.
+        - ``failed`` is called for each session that did not open.
+        - ``role``: the role of the last session. Successors all have the same role.
+
+        Raises ``ConfigError`` if no host would take the chain's adapter.
         """
         planned = [(hop, self.swarm.new_session()) for hop in route]
         following: list[NextHop | None] = [
@@ -109,11 +119,13 @@ class HopSessions:
         await cancel(*self._receiving)
 
     async def _attend(self, live: LiveHop) -> None:
-        """Receive from one hop until its session ends; over another stream when the path improves."""
+        """Receive from one hop until its session ends; over another stream when the path
+        improves."""
         streams = [asyncio.create_task(self._attend_stream(live))]
         try:
             while await self._resume(live, streams[-1]):
-                # Outputs may still be on their way over the stream before it, whose last message is Moved.
+                # Outputs may still be on their way over the stream before it, whose last message is
+                # Moved.
                 streams.append(asyncio.create_task(self._attend_stream(live)))
             *_, is_moved = await asyncio.gather(*streams)
             if is_moved:
@@ -122,7 +134,10 @@ class HopSessions:
             await cancel(*streams)
 
     async def _resume(self, live: LiveHop, receiving: asyncio.Task[bool]) -> bool:
-        """Wait for a better path to the hop, and go on with its session there. False if the session ends first or stays where it is."""
+        """Wait for a better path to the hop, and go on with its session there.
+
+        Returns False if the session ends first or stays where it is.
+        """
         improved = asyncio.create_task(live.stream.stream.path_improved())
         try:
             await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
@@ -138,7 +153,10 @@ class HopSessions:
         return True
 
     async def _attend_stream(self, live: LiveHop) -> bool:
-        """Receive from one hop over its present stream, and send it heartbeats there. Whether the session went on with another stream."""
+        """Receive from a hop over its present stream, and send heartbeats there.
+
+        Returns whether the session went on with another stream.
+        """
         stream = live.stream
         stream.on_heartbeat = partial(self.heartbeat, live)
         beating = asyncio.create_task(live.send_heartbeats(stream, self.swarm.timing.client_silence_s / 4))

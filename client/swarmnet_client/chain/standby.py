@@ -1,18 +1,23 @@
-"""Standbys: hosts that are made ready to take the place of a hop while that hop goes on.
+"""Standbys: hosts that prepare to replace a hop while that hop still computes.
 
-A standby consists of sessions on one or more hosts that together have the blocks of a hop. Its stages:
+A standby is a row of sessions, on one or more hosts, that together have the blocks of a hop. Its
+stages:
 
 1. **Opened.** Its sessions are open, and linked one to the next.
-2. **Fed.** The hop before, or the client, sends its steps to the standby too (``Tee``): those of its log first, then each as it comes.
+2. **Fed.** The sender (the hop before, or the client) also sends its steps to the standby
+   (``Tee``): first its log, then each new step.
 3. **Ready.** It has computed all but the latest steps.
-4. **Linked.** If the hop is about to leave, the standby links to the hop behind, which takes its steps from there from then on. The last
-   hop's standby answers the client.
-5. **Installed.** It is the hop now, and the sender's second link the only one (:class:`ChainSupervisor`). No step has waited.
+4. **Linked.** If the hop is about to leave, the standby links to the hop behind, which from then on
+   takes its steps from the standby. The last hop's standby answers the client.
+5. **Installed.** The standby is the hop now, and the sender keeps only its second link
+   (:class:`ChainSupervisor`). No step has waited.
 
-If the hop fails, the standby is installed at once, from stage 2 on: it lacks a few steps, not the whole log.
+If the hop fails, the standby is installed at once, from stage 2 on. It lacks a few steps, not the
+whole log.
 
-Hops that leave have a standby, and all hops of a client that asks for them. Other hops have a spare one, once a replay would take long: on one
-host, which has no other work and may end it for other work.
+Hops that leave have a standby, and all hops of a client that asks for standbys. Other hops get a
+spare one once a replay would take long. A spare is on a single host without other work, which may
+end it for other work.
 """
 
 import asyncio
@@ -35,16 +40,23 @@ from swarmnet_protocols.wire import refusal_pb2
 _log = logging.getLogger(__name__)
 
 LATE_STEPS = 2
-"""Steps that a standby may lack when it takes over from a hop that leaves: its account of them is as old as a heartbeat."""
+"""Steps that a standby may lack when it takes over from a leaving hop.
+
+The number is known from heartbeats, so it is as old as the last one.
+"""
 ATTEMPTS = 3
-"""Standbys that fail before a hop which leaves is replaced without one."""
+"""Standbys that fail before a leaving hop is replaced without one."""
 SPARE_POSITIONS = 512
-"""Positions of a session from which its hops have spare standbys. Fewer are replayed within about a second."""
+"""Positions of a session before its hops get spare standbys. Fewer are replayed within about a
+second.
+"""
 
 
 @dataclass(eq=False)
 class Standby:
-    """The sessions that are to take the place of ``replaced``, in order, and the second link of ``sender`` that feeds them."""
+    """The sessions that will replace ``replaced``, in order, and the second link of ``sender`` to
+    them.
+    """
 
     replaced: LiveHop
     sender: Sender
@@ -62,12 +74,15 @@ class Standby:
         return not self.hops[-1].stands_by
 
     def repeats(self, after: LiveHop | None) -> bool:
-        """Whether its last hop is on the host of the hop ``after`` it, to which it could not
-        link."""
+        """Whether its last hop could not link to the hop ``after`` it because both are on the same
+        host.
+        """
         return after is not None and after.peer == self.hops[-1].peer
 
     def is_ready(self, acked: int) -> bool:
-        """Whether it has nearly all steps that the client has the outputs of, which are those up to ``acked``."""
+        """Whether it has nearly all steps up to ``acked``, the last step whose outputs the client
+        has.
+        """
         return self.hops[-1].applied + LATE_STEPS >= acked
 
 
@@ -84,10 +99,10 @@ class _Place:
     standby: Standby | None = None
     failures: int = 0
     refusing: set[PeerId] = field(default_factory=set)
-    """Hosts that have refused a spare standby. The others are asked before they are asked again."""
+    """Hosts that refused a spare standby. They are asked again only after all others."""
 
     def require(self) -> None:
-        """From now on any host may be the standby, also one with other work: begin the search again, at once."""
+        """Accept any host from now on, even one with other work. Restart the search at once."""
         self.is_spare, self.failures = False, 0
         self.refusing.clear()
         if self.preparing is not None:
@@ -133,9 +148,10 @@ class Standbys:
         return place is not None and place.failures >= ATTEMPTS
 
     def keep(self, hops: Sequence[LiveHop], precision: str | None, positions: int) -> None:
-        """Have a standby prepared for each hop of a whole chain that needs one. End those of hops that are gone, or that no sender feeds.
+        """Prepare a standby for each hop of a whole chain that needs one.
 
-        ``positions``: those that a replay of the session would send.
+        End the standbys of hops that are gone, and standbys that no sender feeds. ``positions``:
+        how many a replay of the session would send.
         """
         self._positions = positions
         senders: list[Sender] = [self.links.client, *hops[:-1]]
@@ -164,7 +180,7 @@ class Standbys:
                     place.preparing = asyncio.create_task(self._prepare(place, precision))
 
     def take(self, live: LiveHop) -> Standby | None:
-        """The standby of a hop, to be installed in its place; None if it has none that is alive and fed."""
+        """Return the standby of a hop, to install in its place. None unless it is alive and fed."""
         place = self._places.pop(live, None)
         if place is None:
             return None
@@ -179,7 +195,7 @@ class Standbys:
         return None
 
     def discard(self, standby: Standby) -> None:
-        """End a standby that failed; another one is prepared. Its hop goes on."""
+        """End a standby that failed. Its hop goes on, and another standby is prepared."""
         place = self._places.get(standby.replaced)
         if place is None or place.standby is not standby:
             return
@@ -188,7 +204,8 @@ class Standbys:
         place.failures += 1
         self._close(standby)
         if standby.is_linking and standby.replaced.next is not None:
-            # The hop behind may take steps from the standby by now: the hop has to link to it again.
+            # The hop behind may take steps from the standby by now: the hop has to link to it
+            # again.
             standby.replaced.next = None
         self.changed.set()
 
@@ -286,7 +303,8 @@ class Standbys:
                     live.stream.close()
 
     def _failed(self, hop: Hop, error: SwarmnetError) -> None:
-        """Ban a host that does not open a session, or ended it, unless it only has no room for a standby."""
+        """Ban a host that does not open a session, or ended it, unless it only has no room for a
+        standby."""
         if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
             self.swarm.failed(hop.peer)
 

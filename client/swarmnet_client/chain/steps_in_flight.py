@@ -1,4 +1,7 @@
-"""In-flight steps: the steps of a chain that were sent and not answered, and the activation log that sends and replays them. No I/O."""
+"""In-flight steps: the steps of a chain that were sent and not answered. No I/O.
+
+The activation log sends these steps, and replays them after a failure.
+"""
 
 import asyncio
 import math
@@ -17,10 +20,14 @@ from swarmnet_protocols.wire import session_pb2 as pb
 
 
 class StepsInFlight:
-    """Numbers the steps of one chain, logs them in ``outbox``, and returns the outputs of each. A replay does not end a step's wait."""
+    """Numbers the steps of one chain, logs them in ``outbox``, and returns the outputs of each.
+
+    A step goes on waiting while it is replayed.
+    """
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
-        """``log_bytes``: the limit of the activation log in bytes. ``hidden_size``: the numbers of one output, D."""
+        """``log_bytes``: the limit of the activation log in bytes. ``hidden_size``: the numbers of
+        one output, D."""
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self.give_up_idle: Callable[[], Set[int]] = frozenset
@@ -44,7 +51,7 @@ class StepsInFlight:
 
     @property
     def acked(self) -> int:
-        """The last step up to which every step has its outputs."""
+        """The number of the last step that is answered together with all steps before it."""
         return self._acked
 
     def forget_idle(self) -> None:
@@ -53,10 +60,13 @@ class StepsInFlight:
         log.keep(log.lengths.keys() - self.give_up_idle())
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
-        """Send one step: ``values`` [P] (token ids) or [P, D] (embeddings) of all rows. Returns the outputs that the rows want, [wanted, D].
+        """Send one step and return the outputs that the rows want, [wanted, D].
 
-        Raises ``ProtocolViolation`` if ``check_rows`` of ``session.steps`` refuses the rows, ``OutOfResources`` if the in-flight steps
-        alone reach the limit of the log, and the error given to ``fail``.
+        ``values`` of all rows are token ids [P] or embeddings [P, D]. Raises:
+
+        - ``ProtocolViolation`` if ``check_rows`` of ``session.steps`` refuses the rows.
+        - ``OutOfResources`` if the in-flight steps alone reach the limit of the log.
+        - the error given to ``fail``.
         """
         if self._failure is not None:
             raise self._failure
@@ -71,9 +81,11 @@ class StepsInFlight:
             self._rests_since = asyncio.get_running_loop().time()
 
     def complete(self, output: pb.Output, payload: Buffer) -> bool:
-        """Give the outputs in ``payload`` to the step that ``output`` names. Returns False if that step does not wait: a replay may answer twice.
+        """Give the outputs in ``payload`` to the step that ``output`` names.
 
-        Raises ``ProtocolViolation`` if the outputs do not have the shape that the step wants, or have infinity or NaN in them.
+        Returns False if that step does not wait: a replay may answer twice. Raises
+        ``ProtocolViolation`` if the outputs have another shape than the step wants, or contain
+        infinity or NaN.
         """
         if not self._acked < output.step <= self.outbox.log.last:
             return False
@@ -93,7 +105,7 @@ class StepsInFlight:
         return is_awaited
 
     def fail(self, error: SwarmnetError) -> None:
-        """Raise ``error`` from every ``send``: those that wait, and all later ones."""
+        """Raise ``error`` from every waiting ``send`` and from all later ones."""
         self._failure = error
         for _, future in self._waiting.values():
             if not future.done():

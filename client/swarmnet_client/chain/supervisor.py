@@ -1,12 +1,18 @@
-"""Watches the hops of a chain, and has it repaired when one fails while steps wait.
+"""Watches the hops of a chain, and repairs the chain when a hop fails while steps wait.
 
-The client has a session stream to every hop, which tells it when a hop fails, and a link to the first hop. A hop is replaced when its
-session ends with an error, when it is silent, when it has its inputs and does not compute for ``stall_s``, when it cannot reach the next
-hop, or when an audit finds its outputs wrong. A hop whose host is about to stop hands over to a standby (``standby.py``), which is ready
-before the hop is closed.
+The client has a session stream to every hop, which reports failures, and a link to the first hop. A
+hop is replaced when:
 
-Whatever finds a hop wrong drops it and sets ``_trouble``; one loop, :meth:`ChainSupervisor._keep_whole`, has ``repair.py`` open, replace
-and link hops.
+- its session ends with an error, or it is silent;
+- it has its inputs and does not compute for ``stall_s``;
+- it cannot reach the next hop;
+- an audit finds its outputs wrong.
+
+A hop whose host is about to stop hands over to a standby (``standby.py``), which is ready before
+the hop is closed.
+
+Whoever finds a hop wrong drops it and sets ``_trouble``. A single loop,
+:meth:`ChainSupervisor._keep_whole`, then has ``repair.py`` open, replace and link hops.
 """
 
 import asyncio
@@ -53,12 +59,17 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 NOTICE_S = 0.1
-"""Seconds between a report of a lost link and its handling. Most often the receiving hop died, and its session ends within this time."""
+"""Seconds between a report of a lost link and its handling.
+
+Usually the receiving hop died, and its session ends within this time.
+"""
 RESTS_S = 0.8
-"""Seconds without a step in flight, and since a hop's host asked to leave, after which it is let go
-before its standby is ready. Longer than between two tokens of an answer, which would wait for a
-replay, and than most standbys need; and short, because a host that is asked to stop waits for its
-sessions."""
+"""Seconds of rest after which a leaving hop is let go before its standby is ready.
+
+They count from the last step in flight and from the host's request to leave. With fewer, the next
+token of an answer would wait for a replay, and most standbys would not be ready. With more, a host
+that is asked to stop would wait longer for its sessions.
+"""
 
 
 class ChainSupervisor:
@@ -73,7 +84,8 @@ class ChainSupervisor:
         embed: Callable[[torch.Tensor], torch.Tensor],
         receive: Callable[[LiveHop, SessionStream], Awaitable[bool]],
     ) -> None:
-        """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop until its session ends."""
+        """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop
+        until its session ends."""
         note = ignore_moment if spec.trace is None else spec.trace.note
 
         def render(step: Step) -> Step:
@@ -103,7 +115,10 @@ class ChainSupervisor:
         )
 
     async def run(self) -> NoReturn:
-        """Repair the chain whenever a hop fails. Raises the error when that is not possible, at once if the client is at fault."""
+        """Repair the chain whenever a hop fails. Raise the error when that is not possible.
+
+        The error is raised at once if the client is at fault.
+        """
         raise await race(self._client_fault.get(), self._keep_whole())
 
     async def close(self) -> None:
@@ -115,8 +130,7 @@ class ChainSupervisor:
             live.stream.close()
 
     def need(self, positions: int) -> None:
-        """The sequences of the chain are about to have this many positions together: hops whose
-        hosts lack the room are replaced."""
+        """Replace hops whose hosts lack room for this many positions of all sequences together."""
         is_more, self._repair.positions = positions > self._repair.positions, positions
         if not is_more:
             return
@@ -126,7 +140,7 @@ class ChainSupervisor:
                 self._drop(live, OutOfResources(f"{live.peer} has no room for {positions} positions"))
 
     def wake(self) -> None:
-        """A step is about to be sent: open again the hops whose idle sessions were ended."""
+        """Open hops again whose idle sessions were ended: a step is about to be sent."""
         if self._is_resting:
             self._trouble.set()
 
@@ -138,7 +152,8 @@ class ChainSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTS_S if leaves else self._swarm.timing.stall_s / 4):
                     await self._trouble.wait()
-            # Cleared before anything is looked at, so that what happens meanwhile is seen in the next turn.
+            # Cleared before anything is looked at, so that what happens meanwhile is seen in the
+            # next turn.
             self._trouble.clear()
             self._drop_stuck_hop()
             await self._hand_over()
@@ -150,8 +165,10 @@ class ChainSupervisor:
                 self._standbys.keep(self._repair.hops, self._repair.precision, positions)
 
     async def _repair_or_rest(self) -> None:
-        """Repair the chain. Where that is not possible and no step waits for it, try again at the
-        next step. Otherwise raises what ``ChainRepair.run`` raises."""
+        """Repair the chain, or let it rest: if no step waits, try again at the next step.
+
+        Otherwise raises what ``ChainRepair.run`` raises.
+        """
         may_rest = self._repair.continues and self._in_flight.is_empty
         try:
             await self._repair.run()
@@ -167,7 +184,8 @@ class ChainSupervisor:
         self._repair.extend_deadline()
 
     def _drop_stuck_hop(self) -> None:
-        """Replace a hop that sends heartbeats, has its inputs, and has not computed for ``stall_s``."""
+        """Replace a hop that sends heartbeats, has its inputs, and has not computed for
+        ``stall_s``."""
         sent = self._in_flight.outbox.log.last
         now = asyncio.get_running_loop().time()
         stall_s = self._swarm.timing.stall_s
@@ -178,10 +196,12 @@ class ChainSupervisor:
             sent = live.applied
 
     async def _hand_over(self) -> None:
-        """Have standbys take over from hops whose hosts are about to stop: first link to the hop
-        behind, then become the hop.
+        """Have standbys take over from hops whose hosts are about to stop.
 
-        A chain without a step in flight soon lets go of such a hop: its standby, or a new hop, is
+        1. The standby links to the hop behind.
+        2. The standby becomes the hop.
+
+        A chain without a step in flight soon lets such a hop go. Its standby, or a new hop, is then
         rebuilt from the log of the hop before.
         """
         for live, after in zip(self._repair.hops, [*self._repair.hops[1:], None], strict=False):
@@ -197,14 +217,15 @@ class ChainSupervisor:
                 self._fail(live, Unreachable(f"{live.peer} is about to stop"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
-        """Whether no step waits for a hop that leaves, nor has for a while."""
+        """Whether a leaving hop has rested: no step waits for it, or has for a while."""
         asked_s = asyncio.get_running_loop().time() - live.leaving_since
         return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 
     # ---- failures ---------------------------------------------------------------------------------------
 
     def session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
-        """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it, or of the client."""
+        """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it,
+        or of the client."""
         if (standby := self._standbys.with_hop(live)) is not None:
             self._standbys.session_ended(standby, live, error)
         elif isinstance(error, Refused):
@@ -223,7 +244,8 @@ class ChainSupervisor:
         if refusal.reason == refusal_pb2.REASON_LOG_GONE:
             self._drop(live, refusal)
             return
-        # An honest hop may have been sent bad inputs, so the hops whose outputs led to them are suspects too.
+        # An honest hop may have been sent bad inputs, so the hops whose outputs led to them are
+        # suspects too.
         before = upstream(self._repair.hops, live)
         made_by = [each.hop for each in before]
         try:
@@ -243,11 +265,13 @@ class ChainSupervisor:
             await self._link_lost(self._links.client, receiver, error)
 
     async def _link_lost(self, sender: Sender, receiver: LiveHop, error: SwarmnetError) -> None:
-        """A link cannot be made or kept.
+        """Handle a link that cannot be made or kept.
 
-        If the receiving hop is silent too, it is replaced. If both hops are alive, the path between them is broken, or one of them lies. They
-        are not made neighbours again for a while, and the sender is replaced; the receiver too if another sender has reported it before. A
-        standby that cannot be fed, or cannot feed, is replaced by another one.
+        - If the receiving hop is silent too, it is replaced.
+        - If both hops are alive, the path between them is broken or one of them lies. They are not
+          made neighbours again for a while, and the sender is replaced. The receiver is replaced
+          too if another sender has reported it before.
+        - A standby that cannot be fed, or cannot feed, is replaced by another standby.
         """
         standby = self._standbys.with_hop(receiver)
         if standby is None and isinstance(sender, LiveHop):
@@ -268,7 +292,8 @@ class ChainSupervisor:
             return
         silent_s = asyncio.get_running_loop().time() - receiver.heard_at
         if isinstance(sender, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
-            # Both answer, so one of them lies or the path is broken. Only a second accuser costs the receiver its place.
+            # Both answer, so one of them lies or the path is broken. Only a second accuser costs
+            # the receiver its place.
             is_repeated = self._swarm.separate(sender.peer, receiver.peer)
             self._drop(sender, error)
             if is_repeated:
@@ -298,7 +323,8 @@ class ChainSupervisor:
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
                 if receiver is None and reply.link_lost.epoch == live.epoch:
-                    # The link to a hop that is being opened: it is made again when that hop is open.
+                    # The link to a hop that is being opened: it is made again when that hop is
+                    # open.
                     live.epoch = 0
                 # One stream of messages tells of two links: to the next hop, and to its standby.
                 if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
@@ -352,13 +378,18 @@ class ChainSupervisor:
         self._fail(live, error)
 
     def separate(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
-        """Replace two neighbours of which one lies about the data between them; which one is unknown."""
+        """Replace two neighbours. One of them lies about the data between them; which one is
+        unknown.
+        """
         self._swarm.separate(one.peer, other.peer)
         self._fail(one, error)
         self._fail(other, error)
 
     def convict(self, live: LiveHop) -> None:
-        """Replace a hop whose outputs are wrong, and every hop behind it, whose KV caches come from those outputs."""
+        """Replace a hop whose outputs are wrong, and every hop behind it.
+
+        The KV caches of the hops behind come from those outputs.
+        """
         error = Unreachable(f"{live.peer} gave wrong outputs")
         self._swarm.convict(live.peer)
         self._report.wrong.append(live.peer)

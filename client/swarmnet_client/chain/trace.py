@@ -1,7 +1,11 @@
-"""Traces: what happened to the steps of an answer at the client and on every hop, in the trace-event format that Perfetto and Chrome show.
+"""Traces of the steps of an answer, at the client and on every hop, for Perfetto and Chrome.
 
-Hops tell times of their own clocks (``session/hop_times.py``). Those are placed between the client's sending of a step and its receipt of the outputs: of the
-fastest step, the time that no hop accounts for is divided equally among the ways between the peers. All other ways follow from that.
+Each hop reports times of its own clock (``session/hop_times.py``). The client places them between
+sending a step and receiving its outputs:
+
+1. Take the fastest step, and the time in it that no hop accounts for.
+2. Divide that time equally among the paths between the peers. This gives the offset of each clock.
+3. The travel times of all other steps follow from the offsets.
 """
 
 import asyncio
@@ -19,11 +23,11 @@ from swarmnet_protocols.session.hop_times import HopTimes, Moment, decode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_STEPS = 20_000
-"""Steps of one trace at most; later ones are left out."""
+"""Most steps of one trace; later ones are left out."""
 LATE_S = 1.0
-"""Seconds that a client waits at the end of an answer for the times of hops that are on their way."""
+"""Seconds that a client waits at the end of an answer for times that hops have yet to send."""
 SLACK_S = 1.0
-"""Seconds by which a hop may say that it had a step for longer than the client waits for it: clocks differ a little."""
+"""Seconds that a hop's reported time may exceed the client's wait: clocks differ a little."""
 CLIENT_MOMENTS = (
     Moment.ASKED,
     Moment.TAKEN,
@@ -38,7 +42,7 @@ HOP_SLICES = ("waiting", "computing", "waiting to be sent", "encoding", "sending
 
 @dataclass(frozen=True)
 class HopStay:
-    """A step on one hop, by the clock of that."""
+    """A step on one hop, by the hop's own clock."""
 
     session: bytes
     hop: Hop
@@ -47,7 +51,10 @@ class HopStay:
 
 @dataclass(eq=False)
 class TracedStep:
-    """A step of a chain of ``blocks`` blocks. ``noted``: times of the client's clock; ``stays``: by the first block of each hop."""
+    """A step of a chain of ``blocks`` blocks.
+
+    ``noted``: times by the client's clock. ``stays``: the hops' times, by each hop's first block.
+    """
 
     seq: int
     positions: int
@@ -61,12 +68,16 @@ class TracedStep:
 
     @property
     def client_s(self) -> list[float]:
-        """The client's times in order. Outputs may arrive before the client knows that the step was sent: that was then."""
+        """Return the client's times in order.
+
+        Outputs may arrive before the client notes that the step was sent. Then both have the same
+        time.
+        """
         return sorted(min(self.noted[moment], self.noted[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
 
     @property
     def route(self) -> list[HopStay]:
-        """The hops in order; none if not all of them told their times."""
+        """Return the hops in order; empty unless all of them reported their times."""
         stays = [self.stays[start] for start in sorted(self.stays)]
         edges = [0, *(stay.hop.end for stay in stays)]
         is_whole = edges[-1] == self.blocks and [stay.hop.start for stay in stays] == edges[:-1]
@@ -74,7 +85,7 @@ class TracedStep:
 
     @property
     def travel_s(self) -> float:
-        """Seconds between the peers: what no hop accounts for."""
+        """Seconds between the peers: the time that no hop accounts for."""
         *_, sent_s, answered_s = self.client_s
         return answered_s - sent_s - sum(stay.times.stay_s for stay in self.route)
 
@@ -101,7 +112,7 @@ class Trace:
         self._told = asyncio.Event()
 
     def begin_chain(self, blocks: int) -> None:
-        """The steps from now on are those of another chain, of ``blocks`` blocks."""
+        """Record the steps of another chain, of ``blocks`` blocks, from now on."""
         self._blocks = blocks
         self._by_seq = {}
 
@@ -125,7 +136,7 @@ class Trace:
             self._by_seq[seq].noted.setdefault(moment, self._clock())
 
     def take(self, session: bytes, hop: Hop, message: pb.Timed) -> None:
-        """The times that a hop told. Raises ``ProtocolViolation`` for times that cannot be."""
+        """Take the times that a hop reported. Raises ``ProtocolViolation`` for impossible times."""
         times = decode_times(message)
         step = self._by_seq.get(times.step)
         if step is None:
@@ -136,7 +147,8 @@ class Trace:
         self._told.set()
 
     async def complete(self) -> None:
-        """Wait until the hops told the times of all steps of the present chain, for ``LATE_S`` at most."""
+        """Wait until the hops told the times of all steps of the present chain, for ``LATE_S`` at
+        most."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LATE_S):
                 while any(step.is_answered and not step.route for step in self._by_seq.values()):
@@ -152,7 +164,8 @@ class Trace:
 def trace_events(
     trips: Sequence[tuple[float, float]], steps: Sequence[TracedStep]
 ) -> list[dict[str, object]]:
-    """Trace events: a process for the client and for each hop, and in it rows of slices that never overlap."""
+    """Trace events: a process for the client and for each hop, and in it rows of slices that never
+    overlap."""
     answered = [step for step in steps if step.is_answered]
     offsets = clock_offsets(answered)
     client = [_client_slices(step, offsets) for step in answered]
@@ -175,7 +188,9 @@ def trace_events(
 
 
 def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[bytes, float]]:
-    """For the sessions of each route, the seconds to add to times of a hop to have those of the client."""
+    """Return, for the sessions of each route, the seconds to add to a hop's times to get client
+    times.
+    """
     by_route: dict[tuple[bytes, ...], list[TracedStep]] = {}
     for step in steps:
         by_route.setdefault(tuple(stay.session for stay in step.route), []).append(step)
@@ -229,7 +244,9 @@ def _whole(step: TracedStep, start_s: float, end_s: float) -> Slice:
 
 
 def _rows(groups: Iterable[Sequence[Slice]]) -> list[tuple[str, list[Slice]]]:
-    """Rows in which groups of slices do not overlap: each goes to the first row that is free when it begins."""
+    """Put groups of slices into rows without overlap. A group goes to the first row free at its
+    start.
+    """
     rows: list[tuple[float, list[Slice]]] = []
     for group in sorted(groups, key=lambda each: min(one.start_s for one in each)):
         start_s, end_s = min(each.start_s for each in group), max(each.end_s for each in group)

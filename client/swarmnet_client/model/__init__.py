@@ -1,1 +1,2 @@
-"""A transformers model with remote blocks: the client computes embeddings and lm_head, hosts compute the blocks."""
+"""A transformers model with remote blocks: the client computes embeddings and lm_head, hosts
+compute the blocks."""

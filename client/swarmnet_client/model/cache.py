@@ -1,4 +1,7 @@
-"""transformers' KV cache, whose keys and values are on the hosts. The client keeps which positions they hold."""
+"""transformers' KV cache for a model whose keys and values are on the hosts.
+
+The client only records which positions the hosts hold.
+"""
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -17,7 +20,10 @@ from swarmnet_protocols.session.steps import Row
 
 @dataclass(frozen=True)
 class NewPositions:
-    """The positions of one forward: the columns [first, end) of each row that hold tokens, and the number of last columns that need outputs."""
+    """The positions of one forward.
+
+    Columns [first, end) of each row hold tokens. The last ``outputs`` columns need outputs.
+    """
 
     columns: list[tuple[int, int]]
     outputs: int
@@ -26,7 +32,8 @@ class NewPositions:
 class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     """The sequences of one chain, one for each row of the batch. Left padding is not sent.
 
-    Supports the operations of a cache that ``generate`` uses: length, beam reordering, cropping. Columns do not include a prefix.
+    Supports the operations of a cache that ``generate`` uses: length, beam reordering, cropping.
+    Columns do not include a prefix.
     """
 
     def __init__(self, blocks: RemoteBlocks, *, max_length: int) -> None:
@@ -67,7 +74,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self.tokens = self.tokens[beam_idx]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last ``-tokens_to_remove`` columns. Raises ``ValueError`` for a positive number, as transformers does."""
+        """Forget the last ``-tokens_to_remove`` columns. Raises ``ValueError`` for a positive
+        number, as transformers does."""
         if tokens_to_remove > 0:
             raise ValueError("tokens_to_remove is a negative number")
         self.rewind(self._length + tokens_to_remove)
@@ -80,7 +88,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.truncate(length)
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` columns, as ``rewind`` does within ``generate``, where the adapter does not change."""
+        """Keep the first ``length`` columns, as ``rewind`` does within ``generate``, where the
+        adapter does not change."""
         self._length = length
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
@@ -102,7 +111,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     @property
     def checked_adapter(self) -> ClientAdapter | None:
-        """The adapter of the sequences, if it was checked that the next columns use it; else None."""
+        """The adapter of the sequences, if it was checked that the next columns use it; else
+        None."""
         return self._client_adapter if self._is_checked else None
 
     @property
@@ -115,11 +125,15 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._chain.report if self._chain is not None else ChainReport()
 
     def extend(self, inputs: torch.Tensor, new: NewPositions, client_adapter: ClientAdapter) -> torch.Tensor:
-        """Compute the columns [B, n] (ids) or [B, n, D] (embeddings); returns hidden states [B, n, D].
+        """Compute the columns [B, n] (ids) or [B, n, D] (embeddings); return hidden states [B, n,
+        D].
 
-        Only the last ``new.outputs`` columns are filled in; padding and other columns are zero. Raises ``ValueError`` if the columns in
-        the cache were computed with another adapter than ``client_adapter``, or with ids where these are embeddings or the reverse. A
-        change that autograd does not count (fused optimizers) is noticed with the next call of more than one column, or after ``rewind``.
+        Only the last ``new.outputs`` columns are filled in; padding and other columns are zero.
+        Raises ``ValueError`` if the cached columns were computed with another adapter than
+        ``client_adapter``, or from ids where these are embeddings, or the reverse.
+
+        Autograd does not count changes by fused optimizers. Such a change is noticed at the next
+        call with more than one column, or after ``rewind``.
         """
         batch, width = inputs.shape[:2]
         self._use_adapter(client_adapter, are_ids=inputs.dim() == 2, is_token=width == 1)
@@ -161,7 +175,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._blocks.run(self._stack.aclose())
 
     def _use_adapter(self, client_adapter: ClientAdapter, *, are_ids: bool, is_token: bool) -> None:
-        """Check that the sequences take inputs of this kind and use ``client_adapter``; empty sequences are opened again with it."""
+        """Check that the sequences take inputs of this kind and use ``client_adapter``.
+
+        Empty sequences are opened again with this adapter.
+        """
         if client_adapter is self._client_adapter and self._is_checked and self._are_ids == are_ids:
             return
         if self._client_adapter is not None:
@@ -184,7 +201,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._adapter, self._is_checked = self._blocks.adapter(client_adapter), True
 
     def _is_in_use(self, client_adapter: ClientAdapter, *, is_token: bool) -> bool:
-        """Whether the sequences use ``client_adapter``. A prefix comes only with the first call. For one token only versions are compared."""
+        """Whether the sequences use ``client_adapter``. For one token, only versions are compared.
+
+        A prefix comes only with the first call.
+        """
         if client_adapter.prefix or (self.prefix_positions and not self._length):
             return False
         if client_adapter.version != self._version:

@@ -98,8 +98,10 @@ class DraftModelSequence:
             yield coming[0], float(probability)
 
     def _read_ahead(self) -> None:
-        """Read what is too much for a draft in the background, except the last token, which gives
-        the first of a draft."""
+        """Read in the background what is too long to read during a draft.
+
+        The last token is left: its forward gives the first token of a draft.
+        """
         if len(self._ids) - len(self._held) > FEW:
             self._rewind()
             self._read = self._reading.submit(self._forward, self._ids[len(self._held) : -1])

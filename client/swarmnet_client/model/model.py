@@ -326,11 +326,11 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
 
 
 def _generate(architecture: Any) -> Callable[..., Any]:
-    """``generate`` of an architecture, with the caches in the swarm.
+    """Return ``generate`` of an architecture, with the caches in the swarm.
 
-    It takes one option more: ``speculate``, whether decoding of a single sequence may be
-    speculative. The tokens are the same. Inputs may be on another device than the model; the result
-    is on the model's.
+    It has one more option: ``speculate``, whether a single sequence may be decoded speculatively.
+    The tokens are the same. Inputs may be on another device than the model; the result is on the
+    model's device.
     """
 
     @functools.wraps(architecture.generate)
@@ -386,8 +386,10 @@ def _stop_at_strings(options: dict[str, Any]) -> None:
 
 
 def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor | None:
-    """A mask [B, positions + n] for columns behind a prefix: [B, n]. Raises ``ValueError`` when it
-    hides some of the prefix."""
+    """Return the part [B, n] of a mask [B, positions + n] behind a prefix.
+
+    Raises ``ValueError`` if the mask hides some of the prefix.
+    """
     if mask is None or not positions:
         return mask
     if not bool(mask[:, :positions].all()):
@@ -403,8 +405,9 @@ def _is_prompted(model: Any) -> bool:
 
 
 def _shared(cache: SwarmCache, ids: torch.Tensor | None) -> int:
-    """The number of columns at the beginning of ids [B, n], without the last, that the session
-    holds."""
+    """Return how many leading columns of ids [B, n] the session holds. The last column does not
+    count.
+    """
     if ids is None or cache.tokens is None or len(ids) != len(cache.tokens):
         return 0
     width = min(ids.shape[1] - 1, cache.tokens.shape[1])

@@ -5,15 +5,23 @@ from collections.abc import Sequence
 import torch
 
 Columns = list[tuple[int, int]]
-"""For each row, the columns [first, end) that hold its tokens. In a batch with holes, the columns after ``Unpadded.close``."""
+"""For each row, the columns [first, end) that hold its tokens.
+
+In a batch with holes, these are the columns after ``Unpadded.close``.
+"""
 
 
 def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> Columns:
-    """The columns [first, end) that hold tokens, for each of ``batch`` rows.
+    """Return the columns [first, end) that hold tokens, for each of ``batch`` rows.
 
-    ``mask`` is [B, n], true where a column holds a token, with n at least ``held + width``; None stands for all true. ``held``: columns
-    of earlier calls. ``width``: columns of this call. Masked columns before a row's last token count as left padding. Raises
-    ``ValueError`` if the mask has another shape, or masks a new column while ``held`` is not 0: padding must be on the left.
+    - ``mask``: [B, n], true where a column holds a token, with n at least ``held + width``. None
+      stands for all true.
+    - ``held``: columns of earlier calls.
+    - ``width``: columns of this call.
+
+    Masked columns before a row's last token count as left padding. Raises ``ValueError`` if the
+    mask has another shape, or masks a new column while ``held`` is not 0: padding must be on the
+    left.
     """
     total = held + width
     if mask is None:
@@ -30,16 +38,22 @@ def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> C
 
 
 def check_positions(position_ids: torch.Tensor, columns: Columns, held: int) -> None:
-    """Raise ``ValueError`` unless ``position_ids`` [B or 1, n] grow by 1 from token to token of each row: hosts number positions so."""
+    """Raise ``ValueError`` unless ``position_ids`` [B or 1, n] grow by 1 from token to token of
+    each row.
+
+    Hosts number positions this way.
+    """
     for row, (first, end) in zip(position_ids.expand(len(columns), -1), columns, strict=True):
         if not bool((row[max(first - held, 0) : end - held].diff() == 1).all()):
             raise ValueError("position_ids must number the tokens of a row one after another")
 
 
 class Unpadded:
-    """Removes the holes of a batch. A hole is a masked column between two tokens: prompt tuning puts its tokens before the left padding.
+    """Removes the holes of a batch.
 
-    The tokens of each row keep their order and move to the right, up to the column of the row's last token.
+    A hole is a masked column between two tokens: prompt tuning puts its tokens before the left
+    padding. The tokens of each row keep their order and move to the right, up to the column of the
+    row's last token.
     """
 
     def __init__(self, mask: torch.Tensor, columns: Sequence[tuple[int, int]]) -> None:
@@ -53,9 +67,10 @@ class Unpadded:
     def needed(
         cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
     ) -> "Unpadded | None":
-        """The holes of a first call, with the arguments of ``read_mask`` and its result ``columns``; None for a batch without holes.
+        """Return the holes of a first call; None for a batch without holes.
 
-        Raises ``ValueError`` if token ids have holes: their positions would be ambiguous.
+        Arguments are those of ``read_mask``, and its result ``columns``. Raises ``ValueError`` if
+        token ids have holes: their positions would be ambiguous.
         """
         if mask is None or held:
             return None

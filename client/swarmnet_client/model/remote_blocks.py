@@ -1,4 +1,7 @@
-"""The blocks of a model, computed by hosts: chains for generating, and batches that autograd differentiates for training."""
+"""The blocks of a model, computed by hosts.
+
+Chains generate; batches, which autograd differentiates, train.
+"""
 
 import dataclasses
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -20,7 +23,10 @@ T = TypeVar("T")
 
 
 class RemoteBlocks:
-    """All blocks of one model on one swarm. The caller's thread computes; the network is on the runtime's own loop."""
+    """All blocks of one model on one swarm.
+
+    The caller's thread computes. The network runs on the runtime's own loop.
+    """
 
     def __init__(
         self, runtime: Runtime, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor], read: Read
@@ -40,9 +46,11 @@ class RemoteBlocks:
 
     @torch.no_grad()
     def adapter(self, client_adapter: ClientAdapter) -> Adapter | None:
-        """The present values of ``client_adapter``, as hosts receive them; None if it has no parameters. Raises what ``Adapter`` raises.
+        """Return the present values of ``client_adapter`` as hosts receive them; None without
+        parameters.
 
-        The last adapter is kept: its parts are hashed once while its values do not change.
+        The last adapter is kept, so its parts are hashed only once while its values do not change.
+        Raises what ``Adapter`` raises.
         """
         if not client_adapter.pairs and not client_adapter.prefix:
             return None
@@ -51,7 +59,8 @@ class RemoteBlocks:
         return self._adapter
 
     def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
-        """A chain for sequences of at most ``max_length`` positions, to which hosts apply ``adapter``."""
+        """Open a chain for sequences of at most ``max_length`` positions. Hosts apply
+        ``adapter``."""
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
         return Chain.open(self._runtime.swarm, spec, self._embed, self._read)
 
@@ -68,10 +77,11 @@ def run_blocks(
     columns: list[tuple[int, int]],
     adapter: Mapping[str, torch.Tensor],
 ) -> torch.Tensor:
-    """Hidden states [B, n, D] after all blocks. Gradients flow back to the inputs and to the tensors of ``adapter``.
+    """Return hidden states [B, n, D] after all blocks.
 
-    ``columns`` are the [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
-    Raises what ``Adapter`` and ``RemoteBatch`` raise.
+    Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns`` are the [first,
+    end) of each row that hold tokens; padding is not sent and comes back as zeros. Raises what
+    ``Adapter`` and ``RemoteBatch`` raise.
     """
     places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
     bounds = torch.tensor(columns, device=hidden_states.device)
@@ -86,7 +96,10 @@ def run_blocks(
 
 
 class _Passes(torch.autograd.Function):
-    """Hidden states [P, D] of all sequences, in and out. ``tensors`` are the adapter's, sorted by name; hosts have copies."""
+    """Hidden states [P, D] of all sequences, in and out.
+
+    ``tensors`` are the adapter's, sorted by name; hosts have copies.
+    """
 
     @staticmethod
     def forward(

@@ -32,8 +32,10 @@ _CONFIDENCES = (0.3, 0.5, 0.7, 0.9, 1.0)
 _OF_MODEL = len(_PRIOR_RATES)
 """Index of the first acceptance rate of a draft model. Prompt lookup's rates come before it."""
 TRUSTED_MATCH = 4
-"""Matches of so many tokens are continued although there is a draft model: it costs time, and knows
-no names and numbers of the text."""
+"""Matches at least this long are continued even if there is a draft model.
+
+The model costs time, and does not know the names and numbers of the text.
+"""
 _PRIOR_DRAFTS = 4.0
 """Number of checked tokens that the prior rates count for."""
 _KEPT = 0.95
@@ -213,16 +215,16 @@ class Speculator:
         return tuple(token for token, _ in self._drafted[:length])
 
     def choose(self, chosen: Sequence[int], sent: int) -> int:
-        """Take the model's choices after a draft of ``sent`` tokens, [sent + 1]; returns how many
-        of them are valid.
+        """Take the model's choices [sent + 1] after a draft of ``sent`` tokens; return how many are
+        valid.
 
-        Those after the first that differs from the draft followed a wrong token. The first draft
+        Choices after the first that differs from the draft followed a wrong token. The first draft
         token is checked even if it was not sent.
         """
         valid = 1
         while valid <= sent and chosen[valid - 1] == self._drafted[valid - 1][0]:
             valid += 1
-        # Those that were accepted, and the first that was refused.
+        # The accepted tokens, and the first that was refused.
         for at, (token, bucket) in enumerate(self._drafted[: max(1, min(valid, sent))]):
             self._accepted[bucket] = self._accepted[bucket] * _KEPT + (token == chosen[at])
             self._checked[bucket] = self._checked[bucket] * _KEPT + 1

@@ -1,7 +1,8 @@
-"""Entry guards: the few hosts that a client uses as first and last hop for weeks, as Tor does with its relays.
+"""Entry guards: the few hosts that a client keeps as first and last hop for weeks, like Tor's
+guards.
 
-The first hop can read the prompt and the last can compute the answer, so a client that picks new ones each time would sooner or
-later pick a hostile one. Clients draw different guards, so load spreads.
+The first hop can read the prompt, and the last can compute the answer. A client that picks new ones
+each time would sooner or later pick a hostile one. Clients draw different guards, so load spreads.
 """
 
 import contextlib
@@ -20,7 +21,8 @@ WANTED = 2
 MOST = 4
 """Most guards kept for each end, online or not."""
 LIFETIME_S = (14 * 86400.0, 42 * 86400.0)
-"""Seconds that a guard is kept, drawn from this range, so that an observer cannot foresee the end."""
+"""Seconds that a guard is kept, drawn from this range, so that an observer cannot foresee the
+end."""
 ABSENT_S = 7 * 86400.0
 """Seconds offline after which a guard is given up."""
 SEEN_EVERY_S = 3600.0
@@ -36,7 +38,8 @@ class _Guard:
 
 
 class EntryGuards:
-    """The guards of one client for one model. They are kept in the file at ``path``, if given and writable."""
+    """The guards of one client for one model. They are kept in the file at ``path``, if given and
+    writable."""
 
     def __init__(self, path: Path | None, rng: random.Random, wall_clock: Callable[[], float]) -> None:
         self._path = path
@@ -50,7 +53,10 @@ class EntryGuards:
         return frozenset(peer for guards in self._ends.values() for peer in guards)
 
     def used(self, first: PeerId, last: PeerId, online: Container[PeerId]) -> None:
-        """A chain with these ends was opened while the hosts ``online`` were known. An end becomes a guard if too few guards are online."""
+        """Note that a chain with these ends was opened while the hosts ``online`` were known.
+
+        An end becomes a guard if too few guards are online.
+        """
         self._forget()
         now, is_changed = self._clock(), False
         for end, peer in zip(_ENDS, (first, last), strict=True):

@@ -17,11 +17,11 @@ from swarmnet_protocols.session.pings import PingStream, ping
 from swarmnet_protocols.timing import Timing
 
 PINGED_PER_BLOCK = 4
-"""Hosts of each block that a client pings, so that every part of a chain is chosen among measured hosts."""
+"""Hosts of each block that a client pings, so that every part of a chain has measured hosts."""
 PINGED_HOSTS = 24
-"""Hosts that a client pings although every block has enough of them."""
+"""Hosts that a client pings even if every block already has enough pinged hosts."""
 MAX_PINGED_HOSTS = 96
-"""Most hosts to which a client keeps a ping stream. The chain search assumes a high delay to the others."""
+"""Most ping streams of a client. The chain search assumes a high delay to hosts without one."""
 SMOOTHING = 0.3
 """Weight of the newest ping in the running mean of a host's delay."""
 
@@ -32,11 +32,14 @@ def drawn(
     rng: random.Random,
     expected_s: Callable[[HostInfo], float] = lambda _: 0.0,
 ) -> list[HostInfo]:
-    """The hosts to ping besides those of ``pinged``.
+    """Draw the hosts to ping in addition to ``pinged``.
 
-    Drawn are hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts, and further ones up to ``PINGED_HOSTS``. The better host, by
-    ``expected_s``, of each random pair comes first. So near and idle hosts are pinged more often, but no host more than twice as
-    often as others, because ``expected_s`` rests on announcements, which may be false.
+    1. Hosts of blocks with fewer than ``PINGED_PER_BLOCK`` pinged hosts.
+    2. Further hosts, up to ``PINGED_HOSTS``.
+
+    Hosts are compared in random pairs, and the better by ``expected_s`` comes first. So near and
+    idle hosts are pinged more often, but at most twice as often as others: ``expected_s`` rests on
+    announcements, which may be false.
     """
     known = Counter(block for host in hosts if host.peer in pinged for block in range(host.start, host.end))
     others = [host for host in hosts if host.peer not in pinged]
@@ -68,13 +71,16 @@ class PingMonitor:
         rng: random.Random,
         on_failure: Callable[[PeerId], None],
     ) -> None:
-        """``on_failure`` is called with a host that does not answer; it is pinged again after the next ``follow``."""
+        """``on_failure`` is called with a host that does not answer.
+
+        That host is pinged again after the next ``follow``.
+        """
         self.delay_s: dict[PeerId, float] = {}
         """Seconds from the client to the host, one way."""
         self.queue_s: dict[PeerId, float] = {}
         """Seconds that a step waits in the host's queue, as the host reports."""
         self.busy: dict[PeerId, float] = {}
-        """Share of the last seconds in which the host computed, as it reports."""
+        """Share of recent seconds that the host spent computing, as it reports."""
         self.cache_free: dict[PeerId, float] = {}
         """Share of the host's memory for KV caches that is free, as the host reports."""
         self.coordinates: dict[PeerId, Coordinate] = {}
@@ -90,7 +96,11 @@ class PingMonitor:
     def follow(
         self, hosts: Mapping[PeerId, HostInfo], expected_s: Callable[[HostInfo], float] = lambda _: 0.0
     ) -> None:
-        """Ping some of these hosts from now on, and no others. Measurements of other hosts are dropped. ``expected_s``: as for ``drawn``."""
+        """Ping some of these hosts from now on, and no others. Measurements of other hosts are
+        dropped.
+
+        ``expected_s``: as for ``drawn``.
+        """
         for peer in [peer for peer, task in self._pings.items() if task.done() or peer not in hosts]:
             self._pings.pop(peer).cancel()
         measurements: tuple[dict[PeerId, Any], ...] = (

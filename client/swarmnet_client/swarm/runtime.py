@@ -1,4 +1,5 @@
-"""The client's event loop: its thread owns the network, while the caller's thread runs torch and transformers."""
+"""The client's event loop: its thread owns the network, while the caller's thread runs torch and
+transformers."""
 
 import asyncio
 import threading
@@ -20,7 +21,8 @@ Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
 
 
 class Runtime:
-    """A connection to a swarm on an event loop of its own, for synchronous callers. Close it, or use it as a context manager."""
+    """A connection to a swarm on an event loop of its own, for synchronous callers. Close it, or
+    use it as a context manager."""
 
     def __init__(self, connect: Connect) -> None:
         """Connect; raises what connecting raises."""
@@ -40,7 +42,8 @@ class Runtime:
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop and wait for it. An interrupt of the caller cancels it.
 
-        Raises ``SwarmnetError`` at once when the client is closed or its transport has died, before or meanwhile.
+        Raises ``SwarmnetError`` at once when the client is closed or its transport has died, before
+        or meanwhile.
         """
         if self._loop is None or self._over.done():
             work.close()

@@ -2,16 +2,20 @@
 
 A client knows of each host:
 
-1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every ``refresh_s`` (:meth:`Swarm.refresh`).
+1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every
+   ``refresh_s`` (:meth:`Swarm.refresh`).
 2. Its delay and load: from pings (:class:`PingMonitor`).
 3. Its measured speed: from the decode steps of chains that it was part of (:class:`Speeds`).
 4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
-5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user trusts it (:class:`Trust`).
+5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user
+   trusts it (:class:`Trust`).
 
-:meth:`Swarm.route` collects these in a :class:`View`, in which ``routing.chain_search.find_chain`` finds the chain with the least estimated
-time per token. Chains report the failures, answers and step times of their hosts.
+:meth:`Swarm.route` collects these in a :class:`View`. There ``routing.chain_search.find_chain``
+finds the chain with the least estimated time per token. Chains report the failures, answers and
+step times of their hosts.
 
-All chains of a client share one ``Swarm``. So it also holds what they share: the transport with its count of bytes, and the budget of audits.
+All chains of a client share one ``Swarm``. So it also holds the transport with its count of bytes,
+and the budget of audits.
 """
 
 import asyncio
@@ -59,13 +63,14 @@ from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.timing import Timing
 
 EXPLORE = 0.05
-"""Share of routes in which an unmeasured host counts as fast as the fastest measured one, so that it gets measured."""
+"""Share of routes that treat an unmeasured host as fast as the fastest, so that it gets
+measured."""
 SEPARATED_S = 60.0
-"""Seconds for which two hosts that did not reach each other are not made neighbours."""
+"""Seconds that two hosts are not made neighbours after they did not reach each other."""
 CONVICTED_S = 6 * 3600.0
-"""Seconds for which a host with wrong outputs is not used."""
+"""Seconds that a host with wrong outputs is not used."""
 MIN_OVERLOADED_S = 1.0
-"""Least seconds for which a host that refused work because of its load is not asked again."""
+"""Least seconds before a host that refused work because of its load is asked again."""
 
 
 class Swarm:
@@ -80,7 +85,8 @@ class Swarm:
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
     ) -> None:
-        """Session ids are drawn from ``rng``, which outside of simulations is a ``SystemRandom``."""
+        """Session ids are drawn from ``rng``, which outside of simulations is a
+        ``SystemRandom``."""
         self._trust = trust
         path = None
         if trust.guards_folder is not None:
@@ -95,17 +101,21 @@ class Swarm:
         self._directory = directory
         self._announced = HostSample(directory, manifest, rng)
         self._sought: tuple[int, int] | None = None
-        """Blocks [start, end) some of which no known host has: the next refresh looks for their hosts."""
+        """Blocks [start, end) that no known host has completely. The next refresh looks for their
+        hosts.
+        """
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
         self._rooms: dict[tuple[int, int], float] = {}
-        """Results of ``room`` for these hosts: it is asked at each step."""
+        """Cached results of ``room`` for these hosts, because every step asks."""
         self._exclusions = Exclusions()
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
         """Audit budget of all chains."""
         self.check_clock: Callable[[], Awaitable[str]] | None = None
-        """Asks peers whether the clock of this machine is right, when no host is known; returns advice, or nothing."""
+        """Asks peers whether this machine's clock is right, when no host is known. Returns advice
+        or "".
+        """
         self._clock_advice = ""
         self._refreshing = asyncio.Lock()
 
@@ -133,9 +143,10 @@ class Swarm:
     @classmethod
     @asynccontextmanager
     async def connect(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
-        """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``, which takes missing weights from them too.
+        """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``.
 
-        Raises ``ConfigError`` where the swarm is for other models, and what ``connect`` raises.
+        ``local`` then also takes missing weights from them. Raises ``ConfigError`` if the swarm is
+        for other models, and what ``connect`` raises.
         """
         manifest = local.manifest.hash
         network.rules.check_model(local.name, manifest)
@@ -230,14 +241,15 @@ class Swarm:
         continues: bool = False,
         hops: Sequence[Hop] = (),
     ) -> list[Hop]:
-        """The hosts of a chain over the blocks of ``span``, if possible of ``precision``.
+        """Return the hosts of a chain over the blocks of ``span``, if possible of ``precision``.
 
-        ``ends``: the peers before and behind it; None: the client. ``avoid``: hosts not to use.
-        ``continues``: the hosts are to continue an answer, and may have refused new work.
-        ``hops``: open hops, which stay where they can.
+        - ``ends``: the peers before and behind the chain; None for the client.
+        - ``avoid``: hosts not to use.
+        - ``continues``: the hosts are to continue an answer, and may have refused new work.
+        - ``hops``: open hops, which stay where they can.
 
-        Raises ``NoRoute``, or ``HostsBusy`` where only hosts are missing that have refused work
-        because of their load.
+        Raises ``NoRoute``, or ``HostsBusy`` if the only missing hosts refused work because of their
+        load.
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
         excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
@@ -251,8 +263,11 @@ class Swarm:
             raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
 
     def is_doubtful(self, route: Sequence[Hop], opened: Collection[Hop]) -> bool:
-        """Whether hops of ``route`` other than the ``opened`` ones are on hosts that failed lately,
-        or neighbours did not reach each other lately."""
+        """Whether ``route`` uses a recently failed host, or neighbours that recently did not reach
+        each other.
+
+        Hops in ``opened`` do not count.
+        """
         separated = self._exclusions.separated(self._now())
         return bool(
             self.banned.keys() & {hop.peer for hop in route if hop not in opened}
@@ -266,7 +281,10 @@ class Swarm:
         avoid: frozenset[PeerId] = frozenset(),
         continues: bool = False,
     ) -> NoRoute:
-        """The error for blocks without a host that may be used, as for ``route``: ``HostsBusy`` if hosts that are overloaded have all of them."""
+        """Return the error for blocks without a usable host. Arguments are as for ``route``.
+
+        ``HostsBusy`` if overloaded hosts have all of these blocks, else ``NoRoute``.
+        """
         hosts = [host for host in self.hosts if host.peer not in avoid]
         waits_s = self._exclusions.overloaded(self._now(), continues=continues)
         wait_s = shortest_wait_s(missing, hosts, waits_s)
@@ -332,11 +350,15 @@ class Swarm:
         self._exclusions.bans.served(peer)
 
     def overloaded(self, peer: PeerId, wait_s: float, *, continues: bool = False) -> None:
-        """A host has refused new work that would wait for ``wait_s``, or an answer that ``continues``: do not use it for such work until then."""
+        """Note that a host refused work for ``wait_s``: do not use it for such work until then.
+
+        It refused new work, or, with ``continues``, to continue an answer.
+        """
         self._exclusions.refused(peer, wait_s, self._now(), continues=continues)
 
     def separate(self, one: PeerId, other: PeerId) -> bool:
-        """Two hosts are alive, and ``one`` reports that it does not reach ``other``: do not make them neighbours for a while.
+        """Keep two hosts apart for a while: both are alive, but ``one`` reports that it cannot
+        reach ``other``.
 
         Returns whether a third host has reported the same of ``other``.
         """
@@ -424,9 +446,9 @@ class _CountingStream(StreamWrapper):
 def shortest_wait_s(
     missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], waits_s: Mapping[PeerId, float]
 ) -> float | None:
-    """Seconds until each of the ``missing`` blocks has a host that is not overloaded; None if one of them has no host at all. Pure.
+    """Seconds until each of the ``missing`` blocks has a host that is not overloaded. Pure.
 
-    ``waits_s``: the seconds left, by host.
+    ``waits_s``: the seconds left, by host. None if one of the blocks has no host at all.
     """
     of_blocks = [
         min(
@@ -441,12 +463,15 @@ def shortest_wait_s(
 
 
 class Exclusions:
-    """Hosts that a client does not use for a while. Pure: the time is an argument. There are four kinds, from the mildest to the strictest:
+    """Hosts that a client does not use for a while. Pure: the time is an argument.
 
-    1. A pair of hosts that do not reach each other: both are used, but not one after the other.
-    2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts the ban.
-    3. An overloaded host, which refused work because of its load: it is not used until the wait that it expected is over, except to
-       continue an answer if it has refused only new work.
+    There are four kinds, from the mildest to the strictest:
+
+    1. A pair of hosts that do not reach each other: both are used, but not as neighbours.
+    2. A banned host, which failed: it is used where no other host has its blocks. An answer lifts
+       the ban.
+    3. An overloaded host, which refused work because of its load: it is not used until its expected
+       wait is over. If it refused only new work, it may still continue an answer.
     4. A convicted host, whose outputs were wrong: it is not used at all.
     """
 
@@ -456,10 +481,15 @@ class Exclusions:
         """When a host may be asked again: for new work, and for work that continues an answer."""
         self._convicted_until: dict[PeerId, float] = {}
         self._separated_until: dict[tuple[PeerId, PeerId], tuple[float, PeerId]] = {}
-        """When the separation ends, and which of the two reported that it does not reach the other."""
+        """When the separation ends, and which of the two reported that it does not reach the
+        other."""
 
     def refused(self, peer: PeerId, wait_s: float, now: float, *, continues: bool = False) -> None:
-        """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``: with new work, and with all if it refused one that ``continues``."""
+        """Leave an overloaded host alone for ``wait_s``, at least ``MIN_OVERLOADED_S``.
+
+        It gets no new work. With ``continues`` it refused to continue an answer, and gets no work
+        at all.
+        """
         self._overloaded_until = {
             each: until for each, until in self._overloaded_until.items() if max(until) > now
         }
@@ -468,12 +498,15 @@ class Exclusions:
         self._overloaded_until[peer] = until_s, until_s if continues else continued_s
 
     def overloaded(self, now: float, *, continues: bool = False) -> dict[PeerId, float]:
-        """The hosts that are overloaded for new work, or for work that ``continues`` an answer, each with the seconds that it is left alone."""
+        """Return the overloaded hosts, each with the seconds left. ``continues`` as for
+        ``refused``.
+        """
         untils_s = {peer: until[continues] for peer, until in self._overloaded_until.items()}
         return {peer: until_s - now for peer, until_s in untils_s.items() if until_s > now}
 
     def separate(self, one: PeerId, other: PeerId, now: float) -> bool:
-        """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach ``other``.
+        """Keep two hosts apart for ``SEPARATED_S``, after ``one`` reported that it does not reach
+        ``other``.
 
         Returns whether a third host has reported the same of ``other`` recently.
         """
@@ -487,7 +520,7 @@ class Exclusions:
         )
 
     def separated(self, now: float) -> dict[tuple[PeerId, PeerId], float]:
-        """The pairs that are kept apart, each with the time since when."""
+        """Return the pairs that are kept apart, each with the time of the report."""
         pairs = self._separated_until.items()
         return {pair: until - SEPARATED_S for pair, (until, _) in pairs if until > now}
 

@@ -1,4 +1,5 @@
-"""Reads and writes adapters in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+"""Reads and writes adapters in PEFT's format: ``adapter_config.json`` and
+``adapter_model.safetensors``."""
 
 import json
 import tempfile
@@ -23,10 +24,11 @@ _HINT = "name a directory that `swarmnet tune` or PEFT's save_pretrained() has w
 
 
 def check_adapter(directory: Path) -> dict[str, Any]:
-    """The config of the adapter in ``directory``. Raises ``ConfigError`` or ``IntegrityError`` if it is missing or unsafe to load.
+    """Return the config of the adapter in ``directory``.
 
-    PEFT itself would look for a missing file on the hub, read a pickle where there are no safetensors, and import a module that
-    the config names.
+    Raises ``ConfigError`` or ``IntegrityError`` if it is missing or unsafe to load. PEFT itself
+    would look for a missing file on the hub, read a pickle where there are no safetensors, and
+    import a module that the config names.
     """
     if not (directory / CONFIG_FILE).is_file() and (directory / CHECKPOINT_FILE).is_file():
         raise ConfigError(
@@ -57,7 +59,8 @@ def check_adapter(directory: Path) -> dict[str, Any]:
 
 
 def check_made_for(directory: Path, manifest: bytes) -> None:
-    """Raise ``ConfigError`` if ``swarmnet tune`` made the adapter for a model of another manifest hash."""
+    """Raise ``ConfigError`` if ``swarmnet tune`` made the adapter for a model of another manifest
+    hash."""
     if not (directory / SUMMARY_FILE).is_file():
         return
     summary = _read_json(directory / SUMMARY_FILE, _MAX_SUMMARY_BYTES)
@@ -87,7 +90,8 @@ def _check_hashes(directory: Path) -> None:
 def load_adapter(model: Any, directory: Path) -> Any:
     """``model`` with the adapter of ``directory``, ready to generate.
 
-    Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter or with one for another model.
+    Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter or with one for
+    another model.
     """
     config = check_adapter(directory)
     require_peft()
@@ -102,8 +106,10 @@ def load_adapter(model: Any, directory: Path) -> Any:
         if not _ranks_fit(config, stored) or not _prompts_fit(config, model.config, stored):
             raise other
         with quiet_peft():
-            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)  # refused below
-            # Pairs of LoRA matrices are created without memory; those that the file has get memory when they are loaded.
+            # refused below
+            warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
+            # Pairs of LoRA matrices are created without memory; those that the file has get memory
+            # when they are loaded.
             adapted = PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
@@ -131,7 +137,8 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
-    """Whether every LoRA rank of the config is at most the largest dimension in the file. True for other methods."""
+    """Whether every LoRA rank of the config is at most the largest dimension in the file. True for
+    other methods."""
     if config["peft_type"] != "LORA":
         return True
     by_module = config.get("rank_pattern", {})
@@ -163,7 +170,8 @@ def _prompts_fit(config: dict[str, Any], model: Any, stored: dict[str, tuple[int
 
 
 def save_adapter(tuned: Any, directory: Path) -> None:
-    """Write the adapter of the PEFT model ``tuned``; each file is replaced atomically. Raises ``OutOfResources`` when the disk is full."""
+    """Write the adapter of the PEFT model ``tuned``; each file is replaced atomically. Raises
+    ``OutOfResources`` when the disk is full."""
     with tempfile.TemporaryDirectory(dir=directory, prefix=UNFINISHED) as scratch:
         # By default PEFT would ask the hub whether the vocabulary has grown.
         tuned.save_pretrained(scratch, save_embedding_layers=False)

@@ -1,4 +1,5 @@
-"""Splits rows into training and held-out ones, orders them by epoch, and pads batches. The seed determines all of it."""
+"""Splits rows into training and held-out ones, orders them by epoch, and pads batches. The seed
+determines all of it."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -17,10 +18,14 @@ IGNORED = -100
 """Label of a token without a loss, as in transformers."""
 
 MAX_LABELS = 1000
-"""Most classes of a classifier. More are a mistake, such as texts in place of labels, which would need a head of a million rows."""
+"""Most classes of a classifier.
+
+More are a mistake, such as texts in place of labels. They would need a head of a million rows.
+"""
 
 Batch = dict[str, torch.Tensor]
-"""``input_ids``, ``attention_mask`` and ``labels`` [B, n] (a classifier's labels: [B]), padded on the right."""
+"""``input_ids``, ``attention_mask`` and ``labels`` [B, n] (a classifier's labels: [B]), padded on
+the right."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,10 @@ class Dataset:
 
     @classmethod
     def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: TuneSettings) -> "Dataset":
-        """The rows of ``data``, and of ``evaluation`` if given. Raises ``ConfigError`` naming the lines that are no valid rows."""
+        """Read the rows of ``data``, and of ``evaluation`` if given.
+
+        Raises ``ConfigError``, naming the lines that are not valid rows.
+        """
         is_classifier = settings.method is TuneMethod.CLASSIFIER
         encoder = Encoder(tokenizer, settings.max_length, labelled=is_classifier)
         files = [read_rows(path, encoder) for path in (data, evaluation) if path is not None]
@@ -85,7 +93,8 @@ class Dataset:
             ids[index, : len(here)] = here
             mask[index, : len(here)] = 1
             labels[index, : len(here)] = here.masked_fill(~torch.from_numpy(row.learned), IGNORED)
-        # The first token has no predecessor, except virtual tokens of the prompt methods: no method counts it.
+        # The first token has no predecessor, except virtual tokens of the prompt methods: no method
+        # counts it.
         labels[:, 0] = IGNORED
         if self.labels:
             labels = torch.tensor([self.labels.index(row.label) for row in rows])
@@ -94,7 +103,8 @@ class Dataset:
 
 @lru_cache(maxsize=1)
 def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
-    """The order of the rows in an epoch. Cached for the steps of the epoch: shuffling a million rows takes seconds."""
+    """The order of the rows in an epoch. Cached for the steps of the epoch: shuffling a million
+    rows takes seconds."""
     order = list(range(rows))
     random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
     return order
@@ -103,9 +113,10 @@ def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
 def split(
     data: RowFile, evaluation: Sequence[RowFile], *, held_out: float, seed: int
 ) -> tuple[list[Example], list[Example]]:
-    """Training and held-out rows. Held out are the rows of ``evaluation`` or, without any, the share ``held_out`` in [0, 1) of ``data``.
+    """Split rows into training and held-out rows.
 
-    Raises ``ConfigError`` if no training row would be left.
+    The rows of ``evaluation`` are held out. Without any, the share ``held_out`` in [0, 1) of
+    ``data`` is. Raises ``ConfigError`` if no training row would be left.
     """
     if evaluation:
         return data.rows, [row for file in evaluation for row in file.rows]
@@ -127,7 +138,8 @@ def split(
 def classes(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
     """The labels of the training rows, sorted.
 
-    Raises ``ConfigError`` for fewer than 2 or more than ``MAX_LABELS`` labels, or for a held-out row with another label.
+    Raises ``ConfigError`` for fewer than 2 or more than ``MAX_LABELS`` labels, or for a held-out
+    row with another label.
     """
     names = tuple(sorted({row.label for row in train}))
     if len(names) < 2:

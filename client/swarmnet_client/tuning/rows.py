@@ -1,7 +1,8 @@
 """Reads a data file (JSON Lines): checks every row and tokenizes it, before anything is sent.
 
-A row is ``{"text"}``, ``{"prompt", "completion"}`` (the loss is on the completion), ``{"messages": [{"role", "content"}]}`` (the
-loss is on the assistant's messages), or, for a classifier, ``{"text", "label"}``. Other fields are ignored.
+A row is ``{"text"}``, ``{"prompt", "completion"}`` (the loss is on the completion), ``{"messages":
+[{"role", "content"}]}`` (the loss is on the assistant's messages), or, for a classifier, ``{"text",
+"label"}``. Other fields are ignored.
 """
 
 import hashlib
@@ -26,9 +27,11 @@ MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Example:
-    """Token ids [n] int32, and ``learned`` [n], whether a token counts in the loss. ``label``: target of a classifier.
+    """Token ids [n] int32, and ``learned`` [n], whether a token counts in the loss. ``label``:
+    target of a classifier.
 
-    ``line``: line number in the file, from 1. ``cut``: the row was longer than ``max_length`` and lost its end.
+    ``line``: line number in the file, from 1. ``cut``: the row was longer than ``max_length`` and
+    lost its end.
     """
 
     line: int
@@ -57,7 +60,8 @@ class BadRow(ValueError):
 
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
-    """All rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows; the message lists the first bad rows."""
+    """All rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows; the
+    message lists the first bad rows."""
     rows: list[Example] = []
     shown: list[str] = []
     bad = 0
@@ -140,7 +144,8 @@ class Encoder:
         return ids
 
     def _turns(self, messages: object) -> Iterator[tuple[str, bool]]:
-        """The rendered conversation in pieces, and whether a piece is an assistant's message, which counts in the loss."""
+        """The rendered conversation in pieces, and whether a piece is an assistant's message, which
+        counts in the loss."""
         checked = _messages(messages)
         whole = self._render(checked)
         written = 0

@@ -1,4 +1,5 @@
-"""The directory of a tuning run: its checkpoint until it is done, then the adapter and ``tune.json``."""
+"""The directory of a tuning run: its checkpoint until it is done, then the adapter and
+``tune.json``."""
 
 import json
 import os
@@ -25,7 +26,8 @@ CURVE_FILE = "loss.png"
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock the directory ``path``, which is created if missing, until the block ends or the process dies.
+    """Lock the directory ``path``, which is created if missing, until the block ends or the process
+    dies.
 
     Raises ``ConfigError`` when it cannot be created or another run has locked it.
     """
@@ -47,12 +49,15 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class RunDir:
-    """The directory ``path`` of the run that ``about`` describes. ``unfinished`` is its last checkpoint, None for a new run."""
+    """The directory ``path`` of the run that ``about`` describes. ``unfinished`` is its last
+    checkpoint, None for a new run."""
 
     def __init__(self, path: Path, about: Mapping[str, Any], *, force: bool) -> None:
-        """With ``force``, files of other runs are ignored and ``save`` replaces them; an unfinished run begins again at step 0.
+        """With ``force``, files of other runs are ignored and ``save`` replaces them; an unfinished
+        run begins again at step 0.
 
-        Raises ``ConfigError`` for a directory with other files, ``IntegrityError`` for a damaged checkpoint.
+        Raises ``ConfigError`` for a directory with other files, ``IntegrityError`` for a damaged
+        checkpoint.
         """
         self.path = path
         self.unfinished: TuneCheckpoint | None = None
@@ -77,12 +82,14 @@ class RunDir:
             raise ConfigError(f"{path} holds other files", hint="choose a new directory for --out")
 
     def save(self, tuner: Tuner) -> Path:
-        """Write a checkpoint of ``tuner``; returns its path. Raises ``OutOfResources`` when the disk is full."""
+        """Write a checkpoint of ``tuner``; returns its path. Raises ``OutOfResources`` when the
+        disk is full."""
         tuner.checkpoint(self._about).save(self.path / CHECKPOINT_FILE)
         return self.path / CHECKPOINT_FILE
 
     def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
-        """Write the adapter and the summary, then remove the checkpoint. Raises ``OutOfResources`` when the disk is full."""
+        """Write the adapter and the summary, then remove the checkpoint. Raises ``OutOfResources``
+        when the disk is full."""
         save_adapter(tuned, self.path)
         content = self._about | dict(summary) | {"files": hashes_of(self.path)}
         with replacing(self.path / SUMMARY_FILE) as temporary:
