@@ -1,7 +1,7 @@
 """Codecs: float32 vectors to bytes and back, with and without loss.
 
-Decoding the same bytes gives the same bits on every machine, so workers that average decoded contributions stay identical under every
-codec. All numbers on the wire are little endian.
+Decoding the same bytes gives the same bits on every machine. So workers that average decoded
+contributions stay identical under every codec. All numbers on the wire are little endian.
 
 | name | bits per value | |
 |---|---|---|
@@ -27,7 +27,10 @@ from swarmnet_protocols.training.codecs.topk import CHUNK, TopKCodec
 __all__ = ["ALIGNMENT", "Codec", "ErrorFeedback", "get_codec", "result_codec"]
 
 ALIGNMENT = CHUNK
-"""Slices are cut at multiples of this many values: encoded part by part, a vector then decodes to the same bits as when encoded whole."""
+"""Slices are cut at multiples of this many values.
+
+So a vector that is encoded in parts decodes to the same bits as a vector encoded whole.
+"""
 
 _CODECS: Mapping[str, Codec] = MappingProxyType(
     {
@@ -50,16 +53,17 @@ _RESULTS: Mapping[str, Codec] = MappingProxyType({"int4": INT8, "fp4": INT8})
 
 
 def result_codec(codec: Codec) -> Codec:
-    """The codec of the mean of contributions in ``codec``: the same, except int8 for four-bit codecs (docs/decisions/0031).
+    """Return the codec for the mean of contributions in ``codec`` (docs/decisions/0031).
 
-    Error feedback sends a small value as a whole level in few rounds. In a mean over workers that is a fraction of a level, which four bits
+    It is the same codec, except int8 for four-bit codecs. Error feedback sends a small value as a
+    whole level in few rounds. In a mean over workers this is a fraction of a level, which four bits
     would round to zero.
     """
     return _RESULTS.get(codec.name, codec)
 
 
 def get_codec(name: str) -> Codec:
-    """The codec of this name. Raises ``ConfigError`` for an unknown name."""
+    """Return the codec with this name. Raises ``ConfigError`` for an unknown name."""
     codec = _CODECS.get(name)
     if codec is None:
         raise ConfigError(f"unknown codec {name!r}", hint=f"one of: {', '.join(_CODECS)}")

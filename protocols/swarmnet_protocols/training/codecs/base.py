@@ -16,20 +16,24 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether the errors of repeated sendings do not average out, so that the caller must use error feedback."""
+        """Whether the errors of repeated sends do not average out. The caller then needs error
+        feedback."""
 
     @property
     def sparse(self) -> bool:
-        """Whether most values decode as zero. A mean of such vectors is not sparse, so members exchange all contributions instead."""
+        """Whether most values decode as zero.
+
+        A mean of such vectors is not sparse, so members exchange all contributions instead.
+        """
 
     def encode(self, values: torch.Tensor) -> Buffer:
         """Encode ``values``, float32 [n] on the CPU. Raises ``ValueError`` if one is not finite."""
 
     def decode(self, payload: Buffer, count: int) -> torch.Tensor:
-        """Decode to float32 [count], all finite. Raises ``ProtocolViolation`` for a payload that ``encode`` cannot have returned.
+        """Decode to float32 [count], all finite. Checks the size before it allocates memory.
 
-        The size is checked before memory is allocated.
+        Raises ``ProtocolViolation`` for a payload that ``encode`` cannot have returned.
         """
 
     def max_bytes(self, count: int) -> int:
-        """Bytes of the payload of ``count`` values, whatever the values are."""
+        """Return the most bytes that a payload of ``count`` values can have."""

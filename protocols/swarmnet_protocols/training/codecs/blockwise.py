@@ -1,7 +1,7 @@
-"""Blockwise quantization (``int8``, ``int4``, ``fp4``): a small signed code for each value and a scale for each block.
+"""Blockwise quantization (``int8``, ``int4``, ``fp4``): a signed code per value, a scale per block.
 
-A payload is the scales [blocks] in bfloat16, then the codes in two's complement: one per byte, or two with the first in the low half.
-Code c has the value ``levels(c) * scale``.
+A payload is the scales [blocks] in bfloat16, then the codes in two's complement. There is one code
+per byte, or two with the first in the low half. Code c has the value ``levels(c) * scale``.
 """
 
 from collections.abc import Callable
@@ -23,16 +23,21 @@ from swarmnet_protocols.training.codecs.payload import (
 )
 
 _VALUES_AT_ONCE = 1 << 14
-"""Values computed at a time, a multiple of every block size: small enough for the cache, and for torch to use one thread."""
+"""Values computed at a time, a multiple of every block size.
+
+Larger, and they leave the cache, and torch uses several threads.
+"""
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Codes of ``bits`` (8 or 4) bits and magnitude at most ``largest_code``, in blocks of ``block`` values.
+    """Codes of ``bits`` (8 or 4) bits and magnitude at most ``largest_code``.
 
-    The largest magnitude of a block is scaled to at most ``peak``. ``codes`` maps scaled values to the codes (int8) of the nearest
-    levels, ``levels`` maps codes to levels (float32). Magnitudes above ``peak * MAX_SCALE`` are clamped; blocks whose scale
-    would be below ``MIN_SCALE`` become zero.
+    - Each block has ``block`` values. Its largest magnitude is scaled to at most ``peak``.
+    - ``codes`` maps scaled values to the codes (int8) of the nearest levels. ``levels`` maps codes
+      to levels (float32).
+    - Magnitudes above ``peak * MAX_SCALE`` are clamped. Blocks with a scale below ``MIN_SCALE``
+      become zero.
     """
 
     name: str
@@ -55,7 +60,7 @@ class BlockCodec:
         if not largest.isfinite().all():
             raise ValueError("a value is not finite")
         scales = round_up_scales(largest / self.peak)
-        # Values of a block with scale zero are divided by infinity, which gives zero.
+        # A block with scale zero is divided by infinity, which gives zero.
         divisors = scales.float().where(scales > 0, torch.inf)
         scaled = (blocks / divisors[:, None]).clamp_(-self.peak, self.peak)
         codes = self.codes(scaled).view(-1)[: len(values)]
@@ -93,7 +98,7 @@ class BlockCodec:
         return -(-count // self.block)
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """The values [n], padded with zeros, as [blocks, block]."""
+        """Return the values [n], padded with zeros, as [blocks, block]."""
         padded = F.pad(values, (0, -len(values) % self.block))
         return padded.view(self._blocks(len(values)), self.block)
 
@@ -110,7 +115,8 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _integer_codes(scaled: torch.Tensor) -> torch.Tensor:
-    # numpy rather than torch, which divides even a small tensor among threads: on a busy machine that took 20 times as long.
+    # torch would divide even a small tensor among threads. On a busy machine that took 20 times as
+    # long as numpy.
     return torch.from_numpy(np.rint(scaled.numpy()).astype(np.int8))
 
 
@@ -127,7 +133,8 @@ def _power_codes(scaled: torch.Tensor) -> torch.Tensor:
     magnitudes = scaled.abs()
     bits = magnitudes.view(torch.int32)
     odd = (bits >> _FLOAT32_MANTISSA_BITS) & 1
-    # Rounding the mantissa to zero bits, half to even, carries into the exponent where the next power of two is nearer.
+    # Rounding the mantissa to zero bits, half to even, carries into the exponent where the next
+    # power of two is nearer.
     exponents = (bits + 0x3FFFFF + odd) >> _FLOAT32_MANTISSA_BITS
     powers = (exponents - _EXPONENT_OF_CODE_0).clamp_(min=1)
     return powers.where(magnitudes > 0.5, 0).to(torch.int8) * scaled.sign().to(torch.int8)
@@ -146,4 +153,7 @@ INT4 = BlockCodec("int4", 4, 64, 7, 7.0, _integer_codes, _integer_levels)
 """4.25 bits per value: symmetric integers, rounded half to even."""
 
 FP4 = BlockCodec("fp4", 4, 64, 7, 64.0, _power_codes, _power_levels)
-"""4.25 bits per value, E3M0 (Streaming DiLoCo, Douillard et al., arXiv 2501.18512, quantized outer gradients): a sign, and zero or a power 2^0 .. 2^6."""
+"""4.25 bits per value, E3M0: a sign, and zero or a power 2^0 .. 2^6.
+
+Streaming DiLoCo, Douillard et al., arXiv 2501.18512, quantized outer gradients.
+"""

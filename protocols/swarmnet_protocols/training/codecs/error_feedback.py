@@ -1,4 +1,4 @@
-"""Error feedback: the error of a lossy codec (the residual) is added to the next contribution."""
+"""Error feedback: a lossy codec's error (the residual) is added to the next contribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,10 @@ from swarmnet_protocols.training.codecs.base import Codec
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A contribution whose round has not ended: the ``values`` [n] from index ``start`` on, and the ``residual`` [n] that they include."""
+    """A contribution whose round has not ended.
+
+    It consists of ``values`` [n] from index ``start`` on. They include the ``residual`` [n].
+    """
 
     start: int
     values: torch.Tensor
@@ -21,12 +24,13 @@ class _InFlight:
 class ErrorFeedback:
     """e <- decay e + values; send Q(e); e <- e - Q(e), where Q is encoding and decoding.
 
-    Error feedback with a decay (SparseLoCo, Sarfi et al., arXiv 2508.15706, algorithm 1; without decay: EF-SGD, Karimireddy et al.,
-    arXiv 1901.09847, algorithm 1).
+    Error feedback with a decay: SparseLoCo, Sarfi et al., arXiv 2508.15706, algorithm 1. Without
+    decay: EF-SGD, Karimireddy et al., arXiv 1901.09847, algorithm 1.
 
-    The residual e is one vector over all parameters, float32 [count]; a round exchanges a range of it. From ``send`` to ``acknowledge`` the
-    residual of this range belongs to the round, so only one of two rounds in flight sends it. If a round delivers nothing, e is as before
-    ``send``; the method decides whether it sends the round's values again.
+    The residual e is one vector over all parameters, float32 [count]. A round exchanges a range of
+    it. From ``send`` to ``acknowledge`` the residual of this range belongs to the round, so only
+    one of two rounds in flight sends it. If a round delivers nothing, e is as before ``send``. The
+    method decides whether it sends the round's values again.
     """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
@@ -37,9 +41,10 @@ class ErrorFeedback:
         self._in_flight: dict[int, _InFlight] = {}
 
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
-        """The contribution to ``round`` in place of ``values``, float32 [n], which are those from index ``start`` on.
+        """Return the contribution to ``round``: ``values`` with the residual added.
 
-        Contributions in flight to this round or a later one count as not delivered, because the round is repeated.
+        ``values``, float32 [n], begin at index ``start``. Contributions in flight to this round or
+        a later one count as not delivered, because the round is repeated.
         """
         for again in [each for each in self._in_flight if each >= round]:
             self.acknowledge(again, ())
@@ -51,9 +56,10 @@ class ErrorFeedback:
         return corrected
 
     def acknowledge(self, round: int, delivered: Sequence[tuple[int, int]]) -> None:
-        """Update the residual after ``round`` has delivered the slices [start, end) of its contribution, each encoded separately.
+        """Update the residual after ``round`` has ended.
 
-        Does nothing if no contribution to ``round`` is in flight.
+        ``delivered``: the slices [start, end) of the contribution that arrived. Each was encoded
+        separately. Does nothing if no contribution to ``round`` is in flight.
         """
         sent = self._in_flight.pop(round, None)
         if sent is None:
@@ -65,7 +71,7 @@ class ErrorFeedback:
         self._residual[sent.start : sent.start + len(residual)] += residual
 
     def residual(self) -> torch.Tensor:
-        """e [count], with contributions in flight counted as not delivered."""
+        """Return e [count]. Contributions in flight count as not delivered."""
         residual = self._residual.clone()
         for sent in self._in_flight.values():
             residual[sent.start : sent.start + len(sent.residual)] += sent.residual

@@ -11,9 +11,10 @@ from swarmnet_protocols.training.codecs.payload import all_finite, check_size, r
 
 @dataclass(frozen=True)
 class FloatCodec:
-    """Each value in ``dtype``; values beyond its range become its largest finite number.
+    """Sends each value in ``dtype``. Values beyond its range become its largest finite number.
 
-    float16 is biased because it has no value below 6e-8 and none above 65504; bfloat16 has the range of float32.
+    float16 is biased because it has no value below 6e-8 and none above 65504. bfloat16 has the
+    range of float32.
     """
 
     name: str

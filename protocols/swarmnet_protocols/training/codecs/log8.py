@@ -1,5 +1,7 @@
-"""One byte per value on a logarithmic scale, for the slopes of ``zo``: only sign and magnitude
-matter."""
+"""One byte per value on a logarithmic scale, for the slopes of ``zo``.
+
+For slopes only sign and magnitude matter.
+"""
 
 import torch
 
@@ -8,25 +10,28 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.codecs.payload import all_finite, check_size, read
 
 _SIXTHS = (1.0, 1.1224621, 1.2599211, 1.4142135, 1.5874011, 1.7817974)
-"""2 ** (j / 6) as float32. They are constants because the last bit of a computed power differs
-between machines."""
+"""2 ** (j / 6) as float32.
+
+Constants, because the last bit of a computed power differs between machines.
+"""
 _LOWEST_EXPONENT = -10
 _MAGNITUDES = 127
 
 
 class Log8Codec:
-    """Code 0 is zero, and code ±i for 1 <= i <= 127 is ±2 ** ((i - 1) / 6 - 10), in one signed
-    byte.
+    """Sends each value as one signed byte: code 0 is zero, code ±i is ±2 ** ((i - 1) / 6 - 10).
 
-    The range is ±[9.8e-4, 2048] in steps of 12.2 %, so the nearest code is at most 6 % away.
-    Smaller values round to zero or to the smallest magnitude, larger ones are clipped. -128 is not
-    a code.
+    i goes from 1 to 127; -128 is not a code. The range is ±[9.8e-4, 2048] in steps of 12.2 %, so
+    the nearest code is at most 6 % away. Smaller values round to zero or to the smallest magnitude.
+    Larger values are clipped.
     """
 
     name = "log8"
     biased = False
-    """No error feedback: each slope belongs to another direction, so the errors of two rounds are
-    unrelated."""
+    """No error feedback is needed.
+
+    Each slope belongs to another direction, so the errors of two rounds are unrelated.
+    """
     sparse = False
 
     def __init__(self) -> None:

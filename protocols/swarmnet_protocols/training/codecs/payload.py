@@ -1,6 +1,7 @@
 """Helpers of all codecs: checked reads of a payload, and bfloat16 scales.
 
-numpy copies the bytes, because it releases the GIL: a copy of 128 MB by Python would stop inner steps for 0.3 s.
+numpy copies the bytes, because it releases the GIL. A copy of 128 MB by Python would stop inner
+steps for 0.3 s.
 """
 
 import numpy as np
@@ -10,10 +11,16 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 
 MAX_SCALE = 2.0**99
-"""Largest scale or bucket mean on the wire: 127 times this, summed over thousands of workers, is still finite."""
+"""Largest scale or bucket mean on the wire.
+
+127 times this, summed over thousands of workers, is still finite.
+"""
 
 MIN_SCALE = 2.0**-99
-"""Smallest scale except zero: its multiples are normal numbers, so machines that flush subnormals decode the same bits."""
+"""Smallest scale except zero.
+
+Its multiples are normal numbers, so machines that flush subnormals decode the same bits.
+"""
 
 SCALE_BYTES = 2
 
@@ -30,21 +37,21 @@ def check_size(payload: Buffer, size_bytes: int, count: int) -> None:
 
 
 def read(payload: Buffer, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of the payload as a tensor [len(payload) / itemsize]."""
+    """Copy the payload into a tensor [len(payload) / itemsize]."""
     if len(payload) == 0:
         return torch.empty(0, dtype=dtype)
     return torch.from_numpy(np.frombuffer(payload, np.uint8).copy()).view(dtype)
 
 
 def write(values: torch.Tensor) -> Buffer:
-    """A copy of a CPU tensor's bytes."""
+    """Copy a CPU tensor's bytes."""
     if values.numel() == 0:  # an empty tensor may have any strides
         return b""
     return values.contiguous().view(torch.uint8).numpy().copy().data
 
 
 def all_finite(values: torch.Tensor) -> bool:
-    """Whether no value is an infinity or a NaN."""
+    """Return whether all values are finite."""
     if values.numel() == 0:
         return True
     low, high = torch.aminmax(values)
@@ -52,14 +59,20 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def round_up_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Round non-negative float32 scales up to bfloat16. Scales out of bounds become zero or ``MAX_SCALE``."""
+    """Round non-negative float32 scales up to bfloat16.
+
+    Scales out of bounds become zero or ``MAX_SCALE``.
+    """
     rounded = ((scales.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16)
     rounded.clamp_(max=_MAX_SCALE_BITS)
     return rounded.where(rounded >= _MIN_SCALE_BITS, 0).view(torch.bfloat16)
 
 
 def check_scales(scales: torch.Tensor) -> None:
-    """Raise ``ProtocolViolation`` unless each bfloat16 scale is zero or in [``MIN_SCALE``, ``MAX_SCALE``]."""
+    """Check that each bfloat16 scale is zero or in [``MIN_SCALE``, ``MAX_SCALE``].
+
+    Raises ``ProtocolViolation``.
+    """
     bits = scales.view(torch.int16)
     good = (bits == 0) | ((bits >= _MIN_SCALE_BITS) & (bits <= _MAX_SCALE_BITS))
     if not good.all():

@@ -1,13 +1,15 @@
-"""Top-k sparsification with two-bit values: the 64 largest of every 4096 values (SparseLoCo, arXiv 2508.15706, sections 3 and 4).
+"""Top-k sparsification: sends the 64 largest of every 4096 values with two bits each.
 
-A payload is one record per chunk:
+SparseLoCo, arXiv 2508.15706, sections 3 and 4. A payload is one record per chunk:
 
-1. four bucket means in bfloat16;
-2. the indices of the kept values in the chunk, strictly increasing, in Elias-Fano coding (Elias, JACM 21(2), 1974): the low six bits of
-   each index, then a bitmap in which bit ``index // 64 + i`` is set for the i-th kept value;
-3. the bucket of each kept value, 2 bits.
+1. Four bucket means in bfloat16.
+2. The indices of the kept values in the chunk, strictly increasing, in Elias-Fano coding (Elias,
+   JACM 21(2), 1974). First come the low six bits of each index. Then comes a bitmap: bit ``index //
+   64 + i`` is set for the i-th kept value.
+3. The bucket of each kept value, 2 bits.
 
-Bits fill bytes from the lowest. A full chunk takes 88 bytes: 11 bits per kept value, 186 times less than float32.
+Bits fill bytes from the lowest. A full chunk takes 88 bytes: 11 bits per kept value, 186 times less
+than float32.
 """
 
 from dataclasses import dataclass
@@ -33,10 +35,11 @@ CHUNK = 4096
 _KEPT = 64
 _BUCKETS = 4
 _BUCKET_WIDTH = 6 / _BUCKETS
-"""Width of a bucket in standard deviations of the kept values: the buckets span six, around the mean."""
+"""Width of a bucket in standard deviations of the kept values. The buckets span six around the
+mean."""
 
 _CHUNKS_AT_ONCE = 64
-"""Chunks encoded at a time, few enough to stay in the processor's cache."""
+"""Chunks encoded at a time. More would leave the processor's cache."""
 
 _MEANS_BYTES = _BUCKETS * SCALE_BYTES
 _LOW_BITS = 6
@@ -48,9 +51,10 @@ Integers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TopKCodec:
-    """Keeps the 64 values of largest magnitude in every chunk of 4096 (the earlier of equals; a shorter last chunk keeps up to 64).
+    """Keeps the 64 values of largest magnitude in every chunk of 4096.
 
-    A kept value decodes as the mean of its bucket, every other value as zero.
+    Of equal values the earlier counts. A shorter last chunk keeps up to 64. A kept value decodes as
+    the mean of its bucket, every other value as zero.
     """
 
     name: str = "topk"
@@ -96,7 +100,7 @@ class _Record:
 
     @property
     def field_bytes(self) -> tuple[int, ...]:
-        """Sizes of the means, the low bits, the bitmap and the buckets."""
+        """Bytes of the means, the low bits, the bitmap and the buckets."""
         bits = self.kept * _LOW_BITS, self.bitmap_bits, self.kept * _BUCKET_BITS
         return _MEANS_BYTES, *(-(-each // 8) for each in bits)
 
@@ -114,7 +118,7 @@ def _encode_chunks(chunks: NDArray[np.float32]) -> bytes:
     if not np.isfinite(kept).all():
         raise ValueError("a value is not finite")
     deviations = kept.std(axis=1, keepdims=True)
-    # Equal values have deviation zero: divided by infinity, all fall into one bucket.
+    # Equal values have deviation zero. Divided by infinity, all fall into one bucket.
     widths = np.where(deviations > 0, _BUCKET_WIDTH * deviations, np.inf)
     steps = np.floor((kept - kept.mean(axis=1, keepdims=True)) / widths)
     buckets = np.clip(steps + _BUCKETS // 2, 0, _BUCKETS - 1).astype(np.int64)
@@ -143,9 +147,10 @@ def _decode_chunks(records: Bytes, chunks: NDArray[np.float32]) -> None:
 
 
 def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
-    """The increasing indices [chunks, kept] of the largest magnitudes; of equal ones the earliest."""
+    """Return the increasing indices [chunks, kept] of the largest magnitudes. Of equals the
+    earliest."""
     count, length = chunks.shape
-    # The bits of non-negative floats, read as integers, have the same order; NaNs come last.
+    # The bits of non-negative floats, read as integers, have the same order. NaNs come last.
     magnitudes = np.abs(chunks).view(np.int32)
     smallest = np.partition(magnitudes, length - kept, axis=1)[:, length - kept]
     found = np.flatnonzero(magnitudes >= smallest[:, None])
@@ -159,13 +164,14 @@ def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
 
 
 def _bounded(means: torch.Tensor) -> torch.Tensor:
-    """Means as bfloat16, clamped to the bounds of a scale; those below ``MIN_SCALE`` become zero."""
+    """Return means as bfloat16, clamped to the bounds of a scale. Below ``MIN_SCALE`` they become
+    zero."""
     rounded = means.clamp(-MAX_SCALE, MAX_SCALE).to(torch.bfloat16)
     return rounded.where(rounded.abs() >= MIN_SCALE, 0)
 
 
 def _bitmap(indices: Integers, record: _Record) -> Bytes:
-    """The Elias-Fano bitmap of increasing indices [chunks, kept]."""
+    """Return the Elias-Fano bitmap of increasing indices [chunks, kept]."""
     bits = np.zeros((len(indices), record.bitmap_bits), dtype=np.uint8)
     np.put_along_axis(bits, (indices >> _LOW_BITS) + np.arange(record.kept), 1, axis=1)
     return np.packbits(bits, axis=1, bitorder="little")
@@ -191,7 +197,10 @@ def _unpack(packed: Bytes, width: int, count: int) -> Integers:
 
 
 def _checked_bits(packed: Bytes, count: int) -> Bytes:
-    """The first ``count`` bits of each row. Raises ``ProtocolViolation`` if another bit is set."""
+    """Return the first ``count`` bits of each row.
+
+    Raises ``ProtocolViolation`` if another bit is set.
+    """
     bits = np.unpackbits(packed, axis=1, bitorder="little")
     if bits[:, count:].any():
         raise ProtocolViolation("the padding is not zero")

@@ -1,7 +1,7 @@
-"""Training methods: rules that turn an exchanged average into new parameters. One module per
-method.
+"""Training methods: rules that turn an exchanged average into new parameters.
 
-``base.py`` defines the interface; ``get_method`` creates a method from a job's settings.
+There is one module per method. ``base.py`` defines the interface. ``get_method`` creates a method
+from a job's settings.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,8 +41,8 @@ METHODS = tuple(_METHODS)
 
 
 def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
-    """Create the method of this name. Raises ``ConfigError`` for an unknown name, and names the
-    setting that is wrong."""
+    """Create the method with this name. Raises ``ConfigError`` that names a wrong method or
+    setting."""
     if name not in _METHODS:
         raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
     make, model = _METHODS[name]

@@ -1,4 +1,4 @@
-"""Data-parallel training, the baseline: gradients are averaged before every optimizer step.
+"""Data-parallel training, the baseline: workers average gradients before every optimizer step.
 
 g <- mean_i g_i(θ); θ <- Optimizer(θ, g), where g_i is worker i's gradient.
 """
@@ -13,9 +13,10 @@ class AllReduceSettings(Settings):
 
 
 class AllReduce(AllToAll):
-    """Every worker's own optimizer steps on the mean gradient, from equal parameters and with equal optimizer state.
+    """Every worker's own optimizer steps on the mean gradient.
 
-    The worker calls ``begin`` with its parameters after each optimizer step, so that ``agreed`` returns them.
+    All workers have equal parameters and equal optimizer state. A worker calls ``begin`` with its
+    parameters after each optimizer step, so that ``agreed`` returns them.
     """
 
     kind: Kind = "gradients"
@@ -31,5 +32,8 @@ class AllReduce(AllToAll):
         return parameters
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """The mean gradient; zeros after a discarded round, when the worker takes no step."""
+        """Return the mean gradient.
+
+        After a discarded round it is zero, and the worker takes no step.
+        """
         return torch.zeros_like(parameters) if average is None else average.values

@@ -3,15 +3,17 @@
 import torch
 
 _CHUNK = 1 << 15
-"""Values computed at a time: float64 intermediates stay in the cache, and torch uses one thread."""
+"""Values computed at a time. More would leave the cache as float64, and torch would use more
+threads."""
 
 
 def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
-    """a + alpha * b, float32 [n], with alpha rounded to float32.
+    """Return a + alpha * b, float32 [n], with alpha rounded to float32.
 
-    ``torch.add(a, b, alpha=alpha)`` rounds once on a CPU with fused multiply-add and twice on others. Here the product is exact in float64,
-    and the sum is rounded to float64 and then to float32. That is the fused result, except for about one sum in 2**29 that
-    float64 rounds to the midpoint of two float32 numbers.
+    ``torch.add(a, b, alpha=alpha)`` rounds once on a CPU with fused multiply-add and twice on
+    others. Here the product is exact in float64. The sum is rounded to float64 and then to float32.
+    That equals the fused result, except for about one sum in 2**29: float64 rounds such a sum to
+    the midpoint of two float32 numbers.
     """
     factor = torch.tensor(alpha, dtype=torch.float32).item()
     out = torch.empty_like(a)
@@ -24,7 +26,10 @@ def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:
 def nesterov(
     weights: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float, mu: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and momentum after one step of ``torch.optim.SGD(nesterov=True)``: v <- mu v + g; θ <- θ - lr (g + mu v)."""
+    """Return weights and momentum after one step of ``torch.optim.SGD(nesterov=True)``.
+
+    v <- mu v + g; θ <- θ - lr (g + mu v).
+    """
     stepped, moved = torch.empty_like(weights), torch.empty_like(momentum)
     for start in range(0, len(weights), _CHUNK):
         part = slice(start, start + _CHUNK)

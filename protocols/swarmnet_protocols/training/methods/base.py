@@ -1,4 +1,5 @@
-"""The interface of a method, and base classes for methods that average all parameters among all workers."""
+"""The interface of a method, and base classes for methods that average everything among all
+workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ OWN = "own."
 
 @dataclass(frozen=True, eq=False)
 class Average:
-    """The average of a committed round: float32 [end - start] for the round's range, and the peer ids of its contributors."""
+    """The average of a committed round.
+
+    It has float32 [end - start] for the round's range, and the peer ids of its contributors.
+    """
 
     values: torch.Tensor
     contributors: tuple[str, ...]
@@ -32,26 +36,33 @@ class Settings(BaseModel):
 class Method(Protocol):
     """An update rule. All vectors are float32 on the CPU.
 
-    A worker calls ``begin`` once, then for each round: ``steps_per_round`` inner steps, ``contribution``, the exchange, ``apply``.
-    With ``overlap_steps`` = k > 0 the exchange runs while the worker takes the first k inner steps of the next round, and ``apply`` is called
-    after these. If k equals ``steps_per_round``, the next round's ``contribution`` is called before ``apply``.
+    1. A worker calls ``begin`` once.
+    2. In each round it takes ``steps_per_round`` inner steps, calls ``contribution``, exchanges,
+       and calls ``apply``.
+
+    With ``overlap_steps`` = k > 0 the exchange runs during the first k inner steps of the next
+    round. ``apply`` is called after these steps. If k equals ``steps_per_round``, the next round's
+    ``contribution`` is called before ``apply``.
 
     ``kind`` determines the argument ``parameters`` of ``contribution`` and ``apply``:
 
     - "parameters": the worker's current parameters [n]. ``apply`` returns its new ones.
-    - "gradients": the mean gradient of the worker's round [n]. ``apply`` returns the gradient for the worker's own optimizer; after a
-      discarded round the worker takes no step.
-    - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the parameters.
+    - "gradients": the mean gradient of the worker's round [n]. ``apply`` returns the gradient for
+      the worker's own optimizer. After a discarded round the worker takes no step.
+    - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
+      parameters.
 
-    Neither side changes vectors that were passed to ``begin`` or ``restore`` or returned by a method, so a state is served to newcomers without
-    a copy. ``parameters`` may be used only during the call.
+    Neither side changes vectors that were passed to ``begin`` or ``restore`` or returned by a
+    method. So newcomers get a state without a copy. ``parameters`` may be used only during the
+    call.
 
-    Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on every machine.
+    Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on
+    every machine.
     """
 
     @property
     def kind(self) -> Kind:
-        """The values of a contribution."""
+        """The kind of values in a contribution."""
 
     @property
     def name(self) -> str:
@@ -59,7 +70,10 @@ class Method(Protocol):
 
     @property
     def shares_weights(self) -> bool:
-        """Whether ``agreed`` is equal on all workers. If not, each worker has its own replica, near the others."""
+        """Whether ``agreed`` is equal on all workers.
+
+        If not, each worker has its own replica, near the others.
+        """
 
     @property
     def codec(self) -> str:
@@ -71,46 +85,52 @@ class Method(Protocol):
 
     @property
     def steps_per_round(self) -> int:
-        """Inner steps of a round."""
+        """Number of inner steps in a round."""
 
     @property
     def overlap_steps(self) -> int:
-        """Inner steps of the next round that run during the exchange."""
+        """Number of inner steps of the next round that run during the exchange."""
 
     def begin(self, parameters: torch.Tensor) -> None:
         """Start from the shared parameters [n], with outer state zero. ``restore`` may follow."""
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """The members of ``roster``, in any order, that average with ``me`` in this round: sorted, including ``me``."""
+        """Return the members of ``roster`` that average with ``me`` in this round.
+
+        Sorted, including ``me``. The roster may be in any order.
+        """
 
     def range(self, round: int) -> tuple[int, int]:
-        """The range [start, end) of the parameters that is exchanged in this round, or [0, k) for k scalars."""
+        """Return the range [start, end) of parameters exchanged in this round, or [0, k) for k
+        scalars."""
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
-        """This worker's contribution: the values of ``range(round)``."""
+        """Return this worker's contribution: the values of ``range(round)``."""
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """The worker's new parameters (``kind`` "gradients": the mean gradient).
+        """Return the worker's new parameters (``kind`` "gradients": the mean gradient).
 
-        ``average`` None: the round was discarded, and outer state stays as it was. A worker that did not contribute may apply the average
-        of the others, and is then equal to them.
+        ``average`` None: the round was discarded, and outer state stays as it was. A worker that
+        did not contribute may apply the average of the others. It is then equal to them.
         """
 
     def agreed(self) -> torch.Tensor:
-        """The weights [n] that all workers share bit for bit between rounds (the global parameters)."""
+        """Return the weights [n] that all workers share bit for bit between rounds."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Outer state besides ``agreed()``: equal on all workers, except names with the prefix "own."."""
+        """Return outer state other than ``agreed()``. Equal on all workers, except names with
+        "own."."""
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Continue from the ``state()`` of this or another worker, after ``begin(agreed)``. "own." entries may be missing.
+        """Continue from the ``state()`` of this or another worker, after ``begin(agreed)``.
 
-        Raises ``IntegrityError`` for a wrong name, shape or dtype, or a value that is not finite.
+        "own." entries may be missing. Raises ``IntegrityError`` for a wrong name, shape or dtype,
+        or a value that is not finite.
         """
 
 
 class AllToAll:
-    """Every worker averages with every other, all parameters in every round."""
+    """Every worker averages all parameters with every other worker in every round."""
 
     shares_weights = True
     feedback_decay = 1.0
@@ -138,9 +158,10 @@ class AllToAll:
 
 
 class OuterMethod(AllToAll):
-    """Workers take inner steps from the outer weights θ and contribute the pseudo-gradient Δ_i = θ - θ_i.
+    """Workers take inner steps from the outer weights θ and contribute Δ_i = θ - θ_i.
 
-    After a discarded round a worker keeps θ_i, so its next pseudo-gradient covers both rounds.
+    Δ_i is the pseudo-gradient. After a discarded round a worker keeps θ_i, so its next
+    pseudo-gradient covers both rounds.
     """
 
     kind: Kind = "parameters"
@@ -168,9 +189,9 @@ class OuterMethod(AllToAll):
 
 
 def check_state(state: Mapping[str, torch.Tensor], like: Mapping[str, torch.Tensor]) -> None:
-    """Raise ``IntegrityError`` unless ``state`` has the names, shapes and dtypes of ``like``, and finite values.
+    """Check that ``state`` has the names, shapes and dtypes of ``like``, and finite values.
 
-    Names with the prefix "own." may be missing.
+    Names with the prefix "own." may be missing. Raises ``IntegrityError``.
     """
     for name in like.keys() - state.keys():
         if not name.startswith(OWN):

@@ -1,8 +1,11 @@
-"""CO2 (Sun et al., arXiv 2401.16265, algorithm 1): the exchange overlaps the next inner steps, so outer updates are one round late.
+"""CO2 (Sun et al., arXiv 2401.16265, algorithm 1): the exchange overlaps the next inner steps.
 
-m <- clip(μ m + (x - x̄)/Λ, ±φ); x <- x - α m.
-x: outer weights; x̄: mean of the workers' parameters Λ rounds ago; m: outer momentum; Λ: staleness in rounds (staleness gap penalty); φ: ``clip``
-(outer momentum clipping); α: ``outer_lr``; μ: ``momentum``.
+Outer updates are therefore one round late: m <- clip(μ m + (x - x̄)/Λ, ±φ); x <- x - α m.
+
+- x: outer weights. x̄: mean of the workers' parameters Λ rounds ago.
+- m: outer momentum. μ: ``momentum``. α: ``outer_lr``.
+- Λ: staleness in rounds (staleness gap penalty).
+- φ: ``clip`` (outer momentum clipping).
 """
 
 import re
@@ -21,11 +24,16 @@ MAX_BASES = 8
 
 class CO2Settings(Settings):
     sync_every: int = Field(default=8, ge=1)
-    """τ, inner steps between exchanges, during which one exchange must complete. 48 sends a sixth of the bytes, and ends at a loss 3 % higher in
-    the standard task."""
+    """τ, inner steps between exchanges. One exchange must complete in this time.
+
+    48 sends a sixth of the bytes, and ends at a loss 3 % higher in the standard task.
+    """
     outer_lr: float = Field(default=0.5, gt=0)
-    """α. If all rounds pull in the same direction, x moves by only α/(1 + α - μ) of their steps, so the inner learning rate must be larger than
-    with other methods: three times as large in the standard task."""
+    """α. The inner learning rate must be larger than with other methods.
+
+    If all rounds pull in the same direction, x moves by only α/(1 + α - μ) of their steps. The
+    standard task needs three times the inner learning rate.
+    """
     momentum: float = Field(default=0.3, ge=0, lt=1)
     """μ."""
     clip: float = Field(default=1.0, gt=0)
@@ -33,8 +41,10 @@ class CO2Settings(Settings):
 
 
 class CO2(OuterMethod):
-    """CO2 with a measured Λ: the number of contributions made before ``apply``, at least one. Workers stay equal if all apply a round after the
-    same contribution. The contribution to round r is x(r) - x_i(r), so x(r) is kept until round r is applied.
+    """CO2 with a measured Λ: the number of contributions before ``apply``, at least one.
+
+    Workers stay equal if all apply a round after the same contribution. The contribution to round r
+    is x(r) - x_i(r), so x(r) is kept until round r is applied.
     """
 
     name = "co2"
@@ -59,8 +69,8 @@ class CO2(OuterMethod):
         late = max(1, max(self._bases, default=round) - round)
         base = self._bases.get(round, self._weights)
         self._bases = {later: weights for later, weights in self._bases.items() if later > round}
-        # The others have just contributed to the next round and keep its base. A worker that did not contribute keeps it as well, so that
-        # the next update is the same on all workers.
+        # The others have just contributed to the next round and keep its base. A worker that did
+        # not contribute keeps it as well, so that the next update is the same on all workers.
         self._bases.setdefault(round + 1, self._weights)
         if average is None:
             return parameters

@@ -1,6 +1,10 @@
-"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1): H inner steps, then one outer step on the mean pseudo-gradient.
+"""DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1).
 
-Δ_i = θ - θ_i after H inner steps of worker i from θ; Δ̄ = mean_i Δ_i; v <- μ v + Δ̄; θ <- θ - η (Δ̄ + μ v).
+H inner steps, then one outer step on the mean pseudo-gradient:
+
+Δ_i = θ - θ_i after H inner steps of worker i from θ; Δ̄ = mean_i Δ_i; v <- μ v + Δ̄; θ <- θ - η (Δ̄
++ μ v).
+
 θ: global parameters; v: outer Nesterov momentum; η: ``outer_lr``; μ: ``momentum``.
 """
 

@@ -1,7 +1,11 @@
-"""Eager updates (Kale et al., arXiv 2502.12996, eager updates): the average is applied a round late, the worker's own contribution at once.
+"""Eager updates (Kale et al., arXiv 2502.12996, eager updates).
+
+A worker applies its own contribution at once, and the average a round late:
 
 Δ̃_i(t) = Δ_i(t)/M + [Δ̄(t-1) - Δ_i(t-1)/M]; θ_i <- Outer(θ_i, Δ̃_i), the outer step of DiLoCo.
-Δ_i(t): pseudo-gradient of worker i in round t; Δ̄: their mean; M: number of contributors to Δ̄(t-1).
+
+Δ_i(t): pseudo-gradient of worker i in round t; Δ̄: mean pseudo-gradient; M: number of contributors
+to Δ̄(t-1).
 """
 
 import torch
@@ -13,16 +17,24 @@ from swarmnet_protocols.training.methods.base import Average, OuterMethod, Setti
 
 class EagerSettings(Settings):
     sync_every: int = Field(default=50, ge=1)
-    """H, inner steps between exchanges, during which one exchange must complete."""
+    """H, inner steps between exchanges. One exchange must complete in this time."""
     outer_lr: float = Field(default=0.4, gt=0)
-    """η. Smaller than DiLoCo's: with a momentum of 0.9 and averages that are a round late, a step of 0.7 oscillates and grows."""
+    """η, smaller than DiLoCo's.
+
+    With a momentum of 0.9 and averages that are a round late, a step of 0.7 oscillates and grows.
+    """
     momentum: float = Field(default=0.6, ge=0, lt=1)
 
 
 class Eager(OuterMethod):
-    """The outer step is linear, so θ_i is kept as a sum: θ, which steps on Δ̄ and is equal on all workers, and the worker's own offset, which steps
-    on Δ_i(t)/M - Δ_i(t-1)/M. Each own contribution is removed with the M with which it was added, so workers do not drift apart when M
-    changes. There is no outer step after the first round, since there is no average yet.
+    """Keeps θ_i as a sum of two parts, because the outer step is linear.
+
+    - θ steps on Δ̄ and is equal on all workers.
+    - The worker's own offset steps on Δ_i(t)/M - Δ_i(t-1)/M.
+
+    Each own contribution is removed with the same M that it was added with. So workers do not drift
+    apart when M changes. There is no outer step after the first round, because there is no average
+    yet.
     """
 
     name = "eager"
@@ -39,7 +51,7 @@ class Eager(OuterMethod):
         self._state["own.start"] = parameters
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
-        """The pseudo-gradient of this round alone; that of the round before is in flight."""
+        """Return the pseudo-gradient of this round alone. The previous one is in flight."""
         delta = self._state["own.start"] - parameters
         self._state |= {"own.delta": delta, "own.start": parameters.clone()}
         return delta

@@ -1,11 +1,13 @@
 """NoLoCo (Kolehmainen et al., arXiv 2506.10911, modified Nesterov momentum): random pairs average.
 
-Matchmaking still gathers all workers, since the pairs of a round follow from its roster. Then each
-pair averages on its own: no worker sends or waits for more than one other.
+Matchmaking still gathers all workers, because the pairs of a round follow from its roster. Then
+each pair averages on its own: no worker sends to or waits for more than one other.
 
-δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i, with k
-over the n = 2 members of the pair of i. θ_i: parameters after the inner steps; φ_i: slow weights;
-δ_i: outer momentum; α, β, γ: settings.
+δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i.
+
+- k runs over the n = 2 members of the pair of i.
+- θ_i: parameters after the inner steps; φ_i: slow weights; δ_i: outer momentum.
+- α, β, γ: settings.
 """
 
 import math
@@ -21,13 +23,13 @@ from swarmnet_protocols.training.methods.base import Average, OuterMethod, Setti
 
 
 def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
-    """The least γ that no longer shrinks the variance between ``replicas``, which form new pairs
-    each round.
+    """Return the least γ that no longer shrinks the variance between ``replicas``.
 
-    For the deviation d of a replica from the mean and its momentum δ: δ <- α δ - γ (d - m), d <- d
-    + δ, where m is the mean of d in the pair. The expected share of a deviation's variance within
-    pairs of n = 2 out of N replicas is q = (1 - 1/n)(1 + 1/(N - 1)). The second moments of (d, δ)
-    shrink if and only if 0 < γ < 2 (1 - α²) / (1 + α - 2 α q).
+    The replicas form new pairs each round. For the deviation d of a replica from the mean and its
+    momentum δ: δ <- α δ - γ (d - m), d <- d + δ, where m is the mean of d in the pair. The expected
+    share of a deviation's variance within pairs of n = 2 out of N replicas is q = (1 - 1/n)(1 +
+    1/(N - 1)). The second moments of (d, δ) shrink if and only if 0 < γ < 2 (1 - α²) / (1 + α - 2 α
+    q).
     """
     within = 0.5 * (1 + 1 / (replicas - 1))
     return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * within)
@@ -57,13 +59,15 @@ class NoLoCoSettings(Settings):
 
 
 class NoLoCo(OuterMethod):
-    """A worker contributes β (θ_k - φ_k) + γ φ_k, whose mean over the pair is all that the step
-    needs. A contribution holds whole weights rather than a difference, so a coarse codec costs more
+    """A worker contributes β (θ_k - φ_k) + γ φ_k. The step needs only the mean of this over the
+    pair.
+
+    A contribution holds whole weights rather than a difference, so a coarse codec costs more
     accuracy than with other methods. Error feedback works although the next partner receives the
     residual, because φ accumulates all contributions.
 
     ``agreed`` is this worker's own φ_i: replicas stay near each other and are never equal. A worker
-    without a partner, or whose partner is gone, takes the step alone.
+    without a partner, or with a lost partner, takes the step alone.
     """
 
     name = "noloco"
@@ -76,7 +80,7 @@ class NoLoCo(OuterMethod):
         self._settings = settings
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """The pair of ``me``: neighbours in a pseudo-random order given by the seed and the
+        """Return the pair of ``me``: neighbours in a pseudo-random order from the seed and the
         round."""
         order = sorted(
             roster, key=lambda peer: sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()
@@ -89,8 +93,10 @@ class NoLoCo(OuterMethod):
         return add_scaled(progress, self._settings.gamma, self._weights)
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """The new φ_i. ``average`` None: the partner is gone, and the worker takes the step
-        alone."""
+        """Return the new φ_i.
+
+        ``average`` None: the partner is gone, and the worker takes the step alone.
+        """
         mean = self.contribution(round, parameters) if average is None else average.values
         pull = add_scaled(mean, -self._settings.gamma, self._weights)
         momentum = add_scaled(pull, self._settings.alpha, self._state["own.momentum"])

@@ -1,7 +1,11 @@
-"""SparseLoCo (Sarfi et al., arXiv 2508.15706, section 3): top-k pseudo-gradients with error feedback, and no outer momentum.
+"""SparseLoCo (Sarfi et al., arXiv 2508.15706, section 3).
+
+Workers send top-k pseudo-gradients with error feedback. There is no outer momentum.
 
 e_i <- ρ e_i + Δ_i; q_i = Q(TopK(e_i)); e_i <- e_i - q_i; θ <- θ - α mean_i q_i.
-Δ_i: pseudo-gradient of worker i; e_i: its residual; Q: two-bit quantization (``codecs/topk.py``); ρ: ``decay``; α: ``outer_lr``.
+
+Δ_i: pseudo-gradient of worker i; e_i: its residual; Q: two-bit quantization (``codecs/topk.py``);
+ρ: ``decay``; α: ``outer_lr``.
 """
 
 import torch
@@ -17,11 +21,16 @@ class SparseLoCoSettings(Settings):
     decay: float = Field(default=0.95, ge=0, le=1)
     """ρ, factor applied to the residual in each round."""
     outer_lr: float = Field(default=3.0, gt=0)
-    """α. A coordinate that only one of M workers sends moves by an M-th of its value, which α > 1 compensates."""
+    """α, usually above 1.
+
+    A coordinate that only one of M workers sends moves by an M-th of its value. α > 1 compensates
+    for this.
+    """
 
 
 class SparseLoCo(OuterMethod):
-    """The contribution is Δ_i. The residual is kept by ``ErrorFeedback``, as for every lossy codec, here with a decay."""
+    """Contributes Δ_i. ``ErrorFeedback`` keeps the residual, as for every lossy codec, here with a
+    decay."""
 
     name = "sparseloco"
     codec = "topk"

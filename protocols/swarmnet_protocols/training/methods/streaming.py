@@ -1,7 +1,11 @@
-"""Streaming DiLoCo (Douillard et al., arXiv 2501.18512, streaming partial updates with overlap): one fragment at a time, during inner steps.
+"""Streaming DiLoCo (Douillard et al., arXiv 2501.18512, streaming partial updates with overlap).
 
-Round r exchanges fragment p = r mod P: θ_p <- Outer(θ_p, Δ̄_p), the outer step of DiLoCo, then θ_i,p <- (1 - α) θ_p + α θ_i,p.
-θ_p: fragment p of the global parameters; θ_i,p: that of worker i; P: ``fragments``; α: ``mixing``.
+Workers exchange one fragment at a time, during inner steps. Round r exchanges fragment p = r mod P:
+
+θ_p <- Outer(θ_p, Δ̄_p), the outer step of DiLoCo, then θ_i,p <- (1 - α) θ_p + α θ_i,p.
+
+θ_p: fragment p of the global parameters; θ_i,p: fragment p of worker i; P: ``fragments``; α:
+``mixing``.
 """
 
 from typing import Self
@@ -19,7 +23,7 @@ class StreamingSettings(Settings):
     fragments: int = Field(default=4, ge=1)
     """P, contiguous parts of the parameter vector of equal size, up to rounding."""
     overlap_steps: int = Field(default=5, ge=0)
-    """τ, inner steps during which a fragment is exchanged."""
+    """τ, inner steps during the exchange of a fragment."""
     mixing: float = Field(default=0.5, ge=0, lt=1)
     """α, the share of the worker's own fragment that is kept."""
     outer_lr: float = Field(default=0.4, gt=0)
@@ -38,7 +42,7 @@ class StreamingSettings(Settings):
 
 
 class Streaming(OuterMethod):
-    """After a discarded round the worker's fragment is reset to θ_p."""
+    """Streaming DiLoCo. After a discarded round the worker's fragment is reset to θ_p."""
 
     name = "streaming"
     codec = "int4"

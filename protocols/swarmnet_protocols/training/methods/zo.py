@@ -1,16 +1,23 @@
-"""Zeroth-order training with shared randomness: workers exchange only slopes (SPSA, Spall 1992; MeZO, Malladi et al., arXiv 2305.17333, algorithm 1).
+"""Zeroth-order training with shared randomness: workers exchange only slopes.
 
-Step j of worker i: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
-After a round of H steps: θ <- θ - η Σ_j ḡ_j z_j from where the round began.
-z_j: random signs drawn from (seed, round, j), equal at all workers; ḡ_j: mean slope of all workers; ε, η: settings.
+SPSA (Spall 1992); MeZO (Malladi et al., arXiv 2305.17333, algorithm 1).
 
-All workers measure slopes along the same directions on their own data, so slopes are averaged, checked and aggregated like other
-contributions. A round is H scalars, so a history of n rounds is n H scalars.
+- Step j of worker i: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
+- After a round of H steps: θ <- θ - η Σ_j ḡ_j z_j, from the θ at the start of the round.
 
-Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision, which do not depend on H and grow with the square of
-the workers. With H = 100, eight workers send 79 bytes per step in total over links of 20 ms and 88 over 100 ms, two send 8, framing
-included and DHT announcements excluded (``tests/sim/test_training_bytes.py``). A large H costs no progress where gradients are linear: the mean of
-slopes measured at different points is the slope at the mean of these points.
+z_j: random signs drawn from (seed, round, j), equal at all workers; ḡ_j: mean slope of all workers;
+ε, η: settings.
+
+All workers measure slopes along the same directions on their own data. So slopes are averaged,
+checked and aggregated like other contributions. A round is H scalars, so a history of n rounds is n
+H scalars.
+
+Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision. The
+latter do not depend on H, and grow with the square of the workers. With H = 100, eight workers send
+79 bytes per step in total over links of 20 ms and 88 over 100 ms. Two workers send 8. This includes
+framing and excludes DHT announcements (``tests/sim/test_training_bytes.py``). A large H costs no
+progress where gradients are linear: the mean of slopes measured at different points is the slope at
+the mean of these points.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +30,7 @@ from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Se
 from swarmnet_protocols.training.shared_randomness import add_signs
 
 _CHUNK = 1 << 20
-"""Parameters updated at a time when a history is replayed, so that no whole direction is in memory."""
+"""Parameters updated at a time when a history is replayed. So no whole direction is in memory."""
 
 
 class ZeroOrderSettings(Settings):
@@ -37,9 +44,11 @@ class ZeroOrderSettings(Settings):
 
 
 class ZeroOrder(AllToAll):
-    """Directions are random signs, which have the least variance of the perturbations that SPSA allows (MeZO uses normal numbers).
+    """Zeroth-order training along random signs.
 
-    A slope that arrives after its round was committed is ignored: workers apply the committed mean.
+    Random signs have the least variance of the perturbations that SPSA allows. MeZO uses normal
+    numbers. A slope that arrives after its round was committed is ignored: workers apply the
+    committed mean.
     """
 
     kind: Kind = "scalars"
@@ -58,9 +67,10 @@ class ZeroOrder(AllToAll):
     def step(
         self, parameters: torch.Tensor, round: int, step: int, loss: Callable[[], float]
     ) -> tuple[float, float]:
-        """Take one step in place and return the slope and the mean loss. ``loss`` is called with ``parameters`` at θ + ε z and at θ - ε z.
+        """Take one step in place and return the slope and the mean loss.
 
-        No other vector of this size is allocated (MeZO, algorithm 1), at the cost of up to two roundings of θ.
+        ``loss`` is called with ``parameters`` at θ + ε z and at θ - ε z. No other vector of this
+        size is allocated (MeZO, algorithm 1), at the cost of up to two roundings of θ.
         """
         epsilon = self._settings.epsilon
         self._move(parameters, epsilon, round, step)
@@ -80,10 +90,10 @@ class ZeroOrder(AllToAll):
         return self._weights
 
     def replay(self, parameters: torch.Tensor, log: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """The parameters after the committed rounds in ``log``, a sequence of (round, mean slopes [H]).
+        """Return the parameters after the committed rounds in ``log``: (round, mean slopes [H]).
 
-        Equal to the result of ``apply`` in each of these rounds, bit for bit. Raises ``ProtocolViolation`` for an entry that is not H
-        finite slopes.
+        They equal the result of ``apply`` in each of these rounds, bit for bit. Raises
+        ``ProtocolViolation`` for an entry that is not H finite slopes.
         """
         for round, slopes in log:
             if slopes.shape != (self.steps_per_round,) or not slopes.isfinite().all():

@@ -1,1 +1,1 @@
-"""One averaging round: members of a roster average a vector slice by slice and commit the result or discard it."""
+"""One averaging round: members of a roster average a vector and commit or discard the result."""

@@ -1,7 +1,8 @@
-"""Aggregation rules: from contributions and weights to one vector, and the screen for outliers. Pure.
+"""Aggregation rules: from contributions and weights to one vector, and the screen for outliers.
 
-Sums over coordinates are elementwise additions in one fixed order, so equal inputs in equal order give equal bits on every machine, whatever its
-number of threads and vector width. Any member that has the contributions can therefore check an aggregate. The caller orders contributions by
+Pure. Sums over coordinates are elementwise additions in one fixed order. So equal inputs in equal
+order give equal bits on every machine, whatever its number of threads and vector width. Any member
+that has the contributions can therefore check an aggregate. The caller orders contributions by
 member.
 """
 
@@ -19,13 +20,19 @@ CLIP_ITERATIONS = 20
 TINY = 1e-30
 """Smallest divisor, for distances of zero."""
 OUTLIER = 100
-"""A contribution is an outlier if its norm is more than this many times the median norm."""
+"""Norm of an outlier, as a multiple of the median norm."""
 COORDINATES_AT_ONCE = 1 << 18
-"""Coordinates computed at a time: temporaries take about 32 bytes times contributions times this."""
+"""Coordinates computed at a time.
+
+Temporaries take about 32 bytes times contributions times this.
+"""
 
 
 def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
-    """For each row of ``contributions`` [k, n] the reason for leaving it out: a norm over ``OUTLIER`` times the weighted median norm. "" if it is kept."""
+    """Return for each row of ``contributions`` [k, n] the reason for leaving it out; "" to keep it.
+
+    The reason is a norm over ``OUTLIER`` times the weighted median norm.
+    """
     lengths = norms(contributions)
     limit = OUTLIER * median(lengths, weights)
     return [
@@ -35,7 +42,10 @@ def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
 
 
 def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Shorten rows of ``contributions`` [k, n] in place to the weighted median of all norms (templar, the SparseLoCo code, ``neurons.py``)."""
+    """Shorten rows of ``contributions`` [k, n] in place to the weighted median of all norms.
+
+    As in templar, the SparseLoCo code, ``neurons.py``.
+    """
     lengths = norms(contributions)
     limit = median(lengths, weights)
     scales = [limit / length if length > limit else 1.0 for length in lengths]
@@ -43,14 +53,16 @@ def clip_to_median_norm_(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
-    """The aggregate, float32 [n], of finite ``contributions`` [k, n] with positive ``weights`` [k].
+    """Aggregate finite ``contributions`` [k, n] with positive ``weights`` [k] to float32 [n].
 
     - "mean": the weighted mean. One dishonest contributor can move it anywhere.
-    - "median": the weighted median of each coordinate (Yin et al. 2018, "Byzantine-Robust Distributed Learning", algorithm 1, option I).
+    - "median": the weighted median of each coordinate (Yin et al. 2018, "Byzantine-Robust
+      Distributed Learning", algorithm 1, option I).
     - "centered-clip": ``centered_clip`` after ``mix_neighbours``.
 
-    The robust rules stay near the honest contributions while these have more than half of the weight. Raises ``ConfigError`` for an
-    unknown name, and ``ValueError`` unless there is one positive, finite weight for each contribution.
+    The robust rules stay near the honest contributions while these have more than half of the
+    weight. Raises ``ConfigError`` for an unknown name, and ``ValueError`` unless there is one
+    positive, finite weight for each contribution.
     """
     if weights.shape != contributions.shape[:1] or not bool(((weights > 0) & weights.isfinite()).all()):
         raise ValueError("each contribution needs one positive weight")
@@ -65,12 +77,15 @@ def aggregate(name: str, contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def weighted_mean(contributions: Tensor, weights: Tensor) -> Tensor:
-    """sum_i w_i x_i / sum_i w_i, rows added in order."""
+    """Return sum_i w_i x_i / sum_i w_i, rows added in order."""
     return combine(contributions, shares(weights))
 
 
 def weighted_median(contributions: Tensor, weights: Tensor) -> Tensor:
-    """For each coordinate a value with at most half of the weight below and at most half above; the middle of two such values."""
+    """Return for each coordinate a value with at most half of the weight on either side.
+
+    If two values qualify, returns their middle.
+    """
     return torch.cat(
         [_median_of_part(part, weights) for part in torch.split(contributions, COORDINATES_AT_ONCE, dim=1)]
     )
@@ -86,10 +101,12 @@ def _median_of_part(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
-    """Replace every row [k, n] by the weighted mean of itself and its nearest rows, until these hold more than half of the weight.
+    """Replace every row [k, n] by the weighted mean of itself and its nearest rows.
 
-    Nearest neighbour mixing (Allouah et al. 2023, "Fixing by Mixing", section 4). Without it, differences between honest contributions move
-    the median, and so the start and radius of the clipping, towards the dishonest ones when these are nearly as many.
+    It takes as many rows as hold more than half of the weight. Nearest neighbour mixing (Allouah et
+    al. 2023, "Fixing by Mixing", section 4). Without it, differences between honest contributions
+    move the median towards nearly as many dishonest ones. The start and the radius of the clipping
+    move with it.
     """
     count, fractions = len(contributions), shares(weights)
     distances = [[0.0] * count for _ in range(count)]
@@ -107,11 +124,12 @@ def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
 
 
 def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | None = None) -> Tensor:
-    """Centered clipping: v <- v + sum_i w_i min(1, r / |x_i - v|) (x_i - v) / sum_i w_i, ``CLIP_ITERATIONS`` times from the median.
+    """Clip around a centre: v <- v + sum_i w_i min(1, r / |x_i - v|) (x_i - v) / sum_i w_i.
 
-    Karimireddy et al. 2021, "Learning from History for Byzantine Robust Optimization", section 4. Without ``radius``, r is the weighted
-    median distance of the contributions from the start, which adapts to their scale, and lies between distances of honest contributions while
-    these have more than half of the weight.
+    Repeats this ``CLIP_ITERATIONS`` times from the median (Karimireddy et al. 2021, "Learning from
+    History for Byzantine Robust Optimization", section 4). Without ``radius``, r is the weighted
+    median distance of the contributions from the start. It adapts to their scale. It lies between
+    distances of honest contributions while these have more than half of the weight.
     """
     center = weighted_median(contributions, weights)
     if radius is None:
@@ -127,14 +145,14 @@ def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | Non
 
 
 def shares(weights: Tensor) -> list[float]:
-    """Each weight divided by the exact sum of all."""
+    """Divide each weight by the exact sum of all."""
     listed = weights.double().tolist()
     total = math.fsum(listed)
     return [weight / total for weight in listed]
 
 
 def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
-    """sum_i factor_i row_i, float32 [n], rows added in order."""
+    """Return sum_i factor_i row_i, float32 [n], rows added in order."""
     total = torch.zeros_like(rows[0])
     for part, columns in zip(
         torch.split(total, COORDINATES_AT_ONCE), torch.split(rows, COORDINATES_AT_ONCE, dim=1), strict=True
@@ -145,12 +163,15 @@ def combine(rows: Tensor, factors: Sequence[float]) -> Tensor:
 
 
 def median(numbers: Sequence[float], weights: Tensor) -> float:
-    """The weighted median of ``numbers``."""
+    """Return the weighted median of ``numbers``."""
     return weighted_median(torch.tensor(numbers, dtype=torch.float64)[:, None], weights).item()
 
 
 def norms(rows: Tensor) -> list[float]:
-    """Euclidean norm of every row [k, n]. Squares are float64 and added by halving, in a fixed order."""
+    """Return the Euclidean norm of every row [k, n].
+
+    Squares are float64 and added by halving, in a fixed order.
+    """
     totals = [0.0] * len(rows)
     for part in torch.split(rows, COORDINATES_AT_ONCE, dim=1):
         squares = part.double().square()

@@ -1,9 +1,10 @@
-"""Averaging a vector among the members of a roster: the entry point of a round, and the server side
-of its streams.
+"""Averages a vector among the members of a roster: the entry point of a round, and its server side.
 
-``Averager.average`` runs one exchange and returns its ``Outcome``: all members that commit have the
-same bits, and a member that does not commit knows whether the others may have committed. Streams of
-other members arrive in ``Averager._accept``, and are passed to the exchange that they name.
+1. ``Averager.average`` runs one exchange and returns its ``Outcome``.
+2. Streams of other members arrive in ``Averager._accept``, and go to the exchange that they name.
+
+All members that commit have the same bits. A member that does not commit knows whether the others
+may have committed.
 """
 
 import asyncio
@@ -34,19 +35,20 @@ from swarmnet_protocols.wire import training_pb2 as pb
 __all__ = ["AggregationRules", "Averager", "Outcome", "RoundMember", "RoundTiming"]
 
 ROUNDS_KEPT = 2
-"""Exchanges that are served: the present one, and the last one, whose outcome a delayed member can
-still fetch."""
+"""Exchanges that are served: the present one and the last one.
+
+A delayed member can still fetch the outcome of the last one.
+"""
 
 _TIMING = RoundTiming()
 _RULES = AggregationRules()
 
 
 class Averager:
-    """The exchanges of one job at one worker, one after another. A transport has at most one
-    averager.
+    """The exchanges of one job at one worker, one after another. At most one per transport.
 
-    While its context is open, streams of other members are served, also before an exchange has
-    begun here and, of the last exchanges, after it has ended.
+    While its context is open, streams of other members are served. That includes streams for an
+    exchange that has not begun here, and for the last exchanges after their end.
     """
 
     def __init__(  # noqa: PLR0913 - an exchange's network, key, rules and clock
@@ -60,10 +62,13 @@ class Averager:
         executor: Executor | None = None,
         on_proven: Callable[[PeerId], None] = lambda _: None,
     ) -> None:
-        """``job``: the job's id, 32 bytes. ``sign`` signs with the key of ``transport``'s peer id.
+        """Make an averager without exchanges.
 
-        ``executor`` encodes, decodes and reduces; None: the loop's default executor. ``on_proven``
-        is called with a member that is proven to be dishonest, also after its round.
+        - ``job``: the job's id, 32 bytes.
+        - ``sign`` signs with the key of ``transport``'s peer id.
+        - ``executor`` encodes, decodes and reduces; None for the loop's default executor.
+        - ``on_proven`` is called with a member that is proven to be dishonest, also after its
+          round.
         """
         self._on_proven = on_proven
         if len(job) != HASH_BYTES:
@@ -105,12 +110,13 @@ class Averager:
         state: bytes = b"",
         spread_s: float = 0.0,
     ) -> Outcome:
-        """Average ``values``, float32 [n] on the CPU, with the other ``members``, which must use
-        the same roster, n and codec.
+        """Average ``values``, float32 [n] on the CPU, with the other ``members``.
+
+        All members must use the same roster, n and codec.
 
         - ``exchange_number`` must be higher than in the call before.
         - ``weight`` 0: this worker receives without contributing.
-        - ``state``: the id of the state that all members start from; members with other states
+        - ``state``: the id of the state that all members start from. Members with other states
           refuse each other. Empty if states may differ.
         - ``spread_s``: seconds to spread transfers over, as far as the deadlines allow; 0 for as
           fast as possible.
@@ -152,8 +158,10 @@ class Averager:
         return await runner.run()
 
     def _is_over(self, old: int, terms: RoundTerms) -> bool:
-        """Whether an old exchange is over: all members are in the new one, or ``ROUNDS_KEPT`` newer
-        ones exist."""
+        """Return whether an old exchange is over.
+
+        It is if all its members are in the new one, or ``ROUNDS_KEPT`` newer ones exist.
+        """
         here = {member.peer for member in terms.members}
         return old <= terms.exchange_number - ROUNDS_KEPT or self._runners[old].peers <= here
 
@@ -187,8 +195,10 @@ class Averager:
             raise
 
     async def _runner_of(self, exchange_number: int) -> RoundRunner:
-        """Wait until the exchange with this number has begun here. Raises ``ProtocolViolation`` if
-        it is over or was skipped."""
+        """Wait until the exchange with this number has begun here.
+
+        Raises ``ProtocolViolation`` if it is over or was skipped.
+        """
         async with self._begun:
             await self._begun.wait_for(
                 lambda: exchange_number in self._runners or exchange_number < self._latest or not self._open

@@ -1,4 +1,7 @@
-"""This member's own stream to one other member of a round: control messages before bulk data, reopened while the round lasts."""
+"""This member's own stream to one other member of a round.
+
+It sends control messages before bulk data, and is reopened while the round lasts.
+"""
 
 import asyncio
 import contextlib
@@ -17,7 +20,7 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 
 class MemberLink:
-    """Sends messages to one member: first ``hello`` on each stream, then the posted ones.
+    """Sends messages to one member: first ``hello`` on each stream, then the posted messages.
 
     ``on_change`` is called when the member becomes reachable (True) and when it is lost (False).
     """
@@ -49,8 +52,9 @@ class MemberLink:
     def post_bulk(self, queue: str, name: Hashable, messages: Iterator[Outgoing | float]) -> None:
         """Send ``messages`` when no control message waits, in order within a ``queue``.
 
-        The iterator is advanced only when its next message can be sent. A float is the loop time until which it has no message;
-        meanwhile other queues are served. A ``name`` that is already queued is not queued again.
+        The iterator advances only when its next message can be sent. If it yields a float, it has
+        no message until that loop time. Meanwhile other queues are served. A ``name`` that is
+        already queued is not queued again.
         """
         self._bulk.setdefault(queue, {}).setdefault(name, messages)
         self._posted.set()
@@ -61,7 +65,10 @@ class MemberLink:
         self._posted.set()
 
     async def run(self) -> None:
-        """Keep a stream open until drained. Messages posted to a stream that broke are dropped: the state machine repeats them."""
+        """Keep a stream open until drained.
+
+        Drops messages posted to a stream that broke: the state machine repeats them.
+        """
         while True:
             with contextlib.suppress(SwarmnetError):
                 await self._use_one_stream()
@@ -97,7 +104,8 @@ class MemberLink:
                         await self._posted.wait()
 
     def _next(self) -> Outgoing | float | None:
-        """The message to send now, or the time when one will be due; None if nothing is posted."""
+        """Return the message to send now, or the time when one will be due; None if nothing is
+        posted."""
         if self._control:
             return self._control.popleft(), b""
         due_s = []
@@ -121,6 +129,10 @@ class MemberLink:
         self.bytes_sent += message.ByteSize() + len(payload)
 
     async def _watch(self, stream: "TypedStream[pb.ExchangeRequest, pb.ExchangeReply]") -> None:
-        """Raise ``DeadlineExceeded`` when heartbeats stop, and ``Refused`` if the member is not in this round or disagrees on its terms."""
+        """Watch the member's side of the stream.
+
+        Raises ``DeadlineExceeded`` when heartbeats stop. Raises ``Refused`` if the member is not in
+        this round or disagrees on its terms.
+        """
         await stream.receive()
         raise ProtocolViolation(f"{stream.peer} sends only heartbeats on this stream")

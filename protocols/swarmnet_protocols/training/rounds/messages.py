@@ -1,8 +1,7 @@
-"""The control messages of a round with their wire form, and the effects that its state machine
-returns.
+"""The control messages of a round with their wire form, and the effects of its state machine.
 
-``RoundState.receive`` (round_state.py) takes the control messages that arrive; the effect ``Send``
-carries those to be sent. Numbers in received messages are checked against :class:`RoundShape`.
+``RoundState.receive`` (round_state.py) takes arriving control messages. The effect ``Send`` carries
+outgoing ones. Numbers in received messages are checked against :class:`RoundShape`.
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,10 @@ from swarmnet_protocols.wire import training_pb2 as pb
 HASH_BYTES = 32
 MAX_ATTEMPT = 1 << 16
 CANDIDATES = 2
-"""Most results of one slice that a member reports. There are two if a reducer was replaced after
-some members had its result."""
+"""Most results of one slice that a member reports.
+
+There are two if a reducer was replaced after some members had its result.
+"""
 
 Hashes = tuple[bytes, ...]
 """An outcome: the hash of every slice's result (COMMIT), or the empty tuple (DISCARD)."""
@@ -38,16 +39,20 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class Prepare:
-    """The sender takes the coordinator of attempt ``attempt`` for that of the round. If the sender
-    is this coordinator, it asks for a report."""
+    """The sender believes that attempt ``attempt``'s coordinator is the coordinator of the round.
+
+    If the sender is this coordinator, it asks for a report.
+    """
 
     attempt: int
 
 
 @dataclass(frozen=True)
 class Vote:
-    """The sender's only vote in the round. ``signature`` covers the round's terms and ``hashes``
-    (``votes.py``)."""
+    """The sender's only vote in the round.
+
+    ``signature`` covers the round's terms and ``hashes`` (``votes.py``).
+    """
 
     hashes: Hashes
     signature: bytes
@@ -55,8 +60,10 @@ class Vote:
 
 @dataclass(frozen=True)
 class Report:
-    """To the coordinator: for each slice, the hashes of the results that the sender holds, and its
-    vote if it has voted."""
+    """A report to the coordinator.
+
+    It has the hashes of the sender's results for each slice, and the sender's vote if it has voted.
+    """
 
     held: tuple[tuple[bytes, ...], ...]
     vote: Vote | None
@@ -64,8 +71,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Assignment:
-    """One slice in a plan: ``reducer`` is the member that aggregates it, ``chosen`` the hash of its
-    chosen result (b"" while there is none), and ``holder`` a member that holds this result."""
+    """One slice in a plan.
+
+    - ``reducer``: the member that aggregates the slice.
+    - ``chosen``: the hash of the chosen result; b"" while there is none.
+    - ``holder``: a member that holds the chosen result.
+    """
 
     reducer: int
     chosen: bytes = b""
@@ -81,26 +92,27 @@ class SlicePlan:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The outcome that the coordinator asks the members to vote for."""
+    """The outcome for which the coordinator asks the members to vote."""
 
     hashes: Hashes
 
 
 @dataclass(frozen=True)
 class Decided:
-    """The decision of the round, which is final: an outcome, and the signature of each member that
-    voted for it, in the order of members."""
+    """The final decision of the round.
+
+    It has an outcome, and the signature of each member that voted for it, in the order of members.
+    """
 
     hashes: Hashes
     votes: tuple[tuple[int, bytes], ...] = ()
     signature: bytes = b""
-    """The signature of the member that sends this."""
+    """The signature of the member that sends this message."""
 
 
 @dataclass(frozen=True)
 class Accusation:
-    """Proof that ``member`` is dishonest: a false decision that it signed, or its votes for two
-    outcomes."""
+    """Proof that ``member`` is dishonest: it signed a false decision, or voted for two outcomes."""
 
     member: int
     decided: Decided | None = None
@@ -166,7 +178,7 @@ class SendResult:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Aggregate the contributions of ``members`` to ``slice`` and report the result with
+    """Aggregate the contributions of ``members`` to ``slice``. Report the result with
     ``RoundState.hold``."""
 
     slice: int
@@ -176,7 +188,10 @@ class Reduce:
 @dataclass(frozen=True)
 class Refute:
     """``member`` is dishonest: take nothing more from it in this round, and name it with
-    ``reason``. ``is_proven``: for good."""
+    ``reason``.
+
+    ``is_proven``: the member is dishonest for good.
+    """
 
     member: int
     reason: str
@@ -185,8 +200,10 @@ class Refute:
 
 @dataclass(frozen=True)
 class Finish:
-    """The round has ended at this member: committed (``hashes``), discarded (``DISCARD``) or behind
-    (None)."""
+    """The round has ended at this member.
+
+    It is committed (``hashes``), discarded (``DISCARD``) or behind (None).
+    """
 
     hashes: Hashes | None
     reason: str
@@ -200,7 +217,7 @@ Effect = Send | SendContribution | SendResult | Reduce | Refute | Finish
 
 
 def encode_control(message: Control) -> pb.ExchangeRequest:
-    """The wire form of ``message``."""
+    """Return the wire form of ``message``."""
     match message:
         case Prepare(attempt):
             return pb.ExchangeRequest(prepare=pb.Prepare(attempt=attempt))
@@ -238,8 +255,7 @@ def encode_control(message: Control) -> pb.ExchangeRequest:
 
 
 def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | None:
-    """The control message in ``request``; None if ``request`` is a contribution, a result or a
-    hello.
+    """Decode the control message in ``request``; None for a contribution, a result or a hello.
 
     Raises ``ProtocolViolation`` for a number outside ``shape`` or a hash of the wrong size.
     """

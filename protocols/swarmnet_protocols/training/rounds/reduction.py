@@ -1,14 +1,13 @@
-"""Reducing one slice: from the members' contributions to one result, and the checks that a member
-makes on a result from another.
+"""Reduces one slice: from the members' contributions to one result that every member can check.
 
 A result carries the encoded aggregate, or a *bundle*: the contributions themselves, in the order of
 members. Each member then aggregates the bundle as the reducer did, and gets the same bits. Results
 are bundles in two cases:
 
 1. The codec is sparse: an aggregate of sparse vectors is not sparse.
-2. The round is verifiable (:class:`Verification`): the job has a robust aggregation rule, which a
-   reducer could otherwise bypass by sending a false aggregate. Each contribution in the bundle is
-   signed by its author.
+2. The round is verifiable (:class:`Verification`), because the job has a robust aggregation rule. A
+   reducer could otherwise bypass the rule with a false aggregate. Each contribution in the bundle
+   is signed by its author.
 """
 
 import hashlib
@@ -30,8 +29,10 @@ from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_REASON = 200
 CONTRIBUTION_HASH_BYTES = 16
-"""Half a SHA-256, against which finding a second preimage is infeasible: every result carries one
-hash for each contributor."""
+"""Bytes of a contribution's hash: half a SHA-256. Every result carries one for each contributor.
+
+Finding a second preimage of it is infeasible.
+"""
 
 
 _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
@@ -39,7 +40,7 @@ _SIGNED = struct.Struct(">QId")
 
 
 def accept_all(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
-    """The screen that leaves out no contribution."""
+    """Leave out no contribution."""
     return [""] * len(rows)
 
 
@@ -48,33 +49,40 @@ class AggregationRules:
     """How contributions are screened and aggregated. Equal at all members of a job."""
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
-    """From contributions [k, n] in the order of members and weights [k] to the aggregate, float32
-    [n]. May change the contributions."""
+    """Maps contributions [k, n], in the order of members, and weights [k] to the aggregate, float32
+    [n].
+
+    May change the contributions.
+    """
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
-    """From the same arguments to k reasons for leaving a contribution out, "" to keep it. Repeated
-    with the kept ones until all are kept."""
+    """Returns k reasons for leaving a contribution out; "" to keep it.
+
+    Takes the same arguments as ``aggregate``. Repeated with the kept ones until all are kept.
+    """
     max_weight: float = 2.0**64
-    """Largest weight of a contribution. The default is above any number of tokens, and sums of such
-    weights are still finite."""
+    """Largest weight of a contribution.
+
+    The default is above any number of tokens, and sums of such weights are still finite.
+    """
     verifiable: bool = False
-    """Every member checks the aggregation of every slice: see :class:`Verification`."""
+    """Whether every member checks the aggregation of every slice: see :class:`Verification`."""
 
 
 def contribution_hash(data: Buffer) -> bytes:
-    """The first 16 bytes of the SHA-256 of an encoded contribution."""
+    """Return the first 16 bytes of the SHA-256 of an encoded contribution."""
     return hashlib.sha256(data).digest()[:CONTRIBUTION_HASH_BYTES]
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """A member's encoded values of one slice, their weight, and the hash that results name them
-    by."""
+    """A member's encoded values of one slice, their weight, and their hash. Results name them by
+    hash."""
 
     weight: float
     data: Buffer
     hash: bytes
     signature: bytes = b""
-    """The signature of the author; empty unless the round is verifiable."""
+    """The author's signature; empty unless the round is verifiable."""
 
     @classmethod
     def of(cls, weight: float, data: Buffer) -> "Contribution":
@@ -83,8 +91,10 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of a slice, as bytes that every member decodes. ``hash`` covers ``summary`` (a
-    ``pb.Summary``) and ``payload``."""
+    """The result of a slice, as bytes that every member decodes.
+
+    ``hash`` covers ``summary`` (a ``pb.Summary``) and ``payload``.
+    """
 
     hash: bytes
     summary: bytes
@@ -92,7 +102,7 @@ class Result:
 
 
 def result_hash(summary: bytes, payload: Buffer) -> bytes:
-    """SHA-256 of the size-prefixed summary and the payload."""
+    """Return the SHA-256 of the size-prefixed summary and the payload."""
     digest = hashlib.sha256(struct.pack(">I", len(summary)))
     digest.update(summary)
     digest.update(payload)
@@ -101,12 +111,11 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Verification:
-    """The data of a verifiable round. Contributions are signed: a reducer can omit some, but not
-    change any.
+    """The data of a verifiable round.
 
-    ``keys``: the members' public keys. A result needs contributions of at least ``quorum`` members,
-    a majority of the training members. So a reducer cannot keep only its accomplices'
-    contributions.
+    Contributions are signed: a reducer can omit some, but not change any. ``keys`` are the members'
+    public keys. A result needs contributions of at least ``quorum`` members, a majority of the
+    training members. So a reducer cannot keep only its accomplices' contributions.
     """
 
     job: bytes
@@ -130,7 +139,7 @@ class SliceTerms:
         return self.codec.sparse or self.verification is not None
 
     def signed_bytes(self, contribution: "Contribution") -> bytes:
-        """The bytes that the author of a contribution to this slice signs in a verifiable round."""
+        """Return the bytes that a contribution's author signs in a verifiable round."""
         job = b"" if self.verification is None else self.verification.job
         signed = _SIGNED.pack(self.exchange_number, self.index, contribution.weight)
         return _SIGNATURE_DOMAIN + job + signed + contribution.hash
@@ -141,7 +150,7 @@ class SliceTerms:
         return self.codec.max_bytes(self.count)
 
     def result_bytes(self, contributors: int) -> int:
-        """Bytes of the payload of a result from ``contributors`` members."""
+        """Return the bytes of a result's payload from ``contributors`` members."""
         if self.is_bundled:
             return contributors * self.contribution_bytes
         return result_codec(self.codec).max_bytes(self.count)
@@ -150,8 +159,11 @@ class SliceTerms:
 def reduce_slice(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """The result of a slice and its values [count], from (member, contribution) in the order of
-    members; None if no contribution is accepted."""
+    """Reduce (member, contribution) pairs, in the order of members, to a result and its values
+    [count].
+
+    None if no contribution is accepted.
+    """
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
     if not accepted or not _has_quorum(terms, len(accepted)):
         return None
@@ -161,7 +173,7 @@ def reduce_slice(
         codec = result_codec(terms.codec)
         try:
             encoded = codec.encode(values)
-        except ValueError:  # finite contributions with an infinite mean
+        except ValueError:  # the mean of finite contributions is infinite
             return None
         values = codec.decode(encoded, terms.count)
     contributors = [
@@ -185,8 +197,11 @@ def reduce_slice(
 def _aggregate_valid(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
-    """The accepted contributions, their aggregate [count] ([0, count] if none is accepted), and the
-    reason for leaving out each other member's."""
+    """Return the accepted contributions, their aggregate, and the reasons for leaving out the
+    others.
+
+    The aggregate is [count], or [0, count] if none is accepted. The reasons are by member.
+    """
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
     rows = torch.empty(len(contributions), terms.count)
@@ -219,8 +234,10 @@ def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
 def _decode(
     terms: SliceTerms, rules: AggregationRules, member: int, contribution: Contribution
 ) -> torch.Tensor:
-    """The values [count] of the contribution of ``member``. Raises ``ProtocolViolation`` for an
-    invalid one."""
+    """Decode the contribution of ``member`` to values [count].
+
+    Raises ``ProtocolViolation`` for an invalid one.
+    """
     if contribution.weight > rules.max_weight:
         raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
     if contribution_hash(contribution.data) != contribution.hash:
@@ -234,8 +251,10 @@ def _decode(
 
 @dataclass(frozen=True)
 class ResultReader:
-    """Verifies and decodes results of a slice at member ``me`` of ``members``. ``own``: its own
-    contribution, None if it made none."""
+    """Verifies and decodes results of a slice at member ``me`` of ``members``.
+
+    ``own``: this member's own contribution; None if it made none.
+    """
 
     terms: SliceTerms
     rules: AggregationRules
@@ -244,11 +263,11 @@ class ResultReader:
     own: Contribution | None
 
     def read(self, result: Result) -> torch.Tensor:
-        """The values [count] of a result from another member. Raises ``ProtocolViolation`` for a
-        result that is not one of this slice.
+        """Return the values [count] of a result from another member.
 
-        A result that contains a contribution which this member did not make, in its name, is
-        refused; without signatures, only the author of a contribution can check this.
+        Refuses a result with a contribution in this member's name that it did not make. Without
+        signatures, only the author of a contribution can check this. Raises ``ProtocolViolation``
+        for any result that does not belong to this slice.
         """
         if result_hash(result.summary, result.payload) != result.hash:
             raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")

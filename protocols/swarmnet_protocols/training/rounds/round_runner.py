@@ -1,7 +1,6 @@
-"""Running one averaging round: connects the state machine (``round_state.RoundState``) to streams,
-slices and the clock.
+"""Runs one averaging round: connects ``round_state.RoundState`` to streams, slices and the clock.
 
-Every observation is reported to the state machine, and every effect that it returns is performed
+Reports every observation to the state machine, and performs every effect that it returns
 (``_perform``).
 """
 
@@ -64,11 +63,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a round at this member: ``committed``, ``behind``, or discarded (neither).
+    """The end of a round at this member.
 
-    Committed: ``average`` [n] has the same bits at every member that committed. Discarded: no
-    member has an average, and ``average`` is None. Behind: ``average`` is None, but other members
-    may have committed, so this worker has to compare its state with theirs.
+    - ``committed``: ``average`` [n] has the same bits at every member that committed.
+    - ``behind``: ``average`` is None, but other members may have committed. So this worker has to
+      compare its state with theirs.
+    - Neither: the round was discarded. No member has an average, and ``average`` is None.
     """
 
     committed: bool
@@ -76,26 +76,27 @@ class Outcome:
     average: torch.Tensor | None
     slices: tuple[Slice, ...]
     contributors: tuple[tuple[PeerId, ...], ...]
-    """The contributors to each slice, in the order of peer ids."""
+    """The contributors to each slice, ordered by peer id."""
     excluded: tuple[tuple[PeerId, str], ...]
     """Peers whose contribution arrived but was left out of a slice, with the reason."""
     refuted: tuple[PeerId, ...]
-    """Members that are proven to be dishonest: by a false result, a decision without votes, or two
-    votes."""
+    """Members proven dishonest by a false result, a decision without votes, or two votes."""
     reason: str
     bytes_sent: int
     bytes_received: int
     wait_s: float
     arrivals: tuple[Arrival, ...]
-    """Transfer times of the last contribution and the last result of every member."""
+    """Transfer times of every member's last contribution and last result."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
-        """The members whose contribution is in at least one slice of the average, sorted."""
+        """The members with a contribution in at least one slice of the average, sorted."""
         return tuple(sorted({peer for peers in self.contributors for peer in peers}))
 
     def slices_with(self, peer: PeerId) -> tuple[Slice, ...]:
-        """The slices of the average that contain the contribution of ``peer``; none if nothing was
-        committed."""
+        """Return the slices of the average that contain the contribution of ``peer``.
+
+        Empty if nothing was committed.
+        """
         if not self.committed:
             return ()
         pairs = zip(self.slices, self.contributors, strict=True)
@@ -104,10 +105,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The parts of an ``Averager`` that a round uses. ``spawn``: starts a task that is cancelled
-    when the averager closes.
+    """The parts of an ``Averager`` that a round uses.
 
-    ``on_proven``: called with a member that is proven to be dishonest, also after the round.
+    - ``spawn`` starts a task that is cancelled when the averager closes.
+    - ``on_proven`` is called with a member that is proven to be dishonest, also after the round.
     """
 
     transport: Transport
@@ -120,12 +121,13 @@ class RoundContext:
 
 
 class RoundRunner:
-    """One round at this member: ``prepare``, then ``run``. Other members are served until
-    ``close``."""
+    """One round at this member: ``prepare``, then ``run``. Serves other members until ``close``."""
 
     def __init__(self, terms: RoundTerms, context: RoundContext, spread_s: float) -> None:
-        """``spread_s``: seconds over which transfers are spread. Raises ``ConfigError`` if this
-        worker is not in the roster."""
+        """``spread_s``: seconds over which transfers are spread.
+
+        Raises ``ConfigError`` if this worker is not in the roster.
+        """
         me = terms.find(context.transport.peer_id)
         if me is None:
             raise ConfigError("this worker is not in the roster of the round")
@@ -146,14 +148,12 @@ class RoundRunner:
         self._own: list[Contribution] = []
         """This member's contribution to each slice; empty if it makes none."""
         self._withheld = ""
-        """The reason why this member makes no contribution; empty if it makes one, or has weight
-        0."""
+        """Why this member makes no contribution; empty if it makes one, or has weight 0."""
         self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
         self._partial: dict[tuple[int, str], PartialPayload] = {}
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
-        """Slices whose result has arrived and is being verified, so that it is not requested
-        again."""
+        """Slices with an arrived result that is being verified. They are not requested again."""
         self._refuted: dict[PeerId, str] = {}
         self._proven: dict[PeerId, None] = {}
         self._average = torch.empty(terms.count)
@@ -162,7 +162,7 @@ class RoundRunner:
         self._arrivals: dict[tuple[int, str], Arrival] = {}
         self._closed = False
         self._name = f"exchange {terms.exchange_number} {terms.agreement().hex()[:8]}"
-        """The round in logs: alike at all members."""
+        """The name of the round in logs, equal at all members."""
 
     @property
     def peers(self) -> frozenset[PeerId]:
@@ -170,7 +170,8 @@ class RoundRunner:
         return frozenset(member.peer for member in self._terms.members)
 
     async def prepare(self, values: torch.Tensor, weight: float) -> None:
-        """Encode this member's contribution: none if ``weight`` is 0 or a value is not finite."""
+        """Encode this member's contribution. It makes none if ``weight`` is 0 or a value is not
+        finite."""
         try:
             self._own = await self._compute(lambda: self._encode(values, weight))
         except ValueError as error:
@@ -239,8 +240,8 @@ class RoundRunner:
     def close(self) -> None:
         """End all streams and free the results. Idempotent.
 
-        Links refer to this object, so it lives until the garbage collector runs; its results, which
-        are large, are freed here.
+        Links refer to this object, so it lives until the garbage collector runs. Its results are
+        large, so they are freed here.
         """
         self._closed = True
         for task in self._link_tasks.values():
@@ -361,7 +362,7 @@ class RoundRunner:
             except ProtocolViolation as error:
                 # With signed contributions the sender is dishonest, because members forward only
                 # results that they have verified. Without signatures an honest member may forward a
-                # false result, since only the author of a contribution can detect it.
+                # false result, because only the author of a contribution can detect it.
                 if reader.terms.verification is not None:
                     reason = f"sent a false result: {error}"
                     self._perform(self._round.refute(member, reason, self._loop.time()))
@@ -372,10 +373,10 @@ class RoundRunner:
     def _add_part(
         self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
     ) -> PartialPayload | None:
-        """Add a part of a payload. Returns the payload with its last part, otherwise None. A member
-        sends one payload of each kind at a time.
+        """Add a part of a payload. Returns the payload with its last part, otherwise None.
 
-        Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
+        A member sends one payload of each kind at a time. Raises ``ProtocolViolation`` for a
+        payload of more than ``limit`` bytes.
         """
         if header.offset == 0:
             summary, hash_bytes = b"", CONTRIBUTION_HASH_BYTES

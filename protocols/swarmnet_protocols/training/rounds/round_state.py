@@ -1,25 +1,26 @@
-"""The state machine of one averaging round at one member: slice assignments, results held, and one
-decision. Pure: no clock, no network.
+"""The state machine of one averaging round at one member. Pure: no clock, no network.
 
-The actions of a member, in this order:
+It handles slice assignments, held results, and one decision. The actions of a member, in this
+order:
 
-1. It sends its contribution to each slice's reducer (``_contribute``); a reducer aggregates the
+1. It sends its contribution to each slice's reducer (``_contribute``). A reducer aggregates the
    contributions that arrived in time (``_reduce``) and sends the result to all members.
 2. It reports the results that it holds to the coordinator (``_report``).
 3. The coordinator (``_coordinate``) replaces reducers that failed, chooses one result for each
    slice, and proposes to commit or to discard (``slice_plans.py``).
-4. Members fetch chosen results that they lack (``_fetch``), and vote (``_cast``): to commit only
-   what they hold.
+4. Members fetch chosen results that they lack (``_fetch``), and vote (``_cast``). They vote to
+   commit only what they hold.
 5. The votes of a majority decide (``votes.py``). The round ends (``_conclude``): committed,
    discarded, or behind.
 
-Attempt k has the coordinator ``order[k % len(order)]``. Each member is at the first attempt whose
-coordinator takes part, as far as it can tell, and says so if that is not the first one. It passes
-over a coordinator that so many others have passed over that no majority is left. From
-``majority_s`` on the first attempt rises with time, so a coordinator that stays silent is passed
-over, too. Members at different attempts delay the round, and nothing more: every member votes once,
-so one outcome has the votes of a majority at most. A member that is cut off from the majority ends
-*behind*.
+Attempt k has the coordinator ``order[k % len(order)]``. Each member goes to the first attempt whose
+coordinator takes part, as far as it can tell. It announces the attempt if it is not the first. A
+member passes over a coordinator if so many others have passed over it that no majority is left.
+From ``majority_s`` on the first attempt rises with time. So a silent coordinator is passed over,
+too.
+
+Members at different attempts only delay the round. Every member votes once, so at most one outcome
+has the votes of a majority. A member that is cut off from the majority ends *behind*.
 """
 
 import math
@@ -53,20 +54,22 @@ from swarmnet_protocols.training.rounds.slice_plans import claims, plan, propose
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 MAX_HELD = 2 * CANDIDATES
-"""Most results of one slice that a member keeps before the decision: from its reducers, and fetched
-ones."""
+"""Most results of one slice that a member keeps before the decision.
+
+They come from its reducers, or were fetched.
+"""
 
 UNVOTED = "sent a decision without the votes of a majority"
 TWICE = "voted for two outcomes of one round"
 
 
 class RoundState:
-    """The state of one round at one member. ``order``: the members in the order they coordinate the
-    round.
+    """The state of one round at one member.
 
-    Each method that reports an observation returns the effects that the caller performs, in order.
-    ``now`` must not decrease between calls. Messages from one member to another arrive in order
-    while their link is up; when it goes down, unread ones may be lost.
+    ``order``: the members in the order in which they coordinate the round. Each method that reports
+    an observation returns the effects that the caller performs, in order. ``now`` must not decrease
+    between calls. Messages from one member to another arrive in order while their link is up. When
+    the link goes down, unread messages may be lost.
     """
 
     def __init__(
@@ -92,31 +95,31 @@ class RoundState:
         self._begun: set[int] = set()
         self._refuted: set[int] = set()
         self._proven: set[int] = set()
-        """The members whose dishonesty the others can check, because this member has sent them the
+        """Members that the others can prove dishonest, because this member has sent them the
         proof."""
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
         self._assignments = tuple(Assignment(reducer) for reducer in reducers)
         self._due = [now + timing.contribution_s] * len(reducers)
-        """The times at which contributions are due, for the slices that this member reduces."""
+        """For each slice that this member reduces, the time when contributions are due."""
         self._contributed: list[set[int]] = [set() for _ in reducers]
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
         self._sending_until: dict[tuple[int, int], float] = {}
-        """For each (slice, member) that this member sends a contribution to: how long the receiver
-        can use it."""
+        """(slice, member) → until when the member can use this member's contribution to the
+        slice."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
-        """For each slice, the time at which its reducer must have delivered a result."""
+        """For each slice, the time by which its reducer must have delivered a result."""
         self._progress_at = [-math.inf] * len(reducers)
         self._requests_made = [0] * len(reducers)
         # the vote
         self._turn = 0
-        """The first attempt at this time."""
+        """The lowest attempt at this time."""
         self._attempt = 0
         self._attempts: dict[int, int] = {}
-        """The attempts at which other members are."""
+        """Other members → their attempts."""
         self._proposed: Proposal | None = None
         """The proposal of the coordinator, which may be this member."""
         self._reported: Report | None = None
@@ -144,7 +147,7 @@ class RoundState:
         """Report that this member's own stream to ``member`` is lost."""
         self._linked.discard(member)
         self._lost.setdefault(member, now)
-        self._reports.pop(member, None)  # it may have voted since
+        self._reports.pop(member, None)  # the member may have voted since its report
         return self._advance(now)
 
     def begin(self, member: int, now: float) -> list[Effect]:
@@ -158,14 +161,18 @@ class RoundState:
         return self._advance(now)
 
     def add_contribution(self, member: int, index: int, now: float) -> list[Effect]:
-        """Report that the whole contribution of ``member`` to a slice arrived, or its statement
-        that it makes none."""
+        """Report that the whole contribution of ``member`` to a slice arrived.
+
+        Or that ``member`` stated that it makes none.
+        """
         self._contributed[index].add(member)
         return self._advance(now)
 
     def note_progress(self, index: int, now: float) -> None:
-        """Report that a part of a result of a slice arrived or is being verified, so that the
-        result is not requested again."""
+        """Report that a part of a slice's result arrived or is being verified.
+
+        The result is then not requested again.
+        """
         self._progress_at[index] = now
 
     def hold(self, index: int, result: bytes, now: float) -> list[Effect]:
@@ -177,16 +184,16 @@ class RoundState:
         return self._advance(now)
 
     def tick(self, now: float) -> list[Effect]:
-        """Report that time has passed. Called once in each heartbeat period."""
+        """Report that time has passed. Call it once in each heartbeat period."""
         return self._advance(now, tick=True)
 
     def refute(self, member: int, reason: str, now: float) -> list[Effect]:
-        """Report that ``member`` is proven to be dishonest: it takes no part from now on."""
+        """Report that ``member`` is proven to be dishonest. It takes no part from now on."""
         self._refute(member, reason, is_proven=True)
         return self._advance(now)
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
-        """Whether ``member`` can still use this member's contribution to a slice."""
+        """Return whether ``member`` can still use this member's contribution to a slice."""
         return (
             self.decision is None
             and not self.finished
@@ -194,8 +201,10 @@ class RoundState:
         )
 
     def reduces(self, index: int) -> bool:
-        """Whether this member is the reducer of the slice, and has neither begun to reduce it nor
-        received a result."""
+        """Return whether this member still has to reduce the slice.
+
+        It is the slice's reducer, and has neither begun to reduce it nor received a result.
+        """
         return (
             self._assignments[index].reducer == self._me
             and index not in self._reduced
@@ -203,8 +212,10 @@ class RoundState:
         )
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
-        """Whether to receive a result from ``member``: one that is not held yet, and is the chosen
-        one or comes from the slice's reducer."""
+        """Return whether to receive a result from ``member``.
+
+        It must not be held yet. It must be the chosen result or come from the slice's reducer.
+        """
         if result in self._held[index] or member in self._refuted:
             return False
         if self.decision is not None:
@@ -215,8 +226,10 @@ class RoundState:
         return member == self._assignments[index].reducer and kept < CANDIDATES
 
     def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
-        """Take all actions that the state requires, and return the effects since the last call.
-        Idempotent."""
+        """Take all actions that the state requires. Returns the effects since the last call.
+
+        Idempotent.
+        """
         if not self.finished:
             self._advance_slices_and_vote(now, tick=tick)
         effects, self._effects = self._effects, []
@@ -329,7 +342,7 @@ class RoundState:
             self._accuse(Accusation(member, decided), UNVOTED)
         elif known is None:
             self._votes.decided = decided
-            for reporting in self._reports:  # they take this member for the coordinator
+            for reporting in self._reports:  # these members take this member for the coordinator
                 self._send(reporting, decided)
         else:
             for accusation in self._votes.twice(known, decided):
@@ -337,7 +350,9 @@ class RoundState:
 
     def _accuse(self, accusation: Accusation, unproven: str) -> None:
         """Take no more from a dishonest member, and send the others the proof if there is one.
-        ``unproven``: the reason if there is none."""
+
+        ``unproven``: the reason if there is no proof.
+        """
         if accusation.member in self._proven:
             return
         if not self._votes.proves(accusation):
@@ -356,8 +371,10 @@ class RoundState:
     # ---- the vote ---------------------------------------------------------------------------------------
 
     def _elect(self, now: float) -> None:
-        """Go to the first attempt whose coordinator takes part and has not been passed over by too
-        many others for a majority."""
+        """Go to the first attempt with a usable coordinator.
+
+        Its coordinator takes part. So few others have passed over it that a majority is left.
+        """
         late_s = now - self._began - self._timing.majority_s
         self._turn = max(0, int(late_s / self._timing.attempt_s))
         blocking = len(self._order) - self._majority + 1
@@ -374,17 +391,16 @@ class RoundState:
         self._broadcast(Prepare(attempt))
 
     def _takes_part(self, member: int, now: float) -> bool:
-        """Whether a member is reachable, and has begun this round or may still begin it."""
+        """Return whether a member is reachable, and has begun this round or may still begin it."""
         begun = member in self._begun or now < self._began + self._timing.contribution_s
         reachable = member not in self._lost and member not in self._refuted
         return member == self._me or (reachable and begun)
 
     def _cast(self, now: float) -> None:
-        """Vote for the coordinator's proposal, once: to commit what this member holds, or to
-        discard when it is time.
+        """Vote for the coordinator's proposal, once.
 
-        The first coordinator alone cannot have a round discarded of which this member holds all
-        results.
+        Votes to commit what this member holds, or to discard when it is time. If this member holds
+        all results, the first coordinator alone cannot have the round discarded.
         """
         if self._proposed is None or self._votes.own is not None:
             return
@@ -397,7 +413,7 @@ class RoundState:
         if not ready:
             return
         vote = self._votes.cast(hashes)
-        self._reported = self._own_report()  # the vote implies it
+        self._reported = self._own_report()  # the vote implies the report
         if self._coordinator != self._me:
             self._send(self._coordinator, vote)
 
@@ -424,8 +440,7 @@ class RoundState:
             self._effects.append(SendContribution(member, index))
 
     def _adopt(self, assignments: tuple[Assignment, ...], now: float) -> None:
-        """Adopt a plan. A member that becomes the reducer of a slice requests the contributions to
-        it."""
+        """Adopt a plan. A new reducer of a slice requests the contributions to it."""
         before, self._assignments = self._assignments, assignments
         for index, assignment in enumerate(assignments):
             if assignment.reducer != before[index].reducer:
@@ -472,8 +487,10 @@ class RoundState:
                     self._send(holder, RequestResult(index, result))
 
     def _wanted(self, index: int) -> list[tuple[int, bytes]]:
-        """The (holder, hash) of results that this member needs: the one to commit, or as the
-        coordinator one of those reported to it."""
+        """Return the (holder, hash) of results that this member needs.
+
+        This is the result to commit. The coordinator needs one of the results reported to it.
+        """
         assignment = self._assignments[index]
         proposed = None if self._proposed is None else self._proposed.hashes
         if hashes := self.decision or proposed:
@@ -515,13 +532,12 @@ class RoundState:
             self._broadcast(decided)
 
     def _must_be_replaced(self, index: int, now: float) -> bool:
-        """Whether the reducer of a slice is lost, has not begun the round, or is late with its
-        result."""
+        """Return whether the reducer of a slice is lost, has not begun the round, or is late."""
         reducer = self._assignments[index].reducer
         if reducer in self._refuted:
             return True
         arriving = now - self._progress_at[index] < self._timing.streams.silence_s
-        if reducer in self._lost:  # within two heartbeats, a member that has its result reports it
+        if reducer in self._lost:  # a member that has its result reports it within two heartbeats
             tried = self._requests_made[index] >= len(self._wanted(index)) and not arriving
             return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
         return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)

@@ -1,7 +1,7 @@
-"""What the coordinator of a round plans and proposes, given the reports of the members. Pure.
+"""What the coordinator of a round plans and proposes, given the members' reports. Pure.
 
-The coordinator chooses only results that it holds itself, so that no member can make the others
-wait for one that does not exist.
+The coordinator chooses only results that it holds itself. So no member can make the others wait for
+a result that does not exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from swarmnet_protocols.training.rounds.messages import DISCARD, Assignment, Hashes, Report
 
 Reports = Mapping[int, Report]
-"""The reports of the members, including the coordinator's own."""
+"""Member → report, including the coordinator's own."""
 
 
 def plan(
@@ -21,12 +21,11 @@ def plan(
     replaced: Sequence[int],
     likely: Hashes | None,
 ) -> tuple[Assignment, ...]:
-    """The assignments of all slices: a chosen result where there is one, otherwise a new reducer
-    for slices in ``replaced``.
+    """Assign all slices: keep or choose a result, or name a new reducer for slices in ``replaced``.
 
-    Chosen is the result in ``likely``, the outcome that members may have decided; otherwise one
-    that the coordinator ``me`` holds, which stays chosen. The new reducer is the live member with
-    the fewest slices.
+    ``likely`` is the outcome that members may have decided; its results are chosen. Otherwise the
+    coordinator ``me`` chooses a result that it holds, and a chosen result stays. The new reducer is
+    the live member with the fewest slices.
     """
     reporting = [member for member in live if member in reports]
     planned = list(assignments)
@@ -64,11 +63,11 @@ def propose(
     majority: int,
     majority_suffices: bool,
 ) -> Hashes | None:
-    """The outcome that a coordinator proposes, given reports from a majority; None if it is too
-    early for one.
+    """Return the outcome that a coordinator proposes; None if it is too early.
 
-    COMMIT once all live members hold all results. From ``majority_s`` on (``majority_suffices``) a
-    majority of holders is enough, and without one the proposal is DISCARD.
+    Needs reports from a majority. Proposes COMMIT once all live members hold all results. From
+    ``majority_s`` on (``majority_suffices``) a majority of holders is enough. Without one it then
+    proposes DISCARD.
     """
     chosen = tuple(assignment.chosen for assignment in assignments)
     complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]
@@ -78,18 +77,20 @@ def propose(
 
 
 def propose_again(likely: Hashes, own: Report, *, majority_suffices: bool) -> Hashes | None:
-    """``likely``, the outcome that members may have decided, once the coordinator can vote for it
-    itself; None until then.
+    """Return ``likely``, the outcome that members may have decided, or None.
 
-    So a member that voted for results that no member has cannot make the others wait for them.
+    None until the coordinator can vote for it itself. So a member that voted for results that
+    nobody has cannot make the others wait for them.
     """
     possible = _holds_all(own, likely) if likely else majority_suffices
     return likely if possible else None
 
 
 def claims(reports: Reports, index: int, reducer: int, *, reducer_is_live: bool) -> list[tuple[int, bytes]]:
-    """The (member, hash) of a slice's results: from its reducer, or from all others if the reducer
-    is gone."""
+    """Return the (member, hash) of a slice's results.
+
+    They come from its reducer, or from all others if the reducer is gone.
+    """
     return [
         (member, result)
         for member, report in reports.items()

@@ -1,8 +1,7 @@
-"""The terms of an averaging round: its members, the slices of the vector, and which member reduces
-which slice.
+"""The terms of an averaging round: its members, the slices of the vector, and their reducers.
 
 Every member derives the terms from the roster, and sends their hash in the first message of each
-stream, so a round runs only among members that agree on them. Slices are contiguous and sized by
+stream. So a round runs only among members that agree on them. Slices are contiguous and sized by
 measured bandwidth.
 """
 
@@ -23,10 +22,12 @@ from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verificatio
 MAX_VALUES = 1 << 40
 AGREEMENT_BYTES = 16
 UNMEASURED_BYTES_PER_S = 1e6
-"""Assumed bandwidth of a member that no other member has measured."""
+"""Assumed bandwidth of a member that nobody has measured."""
 MAX_FRACTION = 0.5
-"""Largest fraction of the vector that one of three or more members reduces, whatever bandwidth is
-reported for it."""
+"""Largest fraction of the vector that one of three or more members reduces.
+
+It holds whatever bandwidth is reported for the member.
+"""
 
 Slice = tuple[int, int]
 """[start, end) of a slice in the vector."""
@@ -34,23 +35,24 @@ Slice = tuple[int, int]
 
 @dataclass(frozen=True)
 class RoundMember:
-    """A worker in a round, as the roster describes it, so that all members have the same
-    description."""
+    """A worker in a round, as the roster describes it. All members have the same description."""
 
     peer: PeerId
     addresses: tuple[str, ...]
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
     weight: float = 0.0
-    """The weight of its contribution in the average: the tokens on which it trained. 0: a newcomer,
-    which only receives in its first round."""
+    """The weight of the contribution in the average: the tokens that the worker trained on.
+
+    0 for a newcomer, which only receives in its first round.
+    """
 
 
 @dataclass(frozen=True)
 class RoundTerms:
-    """The terms of one averaging round, on which all members agree. Made by :meth:`of`.
+    """The terms of one averaging round, on which all members agree. :meth:`of` makes them.
 
     Members are numbered in the order of their peer ids, slices in the order of the vector.
-    ``reducers[i]`` is the member that reduces ``slices[i]``; members with an empty slice reduce
+    ``reducers[i]`` is the member that reduces ``slices[i]``. Members with an empty slice reduce
     none.
     """
 
@@ -77,11 +79,11 @@ class RoundTerms:
         *,
         verifiable: bool = False,
     ) -> "RoundTerms":
-        """The terms for averaging ``count`` values among ``members``, given in any order.
-        ``verifiable``: see :class:`Verification`.
+        """Make the terms for averaging ``count`` values among ``members``, given in any order.
 
-        Raises ``ConfigError`` for a roster that is empty, too long, names a peer twice or has a
-        member without an Ed25519 key in its peer id, and for a number out of range.
+        For ``verifiable`` see :class:`Verification`. Raises ``ConfigError`` for a number out of
+        range, and for a roster that is empty, too long, names a peer twice or has a member without
+        an Ed25519 key in its peer id.
         """
         ordered = tuple(sorted(members, key=lambda member: member.peer))
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
@@ -112,27 +114,29 @@ class RoundTerms:
 
     @property
     def contribution_fraction(self) -> float:
-        """Contributions' share of all bytes sent in the round; the rest are results."""
+        """Contributions' share of all bytes sent in the round. The rest are results."""
         whole = SliceTerms(self.exchange_number, 0, self.count, self.codec, self.verification)
         result_bytes = whole.result_bytes(len(self.members))
         return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
 
     def slice(self, index: int) -> SliceTerms:
-        """The terms of one slice."""
+        """Return the terms of one slice."""
         start, end = self.slices[index]
         return SliceTerms(self.exchange_number, index, end - start, self.codec, self.verification)
 
     def find(self, peer: PeerId) -> int | None:
-        """The number of the member with this peer id; None if it is not in the roster."""
+        """Return the number of the member with this peer id; None if it is not in the roster."""
         return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
 
     def coordinators(self) -> tuple[int, ...]:
-        """Members in the order they coordinate attempts: pseudo-random, and different for each
-        exchange."""
+        """Members in the order in which they coordinate attempts.
+
+        The order is pseudo-random, and different for each exchange.
+        """
         return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
-        """The SHA-256 of all terms, which must be equal at all members."""
+        """The SHA-256 of all terms. It must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.exchange_number} {self.state.hex()} {peers} {self.slices} {self.reducers} {self.codec.name}"
         if self.verification is not None:
@@ -140,7 +144,7 @@ class RoundTerms:
         return hashlib.sha256(self.job + text.encode()).digest()
 
     def agreement(self) -> bytes:
-        """The beginning of the digest, which each member sends in its first message."""
+        """The beginning of the digest. Each member sends it in its first message."""
         return self.digest()[:AGREEMENT_BYTES]
 
     def _order_key(self, member: int) -> bytes:
@@ -156,11 +160,11 @@ def _keys(members: Sequence[RoundMember]) -> tuple[bytes, ...]:
 
 
 def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:
-    """Cut ``count`` values into one slice per member, in the order of members; empty for members
-    too slow to reduce one.
+    """Cut ``count`` values into one slice per member, in the order of members.
 
-    Cuts are at multiples of ``ALIGNMENT``. Raises ``ConfigError`` for a bandwidth that is not
-    positive and finite, and for no values or no members.
+    A member too slow to reduce a slice gets an empty one. Cuts are at multiples of ``ALIGNMENT``.
+    Raises ``ConfigError`` for a bandwidth that is not positive and finite, and for no values or no
+    members.
     """
     if count < 1 or not bytes_per_s:
         raise ConfigError(f"{count} values cannot be divided among {len(bytes_per_s)} members")
@@ -177,11 +181,11 @@ def partition(count: int, bytes_per_s: Sequence[float]) -> tuple[Slice, ...]:
 
 
 def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
-    """The fraction w_i of the vector that each of m members reduces.
+    """Return the fraction w_i of the vector that each of m members reduces.
 
-    They minimise max_i (1 + (m - 2) w_i) / b_i subject to w_i >= 0, sum w_i = 1 and w_i <=
-    ``MAX_FRACTION``: member i sends all of its vector except its own slice, and the result of its
-    slice to m - 1 members, that is 1 + (m - 2) w_i vectors over bandwidth b_i (hivemind,
+    The fractions minimise max_i (1 + (m - 2) w_i) / b_i subject to w_i >= 0, sum w_i = 1 and w_i <=
+    ``MAX_FRACTION``. Member i sends all of its vector except its own slice, and the result of its
+    slice to m - 1 members. That is 1 + (m - 2) w_i vectors over bandwidth b_i (hivemind,
     ``averaging/load_balancing.py``; the cap is ours). For two members the traffic does not depend
     on w.
     """
@@ -198,8 +202,10 @@ def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
 
 
 def _filled(bytes_per_s: Sequence[float], spare: int, total: float) -> list[float]:
-    """The w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i, by water filling
-    from the fastest member."""
+    """Return the w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i.
+
+    Fills from the fastest member, like water.
+    """
     busiest_s = math.inf
     used = 0.0
     for reducers, rate in enumerate(sorted(bytes_per_s, reverse=True), start=1):

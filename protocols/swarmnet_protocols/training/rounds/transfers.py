@@ -1,7 +1,8 @@
-"""Contributions and results on the wire: split into parts by the sender, assembled by the receiver.
+"""Contributions and results on the wire: the sender splits them, the receiver assembles them.
 
-A part is one message: a header (``pb.Contribution`` or ``pb.Result``) with the slice, offset and hash, and the bytes as payload. Parts have at
-most 256 KiB, so that control messages wait for at most one.
+A part is one message. Its header (``pb.Contribution`` or ``pb.Result``) has the slice, offset and
+hash. The bytes are the payload. Parts have at most 256 KiB, so that control messages wait for at
+most one.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,7 +22,10 @@ Outgoing = tuple[pb.ExchangeRequest, Buffer]
 
 @dataclass(frozen=True)
 class Part:
-    """``data`` of a payload at ``offset``. ``paced``: the sender delayed it, so its arrival time does not measure the link."""
+    """``data`` of a payload at ``offset``.
+
+    ``paced``: the sender delayed the part, so its arrival time does not measure the link.
+    """
 
     offset: int
     data: memoryview
@@ -29,7 +33,10 @@ class Part:
 
 
 def parts(payload: Buffer, pace: Pace, clock: Callable[[], float]) -> Iterator[Part | float]:
-    """The parts of ``payload``, at least one even if it is empty. While the next part is not due, yields the loop time when it will be."""
+    """Yield the parts of ``payload``, at least one even if it is empty.
+
+    While the next part is not due, yields the loop time when it will be.
+    """
     view = memoryview(payload)
     for offset in range(0, max(len(view), 1), pace.part_bytes):
         paced = False
@@ -42,7 +49,10 @@ def parts(payload: Buffer, pace: Pace, clock: Callable[[], float]) -> Iterator[P
 def contribution_messages(
     index: int, contribution: Contribution, parts: Iterator[Part | float], wanted: Callable[[], bool]
 ) -> Iterator[Outgoing | float]:
-    """The messages of a contribution to slice ``index``, until it is no longer ``wanted``; floats as in ``parts``."""
+    """Yield the messages of a contribution to slice ``index`` while it is ``wanted``.
+
+    Floats as in ``parts``.
+    """
     for part in parts:
         if not wanted():
             return
@@ -62,7 +72,7 @@ def contribution_messages(
 
 
 def result_messages(index: int, result: Result, parts: Iterator[Part | float]) -> Iterator[Outgoing | float]:
-    """The messages of the result of slice ``index``; floats as in ``parts``."""
+    """Yield the messages of the result of slice ``index``. Floats as in ``parts``."""
     for part in parts:
         if isinstance(part, float):
             yield part
@@ -79,10 +89,11 @@ def result_messages(index: int, result: Result, parts: Iterator[Part | float]) -
 
 
 class PartialPayload:
-    """A payload of announced size that arrives in parts. Its memory grows with the bytes that arrived, not with the announced size.
+    """A payload of announced size that arrives in parts.
 
-    ``timed_bytes`` arrived in ``timed_s`` seconds. Only parts that were sent right after the one before are timed: neither the first nor paced
-    ones.
+    Its memory grows with the bytes that arrived, not with the announced size. ``timed_bytes``
+    arrived in ``timed_s`` seconds. Only parts that were sent right after the part before are timed,
+    so neither the first part nor paced ones.
     """
 
     def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:
@@ -95,7 +106,10 @@ class PartialPayload:
         self._last_s = 0.0
 
     def add(self, offset: int, part: Buffer, now: float, *, paced: bool) -> bool:
-        """Append a part and return whether the payload is complete. Raises ``ProtocolViolation`` for a part out of order or too long."""
+        """Append a part and return whether the payload is complete.
+
+        Raises ``ProtocolViolation`` for a part out of order or too long.
+        """
         if offset != len(self.data) or offset + len(part) > self.size_bytes:
             raise ProtocolViolation(
                 f"a part of {len(part)} bytes at {offset}, but {len(self.data)} of {self.size_bytes} bytes arrived"

@@ -1,11 +1,13 @@
 """The votes of one averaging round, as one member knows them.
 
-Every member votes once in a round, for one outcome, and signs its vote. The signed votes of a majority decide the round. Two
-majorities share a member, so two outcomes of one round need a member that signed both of them. A decision travels with its votes,
-and counts only with them: no member has to believe another one.
+Every member votes once in a round, for one outcome, and signs its vote. The signed votes of a
+majority decide the round. Two majorities share a member, so two outcomes of one round need a member
+that signed both. A decision travels with its votes and counts only with them. So no member has to
+believe another one.
 
-The sender of a decision signs it, too. So a false decision, like two votes of one member, is a proof that any member can check, and the
-member that meets it passes it on: otherwise a liar could lie to one member alone, and part it from the others, which trust the liar.
+The sender of a decision signs it, too. So a false decision proves its sender dishonest, like two
+votes of one member. Any member can check such a proof, and the member that meets it passes it on.
+Otherwise a liar could lie to one member alone, and part it from the others, which trust the liar.
 """
 
 import hashlib
@@ -22,7 +24,10 @@ _DECISION_DOMAIN = b"swarmnet-round-decision-1"
 
 @dataclass(frozen=True)
 class Electorate:
-    """Who votes in a round: member ``me`` with its key, and the public keys of all members. ``terms``: SHA-256 of the round's terms."""
+    """Who votes in a round: member ``me`` with its key, and the public keys of all members.
+
+    ``terms``: SHA-256 of the round's terms.
+    """
 
     me: int
     keys: Sequence[bytes]
@@ -49,12 +54,15 @@ class Votes:
         return self._counted.get(self._electorate.me)
 
     def cast(self, hashes: Hashes) -> Vote:
-        """Vote for ``hashes``. Returns this member's vote, which is an earlier one if it has voted before."""
+        """Vote for ``hashes``. If this member has voted before, returns its earlier vote."""
         signature = self._electorate.sign(self._signed(hashes))
         return self._counted.setdefault(self._electorate.me, Vote(hashes, signature))
 
     def count(self, member: int, vote: Vote) -> Accusation | None:
-        """Count a vote that ``member`` sent. Returns an accusation if the member is dishonest: without proof if it did not sign the vote."""
+        """Count a vote that ``member`` sent. Returns an accusation if the member is dishonest.
+
+        The accusation has no proof if the member did not sign the vote.
+        """
         known = self._counted.get(member)
         if known == vote:
             return None
@@ -66,7 +74,7 @@ class Votes:
         return None
 
     def tally(self) -> Decided | None:
-        """The decision if the counted votes make one."""
+        """Return the decision if the counted votes make one."""
         outcomes = Counter(vote.hashes for vote in self._counted.values())
         for hashes, count in outcomes.items():
             if count >= self._electorate.majority:
@@ -77,9 +85,10 @@ class Votes:
         return None
 
     def likely(self, unheard: int) -> Hashes | None:
-        """The outcome that a coordinator should propose because members have voted: it may be decided already, or is this member's own.
+        """Return the outcome that a coordinator should propose because members have voted.
 
-        ``unheard``: the members whose votes are unknown. None if the coordinator is free to choose.
+        The outcome may be decided already, or is this member's own vote. ``unheard``: number of
+        members whose votes are unknown. None if the coordinator is free to choose.
         """
         outcomes = Counter(vote.hashes for vote in self._counted.values())
         for hashes, count in outcomes.most_common(1):
@@ -88,18 +97,18 @@ class Votes:
         return None if self.own is None else self.own.hashes
 
     def signed(self, decided: Decided) -> Decided:
-        """``decided`` with this member's signature, as it is sent."""
+        """Return ``decided`` with this member's signature, as it is sent."""
         return replace(decided, signature=self._electorate.sign(self._signed_decision(decided)))
 
     def counts(self, decided: Decided) -> bool:
-        """Whether a majority has signed a decision."""
+        """Return whether a majority has signed a decision."""
         signers = {member for member, _ in decided.votes}
         return len(signers) == len(decided.votes) >= self._electorate.majority and all(
             self._is_signed(member, decided.hashes, signature) for member, signature in decided.votes
         )
 
     def proves(self, accusation: Accusation) -> bool:
-        """Whether an accusation proves that its member is dishonest. It does not matter who sends it."""
+        """Return whether an accusation proves that its member is dishonest, whoever sends it."""
         member, decided, votes = accusation.member, accusation.decided, accusation.votes
         if votes:
             outcomes = {vote.hashes for vote in votes}
@@ -114,7 +123,10 @@ class Votes:
         )
 
     def twice(self, one: Decided, other: Decided) -> list[Accusation]:
-        """Accusations of the members whose votes are in two decisions of this round, each signed by a majority."""
+        """Accuse the members whose votes are in two decisions of this round.
+
+        A majority has signed each decision.
+        """
         first, second = dict(one.votes), dict(other.votes)
         return [
             Accusation(member, votes=(Vote(one.hashes, first[member]), Vote(other.hashes, second[member])))
