@@ -20,12 +20,10 @@ class Directory(Protocol):
 
     @property
     def refused(self) -> int:
-        """Number of times that other peers refused to store this peer's records, since the
-        start."""
+        """Number of times that peers refused to store this peer's records, since the start."""
 
     def warning(self) -> str:
-        """Return a warning for the owner if few other peers can find this peer's records, else
-        ""."""
+        """Return a warning for the owner if few peers can find this peer's records, else ""."""
 
     async def publish(self, topic: str, body: bytes, *, lifetime_s: float) -> None:
         """Replace this peer's record under ``topic``.
@@ -47,11 +45,10 @@ class Directory(Protocol):
         blocks: tuple[int, int] | None = None,
         copies: int = 1,
     ) -> Sequence[Record]:
-        """Return random records under ``topics``, at most ``most`` of each, drawn by a peer that
-        stores them.
+        """Return at most ``most`` random records for each of ``topics``.
 
-        A cheaper :meth:`lookup` for topics under which many peers publish. The records are
-        verified, not expired, and the newest of each signer.
+        A peer that stores the records draws them. A cheaper :meth:`lookup` for topics under which
+        many peers publish. The records are verified, not expired, and the newest of each signer.
 
         - ``blocks``: return only announcements of hosts with one of these blocks [start, end).
         - ``copies``: number of storing peers that draw for each topic, up to ``most`` records each.

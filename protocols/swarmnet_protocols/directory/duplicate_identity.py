@@ -38,8 +38,7 @@ REMEMBERED_S = 600.0
 SUSPECTED_FACTOR = 12
 """Factor by which a process looks and announces more often while it suspects a duplicate."""
 SUSPECTED_AT_START, SUSPECTED = 0.25, 1.5
-"""How long a process suspects a duplicate, after its own start and after a duplicate's
-announcement.
+"""How long a process suspects a duplicate: after its start, after another's announcement.
 
 In units of ``Timing.identity_announce_s``. Long enough for the other process to look, whether it
 has just started or was already running.

@@ -97,8 +97,7 @@ class ExpertBits(AbstractSet[int]):
         return f"ExpertBits({self._bits:#x})"
 
     def to_bytes(self) -> bytes:
-        """Return the bits as bytes without zeros at the end. Expert 0 is the first byte's lowest
-        bit."""
+        """Return the bits as bytes without zeros at the end. Expert 0 is the lowest bit."""
         return self._bits.to_bytes(-(-self._bits.bit_length() // 8), "little")
 
 
@@ -220,8 +219,7 @@ class ExpertSample:
         return [self._known[peer] for peer in sorted(self._known)]
 
     async def refresh(self) -> list[AnnouncedExperts]:
-        """Read the directory and return ``known``. Raises ``SwarmnetError`` if it does not
-        answer."""
+        """Read the directory and return ``known``. Raises ``SwarmnetError`` without an answer."""
         topic = experts_topic(self._manifest)
         for record in await self._directory.sample([topic], SAMPLE, copies=COPIES):
             self._take(record)

@@ -1,5 +1,4 @@
-"""Announcements of hosts: their blocks, speed, state and addresses. Also checks which are
-plausible.
+"""Announcements of hosts: blocks, speed, state and addresses, and checks of what is plausible.
 
 Clients read them to build chains, and joining nodes to choose their blocks. A node announces each
 of its states:
@@ -112,8 +111,7 @@ def shortened(experts: str) -> str:
 
 
 def hosts_topic(manifest: bytes, peer: PeerId) -> str:
-    """Return the topic for the announcement of host ``peer`` of a model. The peer id picks the
-    shard."""
+    """Return the topic for a host's announcement. The peer id picks the shard of the model."""
     return _shard_topic(manifest, hashlib.sha256(peer.encode()).digest()[0] % SHARDS)
 
 
@@ -135,8 +133,7 @@ class HostSample:
     def __init__(
         self, directory: Directory, manifest: bytes, rng: random.Random, *, wanted: int = WANTED
     ) -> None:
-        """``wanted``: once a refresh has read this many announcements, it reads no further
-        shard."""
+        """``wanted``: after this many announcements a refresh reads no further shard."""
         self._directory = directory
         self._manifest = manifest
         self._rng = rng

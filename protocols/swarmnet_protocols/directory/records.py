@@ -107,8 +107,7 @@ class Publisher:
     def __init__(
         self, identity: Identity, swarm: bytes, clock: Clock, certificate: Callable[[], bytes] = bytes
     ) -> None:
-        """``certificate`` returns this peer's current sealed certificate; empty where members need
-        none."""
+        """``certificate`` returns this peer's sealed certificate; empty where members need none."""
         self.certificate = certificate
         self._identity = identity
         self.swarm = swarm

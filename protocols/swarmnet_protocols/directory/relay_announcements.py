@@ -34,8 +34,7 @@ All records lie under one topic.
 CHECKED = 4
 """Number of announced relays that must answer before a relay stops announcing itself."""
 MAX_FOUND = 16
-"""Most relays that a peer takes from the directory at once. Most records may be stale or
-invented."""
+"""Most relays taken from the directory at once. Most records may be stale or invented."""
 SAMPLED = MAX_FOUND
 """Records that a storing peer draws: one from each network before a second one from any.
 

@@ -59,8 +59,7 @@ class Signers:
         return True
 
     def _certificate(self, sealed: bytes) -> Certificate | None:
-        """Return the certificate in ``sealed``. ``admit`` checks its times and signers at every
-        use.
+        """Return the certificate in ``sealed``. ``admit`` checks times and signers at every use.
 
         Raises ``NotAuthorised`` for an invalid certificate.
         """

@@ -43,8 +43,7 @@ def load(
 
 
 def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
-    """Return the path of the library. Its name has the hash of its inputs and the hash of its
-    bytes."""
+    """Return the path of the library. Its name has the hash of its inputs and its own hash."""
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")

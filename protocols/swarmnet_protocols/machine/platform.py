@@ -88,8 +88,7 @@ if sys.platform == "win32":
 
 
 def folder_descriptor(folder: Path) -> int:
-    """Open a descriptor that can lock ``folder``. On Windows it opens ``FOLDER_LOCK`` in the
-    folder.
+    """Open a descriptor that can lock ``folder``, on Windows of ``FOLDER_LOCK`` in the folder.
 
     Raises ``OSError``.
     """
@@ -138,8 +137,7 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 
 
 def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
-    """Let a socket listen on a port right after its connections ended, unless another listens
-    there.
+    """Let a socket use a port whose connections just ended, unless another socket listens there.
 
     ``is_shared``: sockets that called ``share_port`` may have the same port, except on Windows.
     """

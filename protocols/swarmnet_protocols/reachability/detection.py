@@ -1,5 +1,7 @@
-"""Detects whether other peers can dial this one, and keeps it reachable while networks, routers and
-relays change."""
+"""Detects whether other peers can dial this one, and keeps it reachable.
+
+It reacts when networks, routers and relays change.
+"""
 
 import asyncio
 import logging
@@ -161,8 +163,10 @@ class Reachability:
                 again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
-        """Return this machine's addresses, and the ports it listens on or its router forwards to
-        it."""
+        """Return this machine's addresses, and the ports that others may reach.
+
+        These are the ports it listens on, and the ports its router forwards to it.
+        """
         return own_interfaces(), set(ports_of(self._transport.own_addresses()))
 
     async def _release(self) -> None:

@@ -51,8 +51,10 @@ class Probes:
         clock: Clock,
         networks: Callable[[], Sequence[Network]] = tuple,
     ) -> None:
-        """``addresses_of`` returns the multiaddrs that a peer is connected from. For ``networks``
-        see ``may_dial_back``."""
+        """``addresses_of`` returns the multiaddrs that a peer is connected from.
+
+        For ``networks`` see ``may_dial_back``.
+        """
         self._addresses_of = addresses_of
         self._clock = clock
         self._networks = networks

@@ -104,8 +104,7 @@ async def dial_through(
 
 @contextlib.contextmanager
 def _forwarding(local: tuple[str, int], remote: Multiaddr, forwarded: dict[str, str]) -> Iterator[str]:
-    """Let the socket ``local`` stand for ``remote`` while the context is open. Yields its
-    multiaddr."""
+    """Let the socket ``local`` stand for ``remote`` in this context. Yields its multiaddr."""
     host, port, *_ = local
     address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
     forwarded[address] = str(remote)

@@ -233,8 +233,10 @@ class ActivationLog:
         check_rows(step.rows, self._lengths)
 
     def acknowledge(self, seq: int) -> None:
-        """Note that the client has the outputs up to step ``seq``. Compacts steps that no survivor
-        needs."""
+        """Note that the client has the outputs up to step ``seq``.
+
+        Compacts the steps that no survivor needs.
+        """
         self._acked = max(self._acked, seq)
         while self._pending:
             index, step = self._pending[0]

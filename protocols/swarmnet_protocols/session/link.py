@@ -32,8 +32,7 @@ _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 @dataclass(frozen=True)
 class NextHop:
-    """The target of a link: the next hop, the client's session there, and the epoch of the
-    chain."""
+    """The target of a link: the next hop, the client's session there, the chain's epoch."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -99,8 +98,7 @@ class LinkSender:
         *,
         is_standby: bool = False,
     ) -> NoReturn:
-        """Link to ``target`` and send the steps that it lacks, then every new step, until
-        cancelled.
+        """Link to ``target`` and send the steps that it lacks, then new steps, until cancelled.
 
         Opens a new stream whenever the path improves. Calls ``is_linked`` whenever ``target`` has
         accepted a link.

@@ -19,8 +19,10 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def digest(values: torch.Tensor) -> bytes:
-    """Return the SHA-256 over the SHA-256 of each position of a CPU tensor [P, D], as it is
-    sent."""
+    """Return the SHA-256 over the SHA-256 of each position of a CPU tensor [P, D].
+
+    The tensor is in the form that is sent.
+    """
     return hashlib.sha256(_position_digests(values)).digest()
 
 
@@ -65,8 +67,7 @@ class ReceivedDigests:
         self._reservation.resize(0)
 
     def digest(self, sequence: int, count: int) -> bytes:
-        """Return ``digest`` of the first ``count`` positions of a sequence; empty if they are
-        unknown."""
+        """Return ``digest`` of the first ``count`` positions; empty if they are unknown."""
         known = (self._sequences or {}).get(sequence, b"")[: count * DIGEST_BYTES]
         if count < 1 or len(known) < count * DIGEST_BYTES:
             return b""

@@ -197,8 +197,10 @@ class Job(_Section):
     eval: EvalSection = EvalSection()
 
     def make_method(self) -> "Method":
-        """Make the method with this job's settings. Raises ``JobError`` with the name of a wrong
-        setting."""
+        """Make the method with this job's settings.
+
+        Raises ``JobError`` that names a wrong setting.
+        """
         from swarmnet_protocols.training.methods import get_method
 
         try:
@@ -277,8 +279,7 @@ class Job(_Section):
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
     def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
-        """Return this job with the local paths of its data and model, as given by this machine's
-        user.
+        """Return this job with the local paths of its data and model, which this user gave.
 
         Raises ``ConfigError`` if a path is missing, or is given though the job does not need it.
         """

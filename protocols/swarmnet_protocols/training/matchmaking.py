@@ -67,8 +67,7 @@ class _Redirected(SwarmnetError):
 
 
 class OutOfSync(SwarmnetError):
-    """``peer`` is at another round than this worker, or starts the same round from another
-    state."""
+    """``peer`` is at another round than this worker, or starts the round from another state."""
 
     def __init__(self, peer: PeerId, round: int, state: bytes) -> None:
         super().__init__(f"{peer} is at round {round} with state {state.hex()[:16]}")
@@ -198,8 +197,7 @@ class Matchmaking:
     async def _follow_first(
         self, others: Sequence[Candidate], me: Candidate, measured: Measured, timeout_s: float
     ) -> Roster | None:
-        """Return the roster from the first of ``others`` that answers and is not behind this
-        worker.
+        """Return the roster from the first of ``others`` that answers and is not behind.
 
         None if no worker answers, or all are behind.
         """
@@ -374,10 +372,10 @@ class Matchmaking:
         return roster
 
     async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
-        """Remove workers from ``expected`` that do not answer, or stay elsewhere for
-        ``ELSEWHERE_S``.
+        """Remove workers from ``expected`` that do not answer, or stay elsewhere too long.
 
-        Raises ``OutOfSync`` if this worker is behind, or fewer workers share its state.
+        Too long is ``ELSEWHERE_S``. Raises ``OutOfSync`` if this worker is behind, or fewer workers
+        share its state.
         """
         clock = asyncio.get_running_loop().time
         elsewhere_until = clock() + ELSEWHERE_S
@@ -471,8 +469,7 @@ class Matchmaking:
                 self._changed.notify_all()
 
     def _expect(self, member: Candidate) -> None:
-        """Expect a worker in the next group that this worker leads, because it learnt the
-        position."""
+        """Expect a worker in the next group, because it learnt this worker's position."""
         if len(self._returning) < MAX_MEMBERS:
             self._returning[member.peer] = member
 

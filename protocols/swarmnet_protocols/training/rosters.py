@@ -17,8 +17,10 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
-"""Exchange numbers of one round. A peer that claims a high number uses up one round's numbers
-only."""
+"""Exchange numbers of one round.
+
+A peer that claims a high number can use up only one round's numbers.
+"""
 MAX_AHEAD_OF_LEADER = 256
 """Most by which a follower's last exchange number may exceed the leader's.
 
@@ -87,8 +89,7 @@ class Roster:
         )
 
     def slot(self, peer: PeerId) -> int:
-        """Return the index of a member. It selects the member's share of the data in the next
-        round."""
+        """Return the index of a member. It selects the member's data in the next round."""
         return [member.peer for member in self.members].index(peer)
 
 

@@ -179,8 +179,10 @@ class StateSource:
         return self._stream is not None
 
     async def describe(self, state: bytes, max_bytes: int) -> StateManifest:
-        """Return the hashes of the chunks. Raises ``IntegrityError`` for another or a larger
-        state."""
+        """Return the hashes of the chunks.
+
+        Raises ``IntegrityError`` for another or a larger state.
+        """
         reply, payload = await self._ask(self.request(describe=pb.Describe()))
         size, hashes = reply.description.size_bytes, bytes(payload)
         if not reply.HasField("description") or len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
@@ -213,8 +215,10 @@ class StateSource:
 
 
 class StateDownload:
-    """The download of one state. Keeps arrived chunks, so ``run`` may be repeated with other
-    sources."""
+    """The download of one state.
+
+    It keeps arrived chunks, so ``run`` may be repeated with other sources.
+    """
 
     def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
         """``max_bytes``: a larger state is refused before memory is allocated."""

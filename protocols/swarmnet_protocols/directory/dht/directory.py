@@ -38,8 +38,7 @@ _log = logging.getLogger(__name__)
 _BOOTSTRAP_S = 5.0
 _SHUTDOWN_S = 2.0
 _MAX_OPENED_BYTES = 4 << 20
-"""Bytes of records whose signatures are not checked again. Enough for a thousand large host
-records."""
+"""Bytes of records whose signatures are not checked again: a thousand large host records."""
 _MAX_UNRESPONSIVE = 256
 """Most bootstrap peers whose silence is logged. The local network may offer many."""
 
@@ -138,10 +137,9 @@ class DhtDirectory:
                     await node.shutdown()
 
     def set_reachable(self, is_reachable: bool) -> None:
-        """Set whether other peers can dial this one. If not, it stores no records for others from
-        now on.
+        """Set whether other peers can dial this one.
 
-        Not for client mode.
+        If not, this peer stores no records for others from now on. Not for client mode.
         """
         from swarmnet_protocols.directory.dht import node as dht_node
 

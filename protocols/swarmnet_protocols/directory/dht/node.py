@@ -205,8 +205,7 @@ class _Node(DHTNode):  # type: ignore[misc]
         return await self._to_the_end(super().get_many(*arguments, **options))
 
     async def _to_the_end(self, search: Coroutine[Any, Any, Any]) -> Any:
-        """Return the result of ``search``. If the caller is cancelled, the search still runs to its
-        end.
+        """Return the result of ``search``, which runs to its end even if the caller is cancelled.
 
         hivemind would leave tasks of a cancelled search pending.
         """

@@ -85,8 +85,7 @@ class Replicator:
         self._found[record.topic] = found
 
     def _log_reachability(self, topic: str, replicas: _Replicas) -> None:
-        """Log once when no other peer stores the record of ``topic``, and once when one does
-        again."""
+        """Log once when no other peer stores the record of ``topic``, and once when one does."""
         others = {peer for peers in replicas.values() for peer in peers} - {self._node.peer_id}
         is_hidden = not others and bool(self._node.protocol.routing_table.uid_to_peer_id)
         if is_hidden and topic not in self._hidden:
@@ -97,8 +96,7 @@ class Replicator:
             self._hidden.discard(topic)
 
     def _log_shortage(self, topic: str, fewest: int, *, is_short: bool) -> None:
-        """Log once when refusals leave too few replicas for ``topic``, and once when it has
-        enough."""
+        """Log once when refusals leave ``topic`` too few replicas, and once when it has enough."""
         if is_short and topic not in self._short:
             _log.warning(
                 "peers have no room for the record of %s: it has %d of %d replicas, and few may find it. It is offered again "
@@ -118,8 +116,10 @@ class Replicator:
         return bool(self._short)
 
     async def _put(self, nearest: _Replicas, record: Record, sealed: bytes) -> _Replicas:
-        """Store the record on the first ``REPLICAS`` peers of each key that accept it. Returns
-        these peers."""
+        """Store the record on the first ``REPLICAS`` peers of each key that accept it.
+
+        Returns these peers.
+        """
         candidates = {key: deque(peers) for key, peers in nearest.items()}
         replicas: dict[DHTID, list[PeerID]] = {key: [] for key in nearest}
         unresponsive = set[PeerID]()

@@ -1,5 +1,4 @@
-"""hivemind's DHT calls over guarded streams: only to admitted peers and only from admitted
-peers."""
+"""hivemind's DHT calls over guarded streams: only between admitted peers."""
 
 import asyncio
 import contextlib

@@ -58,8 +58,7 @@ class BoundedStorage:
         clock: Clock,
         blocks_of: Callable[[bytes], tuple[int, int]] = lambda _: (0, 0),
     ) -> None:
-        """``blocks_of`` returns the blocks of the host that a value announces. :meth:`draw` uses
-        them."""
+        """``blocks_of`` returns the blocks of the host that a value announces, for :meth:`draw`."""
         self._limits = limits
         self._clock = clock
         self._blocks_of = blocks_of
@@ -196,16 +195,14 @@ class BoundedStorage:
             self._drop_soonest(self._expiries)
 
     def _drop_soonest(self, queue: "list[tuple[float, DHTID, bytes]]") -> None:
-        """Drop the record of the first entry of ``queue``, unless it was replaced or dropped
-        before."""
+        """Drop the record of the first entry of ``queue``, unless it was replaced or dropped."""
         expires_at, key, subkey = heapq.heappop(queue)
         kept = self._records.get(key, {}).get(subkey)
         if kept is not None and kept.expires_at == expires_at:
             self._forget(key, subkey)
 
     def _drop_replaced(self) -> None:
-        """Rebuild the queues without entries of replaced records. Otherwise they would grow without
-        bound."""
+        """Remove entries of replaced records from the queues. They would grow without bound."""
         self._expiries, self._expiries_of = [], {}
         for key, records in self._records.items():
             for subkey, kept in records.items():

@@ -16,8 +16,10 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether the errors of repeated sends do not average out. The caller then needs error
-        feedback."""
+        """Whether the errors of repeated sends do not average out.
+
+        Then the caller must use error feedback.
+        """
 
     @property
     def sparse(self) -> bool:

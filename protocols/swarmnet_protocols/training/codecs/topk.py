@@ -35,8 +35,10 @@ CHUNK = 4096
 _KEPT = 64
 _BUCKETS = 4
 _BUCKET_WIDTH = 6 / _BUCKETS
-"""Width of a bucket in standard deviations of the kept values. The buckets span six around the
-mean."""
+"""Width of a bucket in standard deviations of the kept values.
+
+The buckets span six deviations around the mean.
+"""
 
 _CHUNKS_AT_ONCE = 64
 """Chunks encoded at a time. More would leave the processor's cache."""
@@ -147,8 +149,10 @@ def _decode_chunks(records: Bytes, chunks: NDArray[np.float32]) -> None:
 
 
 def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
-    """Return the increasing indices [chunks, kept] of the largest magnitudes. Of equals the
-    earliest."""
+    """Return the increasing indices [chunks, kept] of the largest magnitudes.
+
+    Of equal magnitudes the earliest counts.
+    """
     count, length = chunks.shape
     # The bits of non-negative floats, read as integers, have the same order. NaNs come last.
     magnitudes = np.abs(chunks).view(np.int32)
@@ -164,8 +168,10 @@ def _largest(chunks: NDArray[np.float32], kept: int) -> Integers:
 
 
 def _bounded(means: torch.Tensor) -> torch.Tensor:
-    """Return means as bfloat16, clamped to the bounds of a scale. Below ``MIN_SCALE`` they become
-    zero."""
+    """Return means as bfloat16, clamped to the bounds of a scale.
+
+    Means below ``MIN_SCALE`` become zero.
+    """
     rounded = means.clamp(-MAX_SCALE, MAX_SCALE).to(torch.bfloat16)
     return rounded.where(rounded.abs() >= MIN_SCALE, 0)
 

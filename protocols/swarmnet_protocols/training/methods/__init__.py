@@ -41,8 +41,10 @@ METHODS = tuple(_METHODS)
 
 
 def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
-    """Create the method with this name. Raises ``ConfigError`` that names a wrong method or
-    setting."""
+    """Create the method with this name.
+
+    Raises ``ConfigError`` that names a wrong method or setting.
+    """
     if name not in _METHODS:
         raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
     make, model = _METHODS[name]

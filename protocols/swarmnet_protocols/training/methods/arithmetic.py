@@ -3,8 +3,10 @@
 import torch
 
 _CHUNK = 1 << 15
-"""Values computed at a time. More would leave the cache as float64, and torch would use more
-threads."""
+"""Values computed at a time.
+
+More would leave the cache as float64, and torch would use more than one thread.
+"""
 
 
 def add_scaled(a: torch.Tensor, alpha: float, b: torch.Tensor) -> torch.Tensor:

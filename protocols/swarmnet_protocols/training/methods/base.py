@@ -1,5 +1,4 @@
-"""The interface of a method, and base classes for methods that average everything among all
-workers."""
+"""The interface of a method, and base classes for methods that average among all workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -101,8 +100,10 @@ class Method(Protocol):
         """
 
     def range(self, round: int) -> tuple[int, int]:
-        """Return the range [start, end) of parameters exchanged in this round, or [0, k) for k
-        scalars."""
+        """Return the range [start, end) of parameters that this round exchanges.
+
+        It is [0, k) for k scalars.
+        """
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         """Return this worker's contribution: the values of ``range(round)``."""
@@ -118,8 +119,10 @@ class Method(Protocol):
         """Return the weights [n] that all workers share bit for bit between rounds."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Return outer state other than ``agreed()``. Equal on all workers, except names with
-        "own."."""
+        """Return outer state other than ``agreed()``.
+
+        It is equal on all workers, except names with the prefix "own.".
+        """
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
         """Continue from the ``state()`` of this or another worker, after ``begin(agreed)``.

@@ -2,8 +2,8 @@
 
 H inner steps, then one outer step on the mean pseudo-gradient:
 
-Δ_i = θ - θ_i after H inner steps of worker i from θ; Δ̄ = mean_i Δ_i; v <- μ v + Δ̄; θ <- θ - η (Δ̄
-+ μ v).
+- Δ_i = θ - θ_i after H inner steps of worker i from θ; Δ̄ = mean_i Δ_i.
+- v <- μ v + Δ̄; θ <- θ - η (Δ̄ + μ v).
 
 θ: global parameters; v: outer Nesterov momentum; η: ``outer_lr``; μ: ``momentum``.
 """

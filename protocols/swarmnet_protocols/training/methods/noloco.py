@@ -59,8 +59,7 @@ class NoLoCoSettings(Settings):
 
 
 class NoLoCo(OuterMethod):
-    """A worker contributes β (θ_k - φ_k) + γ φ_k. The step needs only the mean of this over the
-    pair.
+    """A worker contributes β (θ_k - φ_k) + γ φ_k. The step needs only the mean over the pair.
 
     A contribution holds whole weights rather than a difference, so a coarse codec costs more
     accuracy than with other methods. Error feedback works although the next partner receives the
@@ -80,8 +79,7 @@ class NoLoCo(OuterMethod):
         self._settings = settings
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """Return the pair of ``me``: neighbours in a pseudo-random order from the seed and the
-        round."""
+        """Return the pair of ``me``: neighbours in a random order from the seed and the round."""
         order = sorted(
             roster, key=lambda peer: sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()
         )

@@ -29,8 +29,10 @@ class SparseLoCoSettings(Settings):
 
 
 class SparseLoCo(OuterMethod):
-    """Contributes Δ_i. ``ErrorFeedback`` keeps the residual, as for every lossy codec, here with a
-    decay."""
+    """Contributes Δ_i.
+
+    ``ErrorFeedback`` keeps the residual, as for every lossy codec, here with a decay.
+    """
 
     name = "sparseloco"
     codec = "topk"

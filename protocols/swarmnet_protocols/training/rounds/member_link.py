@@ -104,8 +104,7 @@ class MemberLink:
                         await self._posted.wait()
 
     def _next(self) -> Outgoing | float | None:
-        """Return the message to send now, or the time when one will be due; None if nothing is
-        posted."""
+        """Return the message to send now, or the time when one is due; None without messages."""
         if self._control:
             return self._control.popleft(), b""
         due_s = []

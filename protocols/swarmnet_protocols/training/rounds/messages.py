@@ -178,8 +178,10 @@ class SendResult:
 
 @dataclass(frozen=True)
 class Reduce:
-    """Aggregate the contributions of ``members`` to ``slice``. Report the result with
-    ``RoundState.hold``."""
+    """Aggregate the contributions of ``members`` to ``slice``.
+
+    Report the result with ``RoundState.hold``.
+    """
 
     slice: int
     members: tuple[int, ...]
@@ -187,10 +189,9 @@ class Reduce:
 
 @dataclass(frozen=True)
 class Refute:
-    """``member`` is dishonest: take nothing more from it in this round, and name it with
-    ``reason``.
+    """``member`` is dishonest: take nothing more from it in this round.
 
-    ``is_proven``: the member is dishonest for good.
+    ``reason`` says why. ``is_proven``: the member is dishonest for good.
     """
 
     member: int

@@ -49,10 +49,9 @@ class AggregationRules:
     """How contributions are screened and aggregated. Equal at all members of a job."""
 
     aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
-    """Maps contributions [k, n], in the order of members, and weights [k] to the aggregate, float32
-    [n].
+    """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
 
-    May change the contributions.
+    The contributions are in the order of members. May change the contributions.
     """
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
     """Returns k reasons for leaving a contribution out; "" to keep it.
@@ -75,8 +74,10 @@ def contribution_hash(data: Buffer) -> bytes:
 
 @dataclass(frozen=True)
 class Contribution:
-    """A member's encoded values of one slice, their weight, and their hash. Results name them by
-    hash."""
+    """A member's encoded values of one slice, with their weight and hash.
+
+    Results name a contribution by its hash.
+    """
 
     weight: float
     data: Buffer
@@ -159,10 +160,9 @@ class SliceTerms:
 def reduce_slice(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """Reduce (member, contribution) pairs, in the order of members, to a result and its values
-    [count].
+    """Reduce (member, contribution) pairs to a result and its values [count].
 
-    None if no contribution is accepted.
+    The pairs are in the order of members. None if no contribution is accepted.
     """
     accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
     if not accepted or not _has_quorum(terms, len(accepted)):
@@ -197,8 +197,7 @@ def reduce_slice(
 def _aggregate_valid(
     terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
-    """Return the accepted contributions, their aggregate, and the reasons for leaving out the
-    others.
+    """Return the accepted contributions, their aggregate, and why the others are left out.
 
     The aggregate is [count], or [0, count] if none is accepted. The reasons are by member.
     """

@@ -170,8 +170,10 @@ class RoundRunner:
         return frozenset(member.peer for member in self._terms.members)
 
     async def prepare(self, values: torch.Tensor, weight: float) -> None:
-        """Encode this member's contribution. It makes none if ``weight`` is 0 or a value is not
-        finite."""
+        """Encode this member's contribution.
+
+        It makes none if ``weight`` is 0 or a value is not finite.
+        """
         try:
             self._own = await self._compute(lambda: self._encode(values, weight))
         except ValueError as error:

@@ -95,8 +95,7 @@ class RoundState:
         self._begun: set[int] = set()
         self._refuted: set[int] = set()
         self._proven: set[int] = set()
-        """Members that the others can prove dishonest, because this member has sent them the
-        proof."""
+        """Members proven dishonest. This member has sent the proof to the others."""
         self._majority_lost_at = math.inf
         # slices
         self._first_reducers = tuple(reducers)
@@ -107,8 +106,7 @@ class RoundState:
         self._taken_over: set[int] = set()
         self._reduced: set[int] = set()
         self._sending_until: dict[tuple[int, int], float] = {}
-        """(slice, member) → until when the member can use this member's contribution to the
-        slice."""
+        """(slice, member) → until when the member can use this member's contribution."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
         """For each slice, the time by which its reducer must have delivered a result."""
