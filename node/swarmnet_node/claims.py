@@ -50,8 +50,9 @@ class ClaimReader:
     async def read(
         self, *, moved: bool = False, blocks: tuple[int, int] | None = None
     ) -> tuple[list[Claim], float]:
-        """Return the claims of other hosts, and the blocks per second to expect of an unmeasured
-        host.
+        """Return the claims of other hosts, and the speed to expect of an unmeasured host.
+
+        The speed is in blocks per second.
 
         - ``moved``: hosts that are about to move count where they will be.
         - ``blocks``: read every host of these blocks [start, end), even in a large swarm.

@@ -121,10 +121,9 @@ class HostChecker:
         return self.sightings.counted(model, now=_now())
 
     async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
-        """Return settled ``claims`` whose hosts compute the same as this node, enough to answer
-        ``asked``.
+        """Return settled ``claims`` whose hosts compute the same as this node.
 
-        Hosts that this node has already seen are asked first.
+        Stop when they answer ``asked``. Hosts that this node has already seen are asked first.
         """
         if not asked.blocks:
             return []

@@ -561,10 +561,9 @@ class Node(RunningNode):
         )
 
     async def _measure(self, stage: Stage) -> float:
-        """Return the seconds for one token through the stage: the best of three forwards after a
-        warm-up.
+        """Return the seconds for one token through the stage.
 
-        Sessions compute between the forwards.
+        The best of three forwards after a warm-up counts. Sessions compute between the forwards.
         """
         inputs = torch.zeros(1, stage.hidden_size)
         now = self._dependencies.stopwatch

@@ -175,8 +175,7 @@ def listed(rules: Rules) -> dict[str, bytes]:
 
 
 def _check(model: "LocalModel", manifest: bytes) -> None:
-    """Raise ``NotAuthorised`` unless ``model`` is the one that the swarm file lists under its
-    name."""
+    """Raise ``NotAuthorised`` unless the swarm file lists ``model`` under its name."""
     if model.manifest.hash != manifest:
         raise NotAuthorised(
             f"the files of {model.name} here, or at the hub, are not those that the swarm file lists",

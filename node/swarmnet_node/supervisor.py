@@ -507,8 +507,7 @@ class Governor:
         self._is_limited = False
 
     def adjust(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
-        """Limit KV caches, logs and adapters to the memory that is left, and passes to the number
-        that fits.
+        """Limit KV caches, logs and adapters to the memory that is left, and passes likewise.
 
         ``rss_bytes``: resident memory now.
         """

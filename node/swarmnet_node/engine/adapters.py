@@ -1,8 +1,11 @@
-"""Adapters of clients on one stage: checks their tensors, and applies each one to its own rows of a packed batch.
+"""Adapters of clients on one stage: checks their tensors, and applies each to its own rows of a
+batch.
 
-The two parts of an adapter are applied in different ways. Its prefix is written into the KV caches of its sequences (``caches/kv_cache.py``).
-Its LoRA pairs are joined for each product that the stage computes (:class:`LoraUpdate`), and their updates are added to the outputs of the
-rows that have the adapter.
+The two parts of an adapter are applied in different ways:
+
+- Its prefix is written into the KV caches of its sequences (``caches/kv_cache.py``).
+- Its LoRA pairs are joined for each product that the stage computes (:class:`LoraUpdate`). Their
+  updates are added to the outputs of the adapter's rows.
 
 Shapes: T positions of a batch.
 """
@@ -27,8 +30,10 @@ from swarmnet_protocols.session.adapters import BlockTensors, by_block, prefix_p
 class LayerTargets:
     """The parts of a layer that an adapter may change.
 
-    ``linears``: (outputs, inputs) of the linear modules, by path. ``products``: for each product that the stage computes, the linear
-    modules whose outputs it concatenates. ``shape``: the shape of the keys and values of a prefix. ``device``: the device of the layer.
+    - ``linears``: (outputs, inputs) of the linear modules, by path.
+    - ``products``: for each product of the stage, the linear modules whose outputs it concatenates.
+    - ``shape``: the shape of the keys and values of a prefix.
+    - ``device``: the device of the layer.
     """
 
     linears: Mapping[str, tuple[int, int]]
@@ -39,10 +44,13 @@ class LayerTargets:
 
 @dataclass(frozen=True, eq=False)
 class StageAdapter:
-    """An adapter as one stage applies it. Layers are numbered from the first of the whole stage, which is block ``start``.
+    """An adapter as one stage applies it.
 
-    ``tensors`` are its tensors by name, in the stage's dtype; ``lora`` and ``prefix`` share their memory. ``prefix`` has one entry for
-    each layer, None for a layer without.
+    Layers are numbered from the first layer of the whole stage, which is block ``start``.
+
+    - ``tensors``: all tensors by name, in the stage's dtype. ``lora`` and ``prefix`` share their
+      memory.
+    - ``prefix``: one entry for each layer, None for a layer without a prefix.
     """
 
     start: int
@@ -57,7 +65,10 @@ class StageAdapter:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def check_span(self, start: int, end: int) -> None:
-        """Raise ``ProtocolViolation`` unless the adapter is for blocks within [start, end), with a prefix for all of them or none."""
+        """Raise ``ProtocolViolation`` unless the adapter is only for blocks within [start, end).
+
+        A prefix must cover all of these blocks, or none.
+        """
         first, stop = start - self.start, end - self.start
         outside = [*range(first), *range(stop, len(self.prefix))]
         if any(self.lora.layers[index] or self.prefix[index] for index in outside):
@@ -69,9 +80,10 @@ class StageAdapter:
 def load_adapter(
     tensors: Mapping[str, torch.Tensor], start: int, targets: Sequence[LayerTargets], dtype: torch.dtype
 ) -> StageAdapter:
-    """An adapter from tensors by name, for layers with these targets. The first layer is block ``start``.
+    """Make an adapter from tensors by name, for layers with these targets.
 
-    Its tensors become ``dtype``, each on the device of its layer. Outputs of the adapter can be differentiated with respect to ``tensors``. Raises
+    The first layer is block ``start``. The tensors become ``dtype``, each on the device of its
+    layer. The adapter's outputs can be differentiated with respect to ``tensors``. Raises
     ``ProtocolViolation`` for tensors that do not fit.
     """
     blocks = by_block(tensors)
@@ -91,9 +103,10 @@ def load_adapter(
 
 
 def linear_modules(layer: nn.Module, leave_out: Sequence[nn.Module] = ()) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the linear modules that a layer applies to every position of a batch at once, by path.
+    """Return (outputs, inputs), by path, of linear modules that a layer applies to a whole batch.
 
-    Left out are modules in lists, which contain experts, applied to some positions only; and those within the modules of ``leave_out``.
+    Leaves out modules in lists, because these are experts, which see only some positions. Also
+    leaves out modules inside ``leave_out``.
     """
     others = {id(module) for each in leave_out for module in each.modules()}
     return {
@@ -109,10 +122,13 @@ class BatchLora:
     """The LoRA updates of a packed batch, each for the rows of its own adapter."""
 
     def __init__(self, loras: Sequence[LoraLayers | None], counts: Sequence[int], backend: Backend) -> None:
-        """Row i has ``counts[i]`` positions and the updates ``loras[i]``. Neighbouring rows with the same updates share a product."""
+        """Row i has ``counts[i]`` positions and the updates ``loras[i]``.
+
+        Neighbouring rows with the same updates share a product.
+        """
         self._backend = backend
         self._segments: list[tuple[LoraLayers, int, int]] = []
-        """Updates with their positions [start, end) of the batch."""
+        """Updates with their positions [start, end) in the batch."""
         self._positions = sum(counts)
         for lora, end, count in zip(loras, accumulate(counts), counts, strict=True):
             if lora is None or lora.is_empty:
@@ -126,7 +142,8 @@ class BatchLora:
         return bool(self._segments)
 
     def add(self, layer: int, product: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Add the updates of one product of a layer: ``inputs`` [T, inputs] change ``outputs`` [T, outputs] in place."""
+        """Add one product's updates: ``inputs`` [T, inputs] change ``outputs`` [T, outputs] in
+        place."""
         for lora, start, end in self._segments:
             update = lora.layers[layer].get(product)
             if update is not None:
@@ -134,7 +151,10 @@ class BatchLora:
 
     @contextmanager
     def hooked(self, layers: Sequence[nn.Module], first: int) -> Iterator[None]:
-        """Within the context, the updates are added to the outputs of the linear modules of transformers' ``layers``, numbered from ``first``."""
+        """Within the context, add the updates to the outputs of linear modules.
+
+        ``layers`` are transformers' layers, numbered from ``first``.
+        """
         with ExitStack() as hooks:
             for index, layer in enumerate(layers, first):
                 for path in {path for lora, _, _ in self._segments for path in lora.layers[index]}:
@@ -150,7 +170,8 @@ class BatchLora:
 
 
 def _check(number: int, block: BlockTensors, target: LayerTargets) -> None:
-    """Raise ``ProtocolViolation`` unless the tensors of one block have the shapes that the layer needs."""
+    """Raise ``ProtocolViolation`` unless the tensors of one block have the shapes that the layer
+    needs."""
     for path, (down, up) in block.pairs.items():
         if path not in target.linears:
             raise ProtocolViolation(f"block {number} has no linear module {path} that takes every position")
@@ -172,7 +193,7 @@ def _lora_updates(
     like: torch.Tensor,
     named: dict[str, torch.Tensor],
 ) -> dict[str, LoraUpdate]:
-    """The updates of one block, by product. Adds the converted tensors to ``named``."""
+    """Return the updates of one block, by product. Add the converted tensors to ``named``."""
     updates = {}
     for product, paths in target.products.items():
         present = [path for path in paths if path in block.pairs]
@@ -195,7 +216,8 @@ def _lora_updates(
 def _prefix(
     number: int, block: BlockTensors, like: torch.Tensor, named: dict[str, torch.Tensor]
 ) -> Prefix | None:
-    """The prefix of one block with a batch dimension. Adds the converted tensors to ``named``."""
+    """Return the prefix of one block with a batch dimension. Add the converted tensors to
+    ``named``."""
     if block.prefix is None:
         return None
     key, value = (tensor.to(like) for tensor in block.prefix)

@@ -1,19 +1,17 @@
-"""Attention of a packed batch: new positions of several sequences, each attending to its own
-sequence.
+"""Attention of a packed batch: each new position attends to its own sequence.
 
 A forward computes the products of all its positions at once, so a batch has no sequence dimension:
-its hidden states are [T, D]. Only attention has to know which position belongs to which sequence.
-There are two kinds of batch:
+its hidden states are [T, D]. Only attention has to know the sequence of each position. There are
+three kinds of batch:
 
-1. :class:`PackedBatch` for sessions: appends the keys and values to each sequence's KV cache, then
+1. :class:`PackedBatch` for sessions: appends keys and values to each sequence's KV cache, then
    attends to the cache.
-2. :class:`SequenceBatch` for passes: whole sequences, without caches and with gradients.
+2. :class:`RangedBatch` for sessions with caches in an arena, on an accelerator. It does the same
+   without a loop over sequences.
+3. :class:`SequenceBatch` for passes: whole sequences, without caches and with gradients.
 
 transformers calls :func:`packed_attention` in each layer of every family (``AttentionInterface``).
 The batch reaches it as a keyword argument of the model's forward.
-
-On an accelerator, where the caches are in an arena, :class:`RangedBatch` replaces the first, and
-has no loop over sequences.
 """
 
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, Ranges
 from swarmnet_node.engine.kernels.torch_backend import causal_mask
 
 IMPLEMENTATION = "swarmnet_packed"
-"""The name under which transformers knows this attention. No mask function is registered for it, so
+"""The name of this attention in transformers. No mask function is registered under it, so
 transformers makes no masks."""
 
 
@@ -37,7 +35,7 @@ class Batch(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Shapes: query [1, H, T, d], key and value [1, Hkv, T, d]; the result is [1, T, H, d]."""
+        """Attend. Shapes: query [1, H, T, d], key and value [1, Hkv, T, d], result [1, T, H, d]."""
 
 
 def register() -> None:
@@ -55,7 +53,7 @@ def packed_attention(
     attention_mask: None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function as transformers calls it; ``kwargs["packed"]`` is the batch."""
+    """Attend as transformers calls it. ``kwargs["packed"]`` is the batch."""
     batch: Batch = kwargs["packed"]
     rule = AttentionRule(
         kwargs.get("scaling"), kwargs.get("sliding_window"), kwargs.get("softcap"), kwargs.get("s_aux")
@@ -65,8 +63,10 @@ def packed_attention(
 
 
 class GeometryProbe:
-    """A batch that records the shape of keys and values and the attention rule of each layer, and
-    computes zeros."""
+    """A batch that computes zeros.
+
+    It records each layer's attention rule, and the shape of its keys and values.
+    """
 
     def __init__(self) -> None:
         self.indices: list[int] = []
@@ -135,8 +135,10 @@ class PackedBatch:
         )
 
     def _mask(self, row: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
-        """The mask of a row's new positions over the keys from the first visible one on: [count,
-        keys]. Shared by all layers of a device."""
+        """Return the mask of a row's new positions over its visible keys: [count, keys].
+
+        The keys start at the first visible one. All layers of a device share the mask.
+        """
         if (row, sliding_window, device) not in self._masks:
             sequence, count = self._sequences[row], self._counts[row]
             first = 0 if sliding_window is None else max(0, sequence.length + 1 - sliding_window)
@@ -148,11 +150,11 @@ class PackedBatch:
 
 
 class RangedBatch:
-    """New positions of several sequences in an arena. Their keys and values are written to
-    ``places`` int64 [T] of the arena, in one operation, and ``Backend.ranged_attention`` attends to
-    ``ranges``.
+    """New positions of several sequences in an arena.
 
-    Unlike ``PackedBatch`` it reads tensors only, so that it can be recorded.
+    One operation writes their keys and values to ``places`` (int64 [T]) of the arena, and
+    ``Backend.ranged_attention`` attends to ``ranges``. Unlike ``PackedBatch`` it reads only
+    tensors, so it can be recorded.
     """
 
     def __init__(self, arena: CacheArena, backend: Backend, places: torch.Tensor, ranges: Ranges) -> None:
@@ -165,9 +167,9 @@ class RangedBatch:
     def of(
         cls, arena: CacheArena, backend: Backend, sequences: Sequence[SequenceCache], counts: Sequence[int]
     ) -> "RangedBatch":
-        """``counts[i]`` new positions of ``sequences[i]``, which has room for them.
+        """Make a batch of ``counts[i]`` new positions of ``sequences[i]``.
 
-        The sequences are in the order of their starts.
+        The sequences are in the order of their starts, and have room for the positions.
         """
         device = sequences[0].geometry.device
         places = torch.cat(
@@ -194,8 +196,10 @@ class RangedBatch:
         return self._backend.ranged_attention(query[0].transpose(0, 1), keys, values, ranges, rule)[None]
 
     def _on(self, device: torch.device) -> tuple[torch.Tensor, Ranges]:
-        """Places and ranges on the device of a layer; the layers of a stage may be on several
-        devices."""
+        """Return places and ranges on the device of a layer.
+
+        The layers of a stage may be on several devices.
+        """
         if device not in self._places:
             [places, ranges] = next(zip(self._places.values(), self._ranges.values(), strict=True))
             self._places[device] = places.to(device)
@@ -209,11 +213,10 @@ class RangedBatch:
 
 
 class SequenceBatch:
-    """Whole sequences, ``counts[i]`` positions of the i-th, one after another, without caches and
-    with gradients.
+    """Whole sequences, ``counts[i]`` positions of the i-th, one after another.
 
-    ``prefixes`` has, for each layer from ``first_layer`` on, the keys and values of the prefix of
-    every sequence; or is empty.
+    There are no caches, but gradients. ``prefixes`` has the keys and values that precede every
+    sequence, for each layer from ``first_layer`` on. Without a prefix it is empty.
     """
 
     def __init__(
@@ -234,7 +237,7 @@ class SequenceBatch:
     ) -> torch.Tensor:
         states = (query, key, value)
         prefix = self._prefixes[layer - self._first_layer] if self._prefixes else None
-        if len(set(self._counts)) == 1:  # sequences of one length become rows of one call
+        if len(set(self._counts)) == 1:  # sequences of equal length become rows of one call
             rows = (len(self._counts), self._counts[0], -1)
             query, key, value = (each.reshape(each.shape[1], *rows).transpose(0, 1) for each in states)
             return self._attend(query, key, value, prefix, rule).transpose(1, 2).flatten(0, 1)[None]
@@ -250,7 +253,7 @@ class SequenceBatch:
         prefix: Prefix | None,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Shapes: query [B, H, T, d], key and value [B, Hkv, T, d]; the result is [B, H, T, d]."""
+        """Attend. Shapes: query [B, H, T, d], key and value [B, Hkv, T, d], result [B, H, T, d]."""
         if prefix is not None:
             key, value = (
                 torch.cat([first.expand(len(query), -1, -1, -1), states], 2)

@@ -1,7 +1,11 @@
 """Autograd graphs that forward passes keep for their backward passes.
 
-Graphs are a cache: without its graph, a backward pass computes the forward again from the inputs that it is sent. A client's forward pass
-may name its graph. The host then keeps the graph for some time in memory that KV caches do not use, and drops it when they need the memory.
+Graphs are only a cache: without its graph, a backward pass repeats the forward from its inputs.
+
+1. **Kept.** A client's forward pass may name its graph. The host keeps the graph for some time, in
+   memory that KV caches do not use.
+2. **Taken.** The backward pass uses the graph once.
+3. **Dropped.** The time is over, or KV caches need the memory.
 """
 
 import asyncio
@@ -19,7 +23,10 @@ from swarmnet_protocols.net.limits.resources import Reservation, Resource, Resou
 
 @dataclass(frozen=True)
 class AutogradGraph:
-    """One forward as autograd recorded it, from ``inputs`` and the adapter's tensors ``adapter`` to ``outputs``."""
+    """One forward as autograd recorded it.
+
+    It leads from ``inputs`` and the adapter's tensors ``adapter`` to ``outputs``.
+    """
 
     inputs: torch.Tensor
     adapter: Mapping[str, torch.Tensor]
@@ -28,7 +35,10 @@ class AutogradGraph:
     """Bytes of all tensors that the graph keeps alive, without weights."""
 
     def gradients(self, grad_outputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients at the inputs and at the adapter's tensors, from those at the outputs. Consumes the graph."""
+        """Return the gradients at the inputs and at the adapter's tensors. Uses the graph up.
+
+        ``grad_outputs``: the gradients at the outputs.
+        """
         gradients, *adapter = torch.autograd.grad(
             self.outputs, (self.inputs, *self.adapter.values()), grad_outputs
         )
@@ -41,14 +51,16 @@ def record_forward(
     adapter: Mapping[str, torch.Tensor],
     weights: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, AutogradGraph]:
-    """Call ``forward`` on ``inputs`` and return its outputs with its graph.
+    """Call ``forward`` on ``inputs``. Return its outputs and its graph.
 
-    ``inputs`` and ``adapter`` are leaves that require gradients. The memory of ``weights`` does not count as the graph's.
+    ``inputs`` and ``adapter`` are leaves that require gradients. Memory of ``weights`` does not
+    count as the graph's.
     """
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        detached = tensor.detach()  # the tensor itself refers to the graph: they would keep each other alive
+        # a tensor refers to its graph, so saving it would keep both alive
+        detached = tensor.detach()
         saved.append(weakref.ref(detached))
         return detached
 
@@ -56,7 +68,7 @@ def record_forward(
         outputs = forward(inputs)
     edge = get_gradient_edge(outputs)
     outputs = outputs.detach()
-    # Tensors that were saved for values on which the outputs do not depend have been freed by now.
+    # Saved tensors that the outputs do not depend on have been freed by now.
     alive = [tensor for reference in saved if (tensor := reference()) is not None]
     storages = [tensor.untyped_storage() for tensor in (inputs, *adapter.values(), *alive)]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -66,7 +78,10 @@ def record_forward(
 
 
 class GraphKey(NamedTuple):
-    """Identifies a graph by its client and all parameters of the pass: a backward pass that differs in any of them does not find it."""
+    """Identifies a graph by its client and all parameters of the pass.
+
+    A backward pass with any other parameter does not find the graph.
+    """
 
     owner: PeerId
     id: bytes
@@ -76,7 +91,7 @@ class GraphKey(NamedTuple):
 
 
 class GraphCache:
-    """The graphs that one host keeps, oldest first. The bytes of each count in its owner's scope."""
+    """The graphs that one host keeps, oldest first. Their bytes count in their owners' scopes."""
 
     def __init__(self, resources: ResourceManager) -> None:
         self._resources = resources
@@ -91,9 +106,10 @@ class GraphCache:
         return key in self._entries
 
     def keep(self, key: GraphKey, graph: AutogradGraph, *, max_bytes: int, for_s: float) -> None:
-        """Keep a graph for ``for_s`` seconds, unless it exceeds the limit of its owner or ``max_bytes``.
+        """Keep a graph for ``for_s`` seconds, unless it exceeds its owner's limit or ``max_bytes``.
 
-        Drops the owner's oldest graphs until its limit has room, then the oldest of all until all graphs take at most ``max_bytes``.
+        First drop the owner's oldest graphs until its limit has room. Then drop the oldest of all
+        until all graphs take at most ``max_bytes``.
         """
         self.take(key)
         loop = asyncio.get_running_loop()
@@ -106,7 +122,7 @@ class GraphCache:
         self._entries[key] = graph, reservation, loop.call_later(for_s, self.take, key)
 
     def take(self, key: GraphKey) -> AutogradGraph | None:
-        """Remove a graph and return it; None if it is not here."""
+        """Remove a graph and return it. Return None if it is not here."""
         if key not in self._entries:
             return None
         graph, reservation, timer = self._entries.pop(key)

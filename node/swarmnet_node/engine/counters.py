@@ -1,4 +1,7 @@
-"""Counters and histograms of an engine, cumulative since its start, as Prometheus and node reports read them; and its busy share of time."""
+"""Counters and histograms of an engine since its start, and the share of time that it is busy.
+
+Prometheus and node reports read them.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,35 +9,43 @@ from collections.abc import Sequence
 from prometheus_client import Histogram
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
-"""Upper bounds of the buckets of durations."""
+"""Upper bounds of the buckets for durations, in seconds."""
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-"""Upper bounds of the buckets of batch sizes."""
+"""Upper bounds of the buckets for batch sizes."""
 BUSY_S = 5.0
-"""Seconds over which the busy share of time is averaged: longer than most steps, so that it is steady, and shorter than most sessions, so that
-clients see what others have begun."""
+"""Seconds to average the busy share of time. Shorter than most steps, it would jump; longer than
+most sessions, clients would not see what others have begun."""
 LOAD_S = 120.0
-"""Seconds over which the load that a host announces is averaged: what lasts for minutes, so that hosts may switch to another model for it."""
+"""Seconds to average the load that a host announces. Hosts may switch models for load that lasts
+for minutes, so short bursts must not count."""
 
 
 def node_histogram(name: str, about: str, buckets: Sequence[float] = SECONDS) -> Histogram:
-    """A histogram ``swarmnet_node_NAME`` outside any registry: its owner, such as an engine, may be replaced while the node runs."""
+    """Return a histogram ``swarmnet_node_NAME`` outside any registry.
+
+    Its owner, such as an engine, may be replaced while the node runs.
+    """
     return Histogram(f"swarmnet_node_{name}", about, registry=None, buckets=buckets)
 
 
 def cumulative_counts(histogram: Histogram) -> list[int]:
-    """The number of values up to the bound of each bucket, and last the number of all values."""
+    """Return the number of values up to the bound of each bucket, and last the number of all
+    values."""
     (metric,) = histogram.collect()
     return [int(sample.value) for sample in metric.samples if sample.name.endswith("_bucket")]
 
 
 def total(histogram: Histogram) -> float:
-    """The sum of all values."""
+    """Return the sum of all values."""
     (metric,) = histogram.collect()
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 
 class BusyShare:
-    """The share of the recent past in which an engine computed. What it did t seconds ago counts in proportion to exp(-t / ``over_s``)."""
+    """The share of recent time that an engine was computing.
+
+    Work done t seconds ago counts in proportion to exp(-t / ``over_s``).
+    """
 
     def __init__(self, over_s: float = BUSY_S) -> None:
         self._over_s = over_s
@@ -42,7 +53,7 @@ class BusyShare:
         self._at = 0.0
 
     def computed(self, elapsed_s: float, now: float) -> None:
-        """It computed for the ``elapsed_s`` seconds before ``now``."""
+        """Note that the engine computed for the ``elapsed_s`` seconds before ``now``."""
         self._share = min(self.at(now) + 1 - math.exp(-elapsed_s / self._over_s), 1.0)
         self._at = now
 
@@ -51,13 +62,14 @@ class BusyShare:
 
 
 class EngineCounters:
-    """Forwards, passes and positions that one engine has computed since its start, and their durations in seconds."""
+    """Forwards, passes and positions that one engine has computed, and their durations in
+    seconds."""
 
     def __init__(self) -> None:
         self.forwards = 0
         """Forwards and passes computed."""
         self.positions = 0
-        """Positions computed in them."""
+        """Positions computed in forwards and passes."""
         self.forward_s = node_histogram("forward_seconds", "How long one forward of sessions' work took.")
         self.forward_positions = node_histogram(
             "forward_positions", "Positions in one such forward.", POSITIONS

@@ -1,11 +1,17 @@
-"""Recorded decode steps: one new position for each of some sequences, replayed with one launch instead of hundreds.
+"""Recorded decode steps: one new position of several sequences, replayed with a single launch.
 
-A recording has a power of two of rows, and its own memory at fixed addresses: the inputs, and for each row its position in the sequence, the place
-where its keys are written, and the start and length of its sequence. A step fills these, pads the rows up to the next size, and replays the
-recording. Padding rows write to the spare positions of the arena. Keys and values are in the arena, which never moves.
+Without recordings, such a step takes hundreds of launches. A recording has a power of two of rows,
+and reads memory at fixed addresses: the inputs, and for each row its position in the sequence, the
+place to write its keys, and the start and length of its sequence. Keys and values are in the arena,
+which never moves. The life of a step:
 
-Only steps of one new position for each sequence, without LoRA, are recorded. Each recording is compared with the computation that it replaces
-before it is used. Any failure ends recording for the stage, whose steps are then computed without.
+1. Fill this memory, and pad the rows up to the next size. Padding rows write to the spare positions
+   of the arena.
+2. Replay the recording.
+
+Only steps of one new position for each sequence, without LoRA, are recorded. Before its first use,
+a recording is compared with the computation that it replaces. Any failure ends recording for the
+stage, which then computes its steps directly.
 """
 
 import logging
@@ -22,17 +28,21 @@ from swarmnet_node.engine.kernels.backend import Backend, Ranges, Recorder, Reco
 _log = logging.getLogger(__name__)
 
 MIN_LONGEST = 256
-"""The least bound on the length of sequences, for recordings that depend on one."""
+"""Smallest bound on the length of sequences, for recordings that depend on one."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-"""Hidden states [T, D] of new positions [T] of a batch, in and out."""
+"""Computes hidden states [T, D] of a batch's new positions [T], in and out."""
 Agree = Callable[[torch.Tensor, torch.Tensor], bool]
-"""Whether outputs equal expected ones up to rounding."""
+"""Returns whether outputs equal expected outputs up to rounding."""
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """The memory that a recording reads: inputs [rows, D], and int64 [4, rows] of positions, places to write, starts and lengths."""
+    """The memory that a recording reads.
+
+    ``inputs``: [rows, D]. ``numbers``: int64 [4, rows] of positions, places to write, starts and
+    lengths.
+    """
 
     inputs: torch.Tensor
     numbers: torch.Tensor
@@ -52,7 +62,10 @@ class DecodeGraphs:
         *,
         is_fused: bool,
     ) -> None:
-        """``like`` [D] has the width, dtype and device of hidden states. Unless ``is_fused``, recordings also depend on a bound on the lengths."""
+        """``like`` [D] has the width, dtype and device of hidden states.
+
+        Unless ``is_fused``, recordings also depend on a bound on the lengths.
+        """
         self._compute = compute
         self._agree = agree
         self._recorder = recorder
@@ -65,18 +78,19 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Rows, and the bound on the lengths of sequences, of each recording so far."""
+        """The rows, and the bound on the lengths of sequences, of each recording."""
         return sorted(self._recordings)
 
     @property
     def failure(self) -> str:
-        """The reason why recording has ended; empty while it has not."""
+        """The reason why recording has ended. Empty while it goes on."""
         return self._failure
 
     def step(self, inputs: torch.Tensor, sequences: Sequence[SequenceCache]) -> torch.Tensor | None:
-        """Hidden states [T, D] of one new position of each sequence, in and out; None if such a step is not recorded.
+        """Compute hidden states [T, D] of one new position of each sequence, in and out.
 
-        The sequences are in the order of their starts, and have room for the position.
+        The sequences are in the order of their starts, and have room for the position. None if such
+        a step cannot be recorded.
         """
         count = len(sequences)
         if self._failure or count > SPARE_ROWS or any(each.lora is not None for each in sequences):
@@ -84,22 +98,22 @@ class DecodeGraphs:
         lengths = [sequence.length + 1 for sequence in sequences]
         key = _next_power(count), self._longest(max(lengths))
         if key not in self._recordings:
-            # The first step of a size is computed twice: to warm up, and to compare the recording with it.
+            # Compute the first step of a size twice: to warm up, and to compare the recording with
+            # it.
             slots = self._new_slots(key[0])
             self._fill(slots, inputs, sequences)
             expected = self._run(slots, key[1])[:count].clone()
-            if bool(
-                expected.isfinite().all()
-            ):  # otherwise a client sent such numbers, which cannot be compared
+            if bool(expected.isfinite().all()):  # a client may send such numbers, which cannot be compared
                 self._record(key, slots, expected)
             return expected
         slots, recording = self._recordings[key]
         self._fill(slots, inputs, sequences)
         recording.replay()
-        return recording.outputs[:count].clone()  # the next step overwrites them
+        return recording.outputs[:count].clone()  # the next step overwrites the outputs
 
     def _longest(self, longest: int) -> int:
-        """The bound on lengths for a recording, which has no effect on a kernel that reads the lengths."""
+        """Return the bound on lengths for a recording. A kernel that reads the lengths does not
+        need it."""
         if self._is_fused:
             return self._arena.positions
         return min(self._arena.positions, max(MIN_LONGEST, _next_power(longest)))
@@ -116,7 +130,10 @@ class DecodeGraphs:
         slots.inputs[: len(inputs)].copy_(inputs)
 
     def _run(self, slots: _Slots, longest: int) -> torch.Tensor:
-        """One step as it is recorded: it reads and writes memory at fixed addresses only, and reads no value back."""
+        """Compute one step as it is recorded.
+
+        It only reads and writes memory at fixed addresses, and reads no value back.
+        """
         positions, places, starts, lengths = slots.numbers.unbind()
         end = torch.full_like(starts[:1], self._arena.positions + SPARE_ROWS)
         queries = torch.arange(len(starts) + 1, dtype=torch.int32, device=starts.device)

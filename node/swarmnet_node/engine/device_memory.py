@@ -1,9 +1,8 @@
-"""Device memory: how many blocks fit onto accelerators, how they are spread over several cards, and
-whether weights stay packed. Pure.
+"""Device memory: how many blocks fit onto accelerators, and how they are spread over cards. Pure.
 
 The usable memory of each card holds the weights of its blocks, their share of the KV caches, and
-the temporary memory of one forward. Quantised weights are expanded when they are loaded if all
-wanted blocks then fit, because products with expanded weights move fewer bytes; otherwise they stay
+the temporary memory of one forward. If all wanted blocks fit that way, quantised weights are
+expanded when loaded, because products with expanded weights move fewer bytes. Otherwise they stay
 packed, so that more blocks fit.
 """
 
@@ -22,8 +21,8 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 LIBRARY_BYTES = 256 * MIB
 """Bytes for workspaces of libraries, recorded graphs, and fragmentation."""
 UNPACKED_PANELS = 4
-"""Number of panels in memory while one is unpacked: digits, products, sums, and the panel in the
-dtype of the product."""
+"""Panels in memory while one is unpacked: digits, products, sums, and the panel in the dtype of the
+product."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class BlockNeeds:
     """The memory that the largest block of the model needs on an accelerator."""
 
     packed_bytes: int
-    """Bytes of its weights with quantised matrices as the checkpoint stores them;
+    """Bytes of its weights, with quantised matrices as the checkpoint stores them.
     ``expanded_bytes`` if it has none."""
     expanded_bytes: int
     widths: LayerWidths
@@ -41,8 +40,11 @@ class BlockNeeds:
         return self.packed_bytes if packed else self.expanded_bytes
 
     def scratch_bytes(self, *, packed: bool) -> int:
-        """Bytes that a card needs besides weights and caches: for the largest forward, or for a
-        second copy of one block while its matrices are joined."""
+        """Return the bytes that a card needs besides weights and caches.
+
+        The larger need counts: the largest forward, or a second copy of one block while its
+        matrices are joined.
+        """
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         unpacking = UNPACKED_PANELS * ACCELERATOR_PANEL_BYTES if packed else 0
         return LIBRARY_BYTES + max(forward + unpacking, self.weight_bytes(packed=packed))
@@ -50,8 +52,10 @@ class BlockNeeds:
 
 @dataclass(frozen=True)
 class Placement:
-    """The number of consecutive blocks of each of ``cards``, and whether quantised weights stay
-    packed."""
+    """How many consecutive blocks each of ``cards`` holds.
+
+    ``packed``: whether quantised weights stay packed.
+    """
 
     cards: tuple[Card, ...]
     blocks: tuple[int, ...]
@@ -64,15 +68,17 @@ class Placement:
         return sum(self.blocks)
 
     def devices(self, blocks: int) -> list[torch.device]:
-        """The device of each of the first ``blocks`` blocks, card by card. ``blocks`` is ``total``,
-        or 1 for a block to be measured."""
+        """Return the device of each of the first ``blocks`` blocks, card by card.
+
+        ``blocks`` is ``total``, or 1 for a block to be measured.
+        """
         spread_over = [
             card.device for card, count in zip(self.cards, self.blocks, strict=True) for _ in range(count)
         ]
         return spread_over[:blocks]
 
     def describe(self, total_blocks: int) -> str:
-        """A sentence for the owner: the number of blocks that are hosted, and the reason."""
+        """Return a sentence for the owner: how many blocks are hosted, and why."""
         each = self.needs.weight_bytes(packed=self.packed)
         scratch = self.needs.scratch_bytes(packed=self.packed)
         where = " and ".join(
@@ -97,12 +103,13 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
     most: float | None,
     forms: Sequence[bool] = (False, True),
 ) -> Placement:
-    """The placement of ``wanted`` blocks, or unless ``is_fixed`` of as many as fit.
+    """Place ``wanted`` blocks, or unless ``is_fixed`` as many as fit.
 
-    ``forms``: the permitted values of ``packed``. The first one with the most blocks is taken.
-    ``cache_bytes`` are for the KV caches of all blocks; ``most`` is the owner's limit for each
-    card: a share if at most 1, else bytes. Raises ``OutOfResources`` if they do not fit, or no
-    block does.
+    - ``forms``: the permitted values of ``packed``. The first with the most blocks wins.
+    - ``cache_bytes``: bytes for the KV caches of all blocks.
+    - ``most``: the owner's limit for each card. At most 1: a share. Otherwise bytes.
+
+    Raises ``OutOfResources`` if fixed blocks do not fit, or no block does.
     """
     packed, counts = forms[0], (0,) * len(cards)
     for form in forms:
@@ -121,8 +128,10 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
 
 
 def room_bytes(card: Card, most: float | None) -> int:
-    """Bytes that a node may allocate on a card: at most ``most``, and together with other programs
-    at most ``MOST_SHARE`` of the card."""
+    """Return the bytes that a node may allocate on a card.
+
+    At most ``most``, and together with other programs at most ``MOST_SHARE`` of the card.
+    """
     unused = card.free_bytes - int((1 - MOST_SHARE) * card.total_bytes)
     return max(0, min(unused, allowed_bytes(most, card.total_bytes)))
 
@@ -136,8 +145,10 @@ def _counts(
     *,
     packed: bool,
 ) -> tuple[int, ...]:
-    """The number of blocks for each card, ``wanted`` in total or as many as fit. A block's share of
-    the caches is on the card of the block."""
+    """Return the number of blocks for each card: ``wanted`` in total, or as many as fit.
+
+    A block's share of the caches is on the card of the block.
+    """
     scratch = needs.scratch_bytes(packed=packed)
     rooms = [max(0, room_bytes(card, most) - scratch) for card in cards]
     for count in range(wanted, 0, -1):
@@ -148,11 +159,10 @@ def _counts(
 
 
 def spread(count: int, rooms: Sequence[int]) -> tuple[int, ...]:
-    """Divide ``count`` blocks in proportion to ``rooms``, which are not all 0, by the method of
-    D'Hondt.
+    """Divide ``count`` blocks in proportion to ``rooms`` by the method of D'Hondt.
 
-    That minimises the largest filled share of a card's room. So if blocks of one size fit at all,
-    they fit this way.
+    At least one room must be above 0. The method minimises the largest filled share of a card's
+    room. So if blocks of one size fit at all, they fit this way.
     """
     counts = [0] * len(rooms)
     for _ in range(count):

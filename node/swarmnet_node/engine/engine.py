@@ -1,20 +1,19 @@
-"""The engine: continuous batching of the work of all sessions, on one thread that does all
-computation.
+"""The engine: continuous batching of the work of all sessions, on one thread.
 
-Work comes in two kinds:
+There are two kinds of work:
 
-1. Steps of sessions. :meth:`Engine.compute` queues the new positions of some sequences; the loop
-   takes what waits, as ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca,
-   Yu et al., 2022, section 3.2). Work that arrives during a forward joins the next one.
-2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. One
-   runs when no session has work, or when sessions have had priority for long enough.
+1. Steps of sessions. :meth:`Engine.compute` queues new positions of some sequences. The loop takes
+   waiting work as ``scheduler.py`` chooses, and computes it in one forward of the stage (Orca, Yu
+   et al., 2022, section 3.2). Work that arrives during a forward joins the next one.
+2. Passes for training. :meth:`Engine.compute_pass` queues a computation that cannot be split. A
+   pass runs when no session has work, or when sessions have had priority for long enough.
 
-Everything that touches tensors runs on one thread, the torch thread, so that neither KV caches nor
-graphs need locks. The loop decides on the asyncio thread and hands over one computation at a time.
+Everything that touches tensors runs on one thread, the torch thread. So neither KV caches nor
+graphs need locks. The loop decides on the asyncio thread, and hands over one computation at a time.
 
-Memory: the bytes of each sequence's KV cache count in a scope of its client, from
-:meth:`Engine.register` to
-:meth:`Engine.release`. Saved autograd graphs use what caches leave free, and make room for them.
+Memory: the bytes of each sequence's KV cache count in its client's scope, from
+:meth:`Engine.register` to :meth:`Engine.release`. Saved autograd graphs use what caches leave free,
+and make room for caches.
 """
 
 import asyncio
@@ -57,11 +56,12 @@ from swarmnet_protocols.net.limits.resources import (
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
-"""Most positions of one forward."""
+"""Most positions of one forward. More lets steps wait longer; fewer computes prompts more
+slowly."""
 GRAPH_CLIENT_SHARE = 2
-"""The graphs of one client take at most the memory for caches divided by this."""
+"""Divisor of the memory for caches: one client's graphs take at most the quotient."""
 RECENT_S = 1.0
-"""Seconds after its last work during which a sequence or session is expected to have more work."""
+"""Seconds after its last work while a sequence or session is expected to have more."""
 SMOOTHING = 0.1
 """Weight of the newest measurement in an exponential moving average."""
 
@@ -74,7 +74,7 @@ def _ignore_start() -> None:
 
 @dataclass(eq=False)
 class _StepWork:
-    """Inputs [count, D] of one sequence. The first ``computed`` positions have been computed.
+    """Inputs [count, D] of one sequence. The first ``computed`` positions are done.
 
     After a rewind, ``behind`` earlier positions are computed again first. They count as work like
     others.
@@ -87,7 +87,7 @@ class _StepWork:
     stage: Stage
     done: "asyncio.Future[torch.Tensor]"
     since: float
-    """Reading of the engine's stopwatch when the work arrived."""
+    """Time of the engine's stopwatch when the work arrived."""
     behind: int
     started: Callable[[], None]
     """Called when its first forward begins."""
@@ -100,16 +100,18 @@ class _StepWork:
         return Waiting(tokens, id(self.stage), self.scope.owner)
 
     def take(self, tokens: int) -> "_Part":
-        """The next ``tokens`` positions."""
+        """Return the next ``tokens`` positions."""
         again = min(self.behind, tokens)
         return _Part(self, again, self.inputs[self.computed : self.computed + tokens - again])
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The part of ``work`` in one forward: the new positions ``inputs`` [count, D], which may be
-    none, and ``again``, the number of earlier positions that recurrent states compute again after a
-    rewind."""
+    """The part of ``work`` in one forward.
+
+    ``inputs`` [count, D]: the new positions, possibly none. ``again``: earlier positions that
+    recurrent states compute again after a rewind.
+    """
 
     work: _StepWork
     again: int
@@ -117,7 +119,7 @@ class _Part:
 
 
 def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
-    """Compute the parts on the torch thread. Returns the outputs of parts with inputs."""
+    """Compute the parts on the torch thread. Return the outputs of parts with inputs."""
     stage = parts[0].work.stage
     for part in parts:
         if part.again:
@@ -129,8 +131,8 @@ def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
 class _PassWork:
     """A computation of ``positions`` positions that cannot be split.
 
-    ``prepare`` is called on the asyncio thread and returns the function for the torch thread.
-    Sessions have priority until ``max_delay_s`` after ``since``, a time of the event loop.
+    ``prepare`` runs on the asyncio thread, and returns the function for the torch thread. Sessions
+    have priority until ``max_delay_s`` after ``since``, a time of the event loop.
     """
 
     prepare: Callable[[], Callable[[], Any]]
@@ -154,20 +156,21 @@ class Engine:
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
         self.stage = stage
-        """The blocks for new work. A part of it may take its place: work that has begun goes on."""
+        """The blocks for new work. A part of it may take its place; work that has begun goes on."""
         self.max_cache_bytes = max_cache_bytes
         self.client_cache_bytes: Callable[[int], int] = int
-        """Turns the limit on all clients' caches into the limit on one client's caches, in
+        """Takes the limit on all clients' caches. Returns the limit on one client's caches, in
         bytes."""
         self.counters = EngineCounters()
         self.busy = BusyShare()
         self.load = BusyShare(LOAD_S)
-        """By the stopwatch."""
+        """Load by the stopwatch, averaged over ``LOAD_S``."""
         self.graph_cache = GraphCache(resources)
         self.token_s = 0.0
-        """Seconds for one position in a forward, averaged; 0 before the first one."""
+        """Seconds for one position in a forward, averaged. 0 until the first forward."""
         self.position_s = 0.0
-        """Seconds for one position in a forward of many, averaged; 0 before the first one."""
+        """Seconds for one position in a forward of many, averaged. 0 until the first such
+        forward."""
         self._forward_s = 0.0
         """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
@@ -182,9 +185,9 @@ class Engine:
         self._wake = asyncio.Event()
         self._stopped = False
         self._last_work: dict[int, float] = {}
-        """The loop time at which each sequence, by its id, last had work."""
+        """Loop time of each sequence's last work, by id of the sequence."""
         self._active: dict[Scope, float] = {}
-        """The loop time at which each session, by its scope, last had work."""
+        """Loop time of each session's last work, by its scope."""
         self._shares = ClientShares()
         self._reservations: dict[int, tuple[SequenceCache, Reservation, Scope]] = {}
         self.limit_caches(max_cache_bytes)
@@ -200,11 +203,11 @@ class Engine:
         max_cache_bytes: int,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
-        """An engine whose loop runs as long as the context; the KV caches of all clients take at
-        most ``max_cache_bytes``.
+        """Yield an engine whose loop runs as long as the context.
 
-        ``executor`` has one thread, the torch thread.
-        ``stopwatch`` returns seconds and times forwards.
+        - ``max_cache_bytes``: most bytes for the KV caches of all clients.
+        - ``executor``: has one thread, the torch thread.
+        - ``stopwatch``: returns seconds, and times forwards.
         """
         engine = cls(
             stage,
@@ -231,7 +234,7 @@ class Engine:
     def queue_s(self) -> float:
         """Seconds that new work of a session would wait, estimated from average durations.
 
-        Sessions overtake passes, except the one that may be running.
+        Sessions overtake passes, except a pass that may already run.
         """
         tokens = sum(work.waiting.tokens for work in self._steps)
         positions = self._passes[0].positions if self._passes else 0
@@ -243,16 +246,20 @@ class Engine:
         return self.stage.geometry.positions_in(self.client_cache_bytes(self.max_cache_bytes))
 
     def limit_caches(self, max_bytes: int) -> None:
-        """Set the limit on the bytes of all KV caches. Existing caches are kept even above it;
-        graphs are dropped to fit."""
+        """Set the limit on the bytes of all KV caches.
+
+        Existing caches stay even above the limit. Graphs are dropped to fit.
+        """
         self.max_cache_bytes = max_bytes
         self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
         self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._free_bytes))
 
     def register(self, sequence: SequenceCache, scope: Scope) -> SequenceCache:
-        """Count a sequence's KV cache in ``scope`` until ``release``. Raises ``OutOfResources`` if
-        ``scope`` has no room for its present size."""
+        """Count a sequence's KV cache in ``scope`` until ``release``.
+
+        Raises ``OutOfResources`` if ``scope`` has no room for its current size.
+        """
         reservation = scope.reserve(Resource.CACHE, sequence.nbytes)
         self._reservations[id(sequence)] = sequence, reservation, scope
         return sequence
@@ -274,15 +281,14 @@ class Engine:
         return self.max_cache_bytes - self.cache_bytes
 
     async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which should be short, on the torch thread between two forwards. Raises
-        what it raises."""
+        """Run short ``work`` on the torch thread between two forwards. Raises its errors."""
         return await self._call(work)
 
     async def fork(self, sources: Sequence[tuple[SequenceCache, int]], scope: Scope) -> list[SequenceCache]:
-        """Register and return copies of sequences: of each, the first positions, up to the number
-        given with it.
+        """Register and return copies of (sequence, number of its first positions to copy).
 
-        Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for them.
+        Raises ``OutOfResources``, before anything is copied, if ``scope`` has no room for the
+        copies.
         """
         with ExitStack() as stack:
             reservations = [
@@ -305,12 +311,14 @@ class Engine:
         rows: Sequence[tuple[SequenceCache, torch.Tensor]],
         started: Callable[[], None] = _ignore_start,
     ) -> list[torch.Tensor]:
-        """Outputs [count, D] for rows of (sequence, inputs [count, D]) on the stage or a part of
-        it; each sequence grows by ``count``.
+        """Compute outputs [count, D] for rows of (sequence, inputs [count, D]) on ``stage``.
 
-        ``started`` is called for each row when its first forward begins. Raises ``OutOfResources``,
-        before anything is computed, if the KV caches may not grow that far; ``Unreachable`` if the
-        engine has stopped. Graphs are dropped to make room.
+        ``stage`` is this engine's stage or a part of it. Each sequence grows by ``count``.
+        ``started`` is called for each row when its first forward begins. Graphs are dropped to make
+        room.
+
+        Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that
+        far, and ``Unreachable`` if the engine has stopped.
         """
         for sequence, inputs in rows:
             _, reservation, _ = self._reservations[id(sequence)]
@@ -345,14 +353,15 @@ class Engine:
         *,
         max_delay_s: float = Timing.pass_wait_s,
     ) -> T:
-        """Compute a pass of ``positions`` positions on the torch thread, passes in order of
-        arrival.
+        """Compute a pass of ``positions`` positions on the torch thread, in order of arrival.
 
-        It runs when no session has work, or when sessions have had priority for ``max_delay_s``
-        since it arrived or since the last pass, whichever was later. ``prepare`` is then called
-        here, and the function that it returns on the torch thread; returns that function's result
-        and raises what either raises. A pass whose caller was cancelled before is not computed.
-        Raises ``Unreachable`` if the engine has stopped.
+        1. The pass waits until no session has work, or until sessions have had priority for
+           ``max_delay_s`` since it arrived or since the last pass, whichever was later.
+        2. ``prepare`` runs here, and returns a function.
+        3. The function runs on the torch thread. Its result is returned.
+
+        Raises the errors of both, and ``Unreachable`` if the engine has stopped. If the caller is
+        cancelled before step 2, the pass is not computed.
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
@@ -376,15 +385,17 @@ class Engine:
                 await self._run_pass(work)
                 self._last_pass_at = asyncio.get_running_loop().time()
                 self._remove_pass(work)
-                del work  # it refers to the weights of blocks that a move may drop
+                del work  # the work refers to weights of blocks that a move may drop
                 continue
             await self._wait_for_more()
             if self._steps:  # clients may have left meanwhile
                 await self._forward()
 
     async def _wait_for_more(self) -> None:
-        """Wait, at most as long as a forward takes, for sequences that are expected soon, so that
-        they join the next forward."""
+        """Wait for sequences that are expected soon, so that they join the next forward.
+
+        Waits at most as long as a forward takes.
+        """
         clock = asyncio.get_running_loop().time
         until = clock() + self._forward_s
         self._last_work = {
@@ -404,13 +415,15 @@ class Engine:
                 return
 
     def _expected(self, now: float) -> int:
-        """The number of sequences that had work recently, including waiting ones."""
+        """Return the number of sequences that had work recently, including waiting ones."""
         recent = {sequence for sequence, at in self._last_work.items() if at > now - RECENT_S}
         return len(recent | {id(work.sequence) for work in self._steps})
 
     def _is_pass_next(self) -> bool:
-        """Whether a pass runs next: no session has work, or sessions have had priority for long
-        enough."""
+        """Return whether a pass runs next.
+
+        It does if no session has work, or if sessions have had priority for long enough.
+        """
         if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
@@ -466,11 +479,13 @@ class Engine:
             work.done.set_result(result)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread. Raises ``ResourceLimitReached`` if the device runs out
-        of memory."""
+        """Call ``work`` on the torch thread.
+
+        Raises ``ResourceLimitReached`` if the device runs out of memory.
+        """
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Not in an except clause, where the error's frames would keep alive the tensors that were
+        # Not in an except clause: the error's frames would keep the tensors alive that were
         # computed before it.
         self.graph_cache.shrink(0)
         raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
@@ -480,8 +495,7 @@ class Engine:
             self._passes.remove(work)
 
     def _elapsed_s(self, started: float) -> float:
-        """Seconds of a forward or pass that began at ``started`` and has just ended, which count as
-        busy."""
+        """Count a forward or pass that began at ``started`` as busy time. Return its seconds."""
         now = self.stopwatch()
         self.busy.computed(now - started, now)
         self.load.computed(now - started, now)
@@ -495,8 +509,8 @@ class Engine:
         self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)
         if tokens >= SHORT_TOKENS:
             self.position_s = averaged(self.position_s, elapsed_s / tokens, SMOOTHING)
-        # From 0: the first forward is most often of a prompt, and steps of one token would wait as
-        # long for each other.
+        # Start from 0: the first forward is usually a prompt. Otherwise steps of one token would
+        # wait that long for each other.
         self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
 
     def _finish(self, work: _StepWork) -> None:

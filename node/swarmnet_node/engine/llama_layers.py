@@ -1,9 +1,9 @@
 """Decoder layers of the Llama shape, computed with a backend instead of transformers' modules.
 
-Query, key and value projections are one product, gate and up projections another, and only the
-operations of this shape are computed. In a forward of one token, reading the weights evicts code
-and small tensors from the processor's caches. So every operation between two products is slow, and
-fewer operations are faster (``tests/bench/decode.py``).
+Query, key and value projections are one product, gate and up projections another. Nothing but this
+shape's operations is computed. In a forward of one token, reading the weights evicts code and small
+tensors from the processor's caches. So every operation between two products is slow, and fewer
+operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 
 def has_llama_shape(model: Any) -> bool:
-    """Whether a decoder stack of transformers consists of the modules of the Llama shape.
+    """Return whether a transformers decoder stack consists of the modules of the Llama shape.
 
     A family may use the same modules in another way, so callers compare outputs before they use
     :class:`LlamaLayers`.
@@ -48,8 +48,9 @@ class LlamaLayers:
         backend: Backend,
         devices: Sequence[torch.device],
     ) -> None:
-        """``rules`` and ``devices`` have the attention rule and the device of each layer. The
-        weights of ``model`` become views of the joined weights, so that the model keeps working and
+        """``rules`` and ``devices`` have the attention rule and the device of each layer.
+
+        The weights of ``model`` become views of the joined weights. So the model keeps working, and
         no weight is in memory twice.
         """
         self.rotary: Rotary = model.rotary_emb
@@ -58,22 +59,24 @@ class LlamaLayers:
         self._devices = devices
 
     def part(self, start: int, end: int) -> "LlamaLayers":
-        """Layers [start, end) of these, on the same weights."""
+        """Return layers [start, end) of these, on the same weights."""
         part = LlamaLayers.__new__(LlamaLayers)
         part.rotary, part.layers, part._backend = self.rotary, self.layers[start:end], self._backend
         part._devices = self._devices[start:end]
         return part
 
     def rotates_whole_heads(self, like: torch.Tensor) -> bool:
-        """Whether the rotary embedding is for all components of a head. ``like`` has the dtype and
-        device of inputs."""
+        """Return whether the rotary embedding covers all components of a head.
+
+        ``like`` has the dtype and device of inputs.
+        """
         cosines, _ = self.rotary(like, torch.zeros(1, 1, dtype=torch.long, device=like.device))
         return all(layer.head_size == cosines.shape[-1] for layer in self.layers)
 
     def __call__(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None
     ) -> torch.Tensor:
-        """Hidden states [T, D] of new positions [T], in and out."""
+        """Compute hidden states [T, D] of new positions [T], in and out."""
         cosines, sines = self.rotary(inputs[None], positions[None])
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]
@@ -83,8 +86,8 @@ class LlamaLayers:
                 device = own_device
                 inputs = inputs.to(device)
                 angles = angles[0].to(device), angles[1].to(device)
-            # Attention and MLP are separate functions, so that the temporary tensors of each are
-            # freed when it returns.
+            # Attention and MLP are separate functions, so that each frees its temporary tensors
+            # when it returns.
             inputs = inputs + self._attention(layer, inputs, angles, batch, lora)
             inputs = inputs + self._mlp(layer, inputs, lora)
         return inputs
@@ -112,7 +115,8 @@ class LlamaLayers:
     def _product(
         self, layer: DecoderLayer, name: str, inputs: torch.Tensor, lora: BatchLora | None
     ) -> torch.Tensor:
-        """One of ``PRODUCTS``, with the LoRA updates of the batch: [T, inputs] to [T, outputs]."""
+        """Compute one of ``PRODUCTS`` with the batch's LoRA updates: [T, inputs] to [T,
+        outputs]."""
         outputs = self._backend.linear(inputs, getattr(layer, name))
         if lora is not None:
             lora.add(layer.index, name, inputs, outputs)
@@ -134,13 +138,13 @@ def _layer_has_llama_shape(layer: Any) -> bool:
         and hasattr(attention, "q_norm") == hasattr(attention, "k_norm")
         and hasattr(attention, "head_dim")
         and hasattr(attention, "layer_idx")
-        # Ministral 3 scales queries by their positions, too, from the first that is far enough.
+        # Ministral 3 also scales queries by their positions, from a certain position on.
         and "position_ids" not in signature(attention.forward).parameters
     )
 
 
 def _decoder_layer(layer: Any, rule: AttentionRule) -> DecoderLayer:
-    """The weights of a transformers layer, joined where they have the same inputs."""
+    """Return the weights of a transformers layer, joined where they have the same inputs."""
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         index=attention.layer_idx,
@@ -168,8 +172,10 @@ def _weight(module: nn.Linear) -> torch.Tensor | PackedTensor:
 
 
 def _join(*modules: nn.Linear) -> Linear:
-    """One linear layer with the outputs of all, one after another. The modules' own weights become
-    views of its weights."""
+    """Return one linear layer with the outputs of all modules, one after another.
+
+    The modules' own weights become views of its weights.
+    """
     sizes = [module.out_features for module in modules]
     bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
     if bias is not None:

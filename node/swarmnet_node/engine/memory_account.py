@@ -1,16 +1,15 @@
-"""Memory account: the memory of a node within ``--max-ram``, the number of blocks that fit, and the
-memory left for clients. Pure.
+"""Memory account: which blocks and clients fit into a node's ``--max-ram``. Pure.
 
 The account has four parts:
 
 1. fixed: the process without blocks, p2pd, and the blocks;
-2. working memory: one forward, since only one runs at a time, and messages that are being received;
+2. working memory: one forward, because only one runs at a time, and messages being received;
 3. clients: KV caches, saved autograd graphs, activation logs and adapters, which have limits;
 4. a margin for memory that is not counted.
 
-Before the blocks are loaded, :class:`Footprint` estimates the first two, and decides how many
-blocks fit. Afterwards the resident set size is measured, and :func:`resource_limits` computes the
-limits of the third part from each measurement.
+Before the blocks are loaded, :class:`Footprint` estimates the first two parts, and decides how many
+blocks fit. Afterwards the node measures its resident set size, and :func:`resource_limits` computes
+the limits of the third part from each measurement.
 """
 
 from collections.abc import Mapping
@@ -27,29 +26,30 @@ GIB = 1 << 30
 P2PD_BYTES = 96 * MIB
 """Resident bytes of p2pd with a few dozen peers, measured."""
 MIN_CLIENT_BYTES = 64 * MIB
-"""Least bytes for clients: with less, a node cannot serve a session of useful length."""
+"""Smallest number of bytes for clients. With less, a node cannot serve a session of useful
+length."""
 MARGIN = 0.02
-"""Share of the limit that is left free for memory that is allocated between two measurements of the
-resident set size."""
+"""Share of the limit that stays free for memory allocated between two measurements. Less risks
+exceeding the limit; more wastes memory."""
 GRAPH_VALUES = 30
 """Vectors of the hidden size that autograd saves for each position and block of a pass."""
 MESSAGES = 4
 """Messages of the largest size that are received at the same time."""
 MIN_MESSAGES_BYTES = 16 * MIB
-"""Least bytes for messages that are being received."""
+"""Smallest number of bytes for messages being received."""
 SHARES: Mapping[Resource, float] = {Resource.CACHE: 0.6, Resource.LOG: 0.3, Resource.ADAPTER_BYTES: 0.1}
 """Share of the free memory that each resource of clients may take until the next measurement."""
 
 
 DEVICE_SHARES: Mapping[Resource, float] = {Resource.LOG: 1.0}
-"""The shares on a node with an accelerator, whose memory holds the caches and adapters."""
+"""The shares on a node with an accelerator, whose memory holds caches and adapters."""
 
 
 def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> int:
-    """The most bytes of temporary tensors in one forward. A layer frees its tensors before the next
-    begins.
+    """Return the most bytes of temporary tensors in one forward.
 
-    The result is the larger of two peaks, in values for each position:
+    A layer frees its tensors before the next begins. The larger of two peaks counts, in values for
+    each position:
 
     - attention: inputs, residual, norm and projection (4 hidden); joined query, key and value (up
       to 3 attention); rotated query and key and their temporaries (4); the output (1);
@@ -64,51 +64,51 @@ def activation_bytes(positions: int, widths: LayerWidths, dtype_bytes: int) -> i
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory needs of a model's blocks, as far as they are known before the blocks are
-    loaded."""
+    """The memory needs of a model's blocks, as far as they are known before loading."""
 
     runtime_bytes: int
     """Resident bytes of the process before any block is loaded, without p2pd."""
     block_bytes: int
-    """Bytes of the weights of one block; 0 if they are in the memory of an accelerator."""
+    """Bytes of the weights of one block. 0 if an accelerator's memory holds them."""
     widths: LayerWidths
     dtype_bytes: int = 4
     """Bytes of one value of weights and activations."""
 
     @property
     def message_bytes(self) -> int:
-        """Bytes for messages that are being received: a few steps of the largest size, in
-        float32."""
+        """Bytes for messages being received: a few steps of the largest size, in float32."""
         return max(MIN_MESSAGES_BYTES, MESSAGES * REPLAY_POSITIONS * self.widths.hidden * 4)
 
     @property
     def work_bytes(self) -> int:
-        """Bytes for messages and for the largest forward, which is a pass: steps of sessions are
-        computed in smaller forwards."""
+        """Bytes for messages and for the largest forward.
+
+        The largest forward is a pass: steps of sessions are computed in smaller forwards.
+        """
         forward = activation_bytes(MAX_POSITIONS, self.widths, self.dtype_bytes)
         return self.message_bytes + forward
 
     def graph_bytes(self, blocks: int) -> int:
-        """Estimated bytes that autograd saves in the largest pass through ``blocks`` blocks."""
+        """Estimate the bytes that autograd saves in the largest pass through ``blocks`` blocks."""
         return MAX_POSITIONS * GRAPH_VALUES * self.widths.hidden * 4 * blocks
 
     def min_ram_bytes(self, blocks: int) -> int:
-        """The smallest memory limit that lets a node serve ``blocks`` blocks."""
+        """Return the smallest memory limit that lets a node serve ``blocks`` blocks."""
         needed = self.runtime_bytes + P2PD_BYTES + self.work_bytes + MIN_CLIENT_BYTES
         return int((needed + blocks * self.block_bytes) / (1 - MARGIN)) + 1
 
     def blocks_within(self, max_ram_bytes: int) -> int:
-        """The number of blocks that fit in ``max_ram_bytes``; 0 or less if no block fits."""
+        """Return the number of blocks that fit in ``max_ram_bytes``. 0 or less if no block fits."""
         free = max_ram_bytes - self.min_ram_bytes(0)
         return int(free * (1 - MARGIN) // self.block_bytes)
 
     def blocks_allowed(self, held: int, *, most: int, max_ram_bytes: int | None, free_bytes: int) -> int:
-        """The number of blocks, at least 1, that a node which holds ``held`` may hold within a
-        limit.
+        """Return how many blocks, at least 1, a node with ``held`` blocks may hold within a limit.
 
-        It drops blocks only if the limit leaves too little for clients. It takes more, up to
-        ``most``, if they fit as at its start, and into the machine's ``free_bytes``. Otherwise it
-        keeps what it has.
+        - It drops blocks only if the limit leaves too little for clients.
+        - It takes more, up to ``most``, if they fit as at its start and into the machine's
+          ``free_bytes``.
+        - Otherwise it keeps what it has.
         """
         if not self.block_bytes:
             return held
@@ -135,14 +135,13 @@ class Footprint:
 
 
 def least_limit(fixed_bytes: int) -> int:
-    """The smallest memory limit that leaves enough for clients, if a running node takes
+    """Return the smallest limit that leaves enough for clients of a running node with
     ``fixed_bytes``."""
     return int((fixed_bytes + MIN_CLIENT_BYTES) / (1 - MARGIN)) + 1
 
 
 def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
-    """Raise ``OutOfResources`` if the limit leaves too little for clients next to a node's
-    ``fixed_bytes``."""
+    """Raise ``OutOfResources`` if the limit leaves clients too little next to ``fixed_bytes``."""
     needed = least_limit(fixed_bytes)
     if max_ram_bytes < needed:
         raise OutOfResources(
@@ -159,12 +158,12 @@ def resource_limits(
     fixed_bytes: int,
     shares: Mapping[Resource, float] = SHARES,
 ) -> dict[Resource, int]:
-    """The limits, until the next measurement, of the resources of clients in ``shares``; others are
-    not in the memory that is limited.
+    """Return the limits of clients' resources in ``shares`` until the next measurement.
 
-    ``held``: the bytes that clients hold of the ``rss_bytes`` that are resident. ``fixed_bytes``:
-    the resident bytes when clients held none. Memory that is reserved but not yet touched is not
-    resident, so the fixed part never counts as less than ``fixed_bytes``.
+    Other resources are not in the limited memory. ``held``: bytes of clients, a part of the
+    ``rss_bytes`` that are resident. ``fixed_bytes``: resident bytes when clients held none. Memory
+    that is reserved but untouched is not resident, so the fixed part never counts as less than
+    ``fixed_bytes``.
     """
     holding = {resource: held.get(resource, 0) for resource in shares}
     total = sum(holding.values())

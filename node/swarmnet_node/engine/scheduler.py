@@ -1,5 +1,7 @@
-"""Chooses the waiting work of the next forward, and how long a forward waits for more work. Pure:
-no torch, no clock, no I/O."""
+"""Chooses the waiting work of the next forward, and how long a forward waits for more.
+
+Pure: no torch, no clock, no I/O.
+"""
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -7,22 +9,23 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 PREFILL_SHARE = 4
-"""Prefill gets at least the batch divided by this, even while decoding could fill it, so that
-neither starves the other."""
+"""Divisor of the batch: prefill gets at least the quotient, even while decoding could fill the
+batch. So neither starves the other."""
 AHEAD_SHARE = 4
-"""Clients that are ahead of their share get what fills a batch up to its limit divided by this. A
-forward of so few positions takes hardly longer than that of one."""
+"""Divisor of a batch's limit: clients that are ahead of their share may fill the batch up to the
+quotient. A forward of so few positions takes hardly longer than that of one."""
 MIN_CHARGE = 2
-"""Least positions that a client is charged for one forward. Single positions cost more time than
-the positions of a prompt."""
+"""Smallest number of positions to charge a client for one forward. Single positions cost more time
+than the positions of a prompt."""
 MAX_AHEAD = 2
 """Most batches that a client counts as ahead. With more, a client that asks for less would wait
 longer for its turn."""
 SHORT_TOKENS = 32
-"""Positions of work that is short in every batch, and of the smallest limit of one that several
+"""Positions of work that is short in every batch. Also the smallest limit of a batch that several
 sessions share."""
 SHARED_FORWARD_S = 0.1
-"""Longest forward, in seconds, while several sessions have work."""
+"""Longest forward, in seconds, while several sessions have work. A step that arrives waits for
+it."""
 OPENING_TOKENS = 256
 """Positions that a new session is assumed to begin with: one step of a prompt."""
 MAX_WAIT_SHARE = 0.4
@@ -31,8 +34,8 @@ MAX_WAIT_S = 0.004
 """Longest wait for one more sequence, in seconds. Messages that were sent together arrive within
 less."""
 MAX_WAIT_BEHIND_S = 0.02
-"""The same while all clients that wait are ahead of another one, whose next step comes after an
-answer to it."""
+"""Longest wait, in seconds, while all waiting clients are ahead of another one. That client's next
+step comes only after it got an answer."""
 
 
 C = TypeVar("C", bound=Hashable)
@@ -54,12 +57,12 @@ class Waiting:
 
 
 class ClientShares:
-    """The positions served to each active client. A client with work, or with work expected soon,
-    is active.
+    """The positions served to each active client.
 
-    The active client with the lowest counter is the furthest behind. A client that returns from a
-    pause starts at the lowest counter of the active clients; otherwise it would collect credit
-    while idle. Counters as in VTC (Sheng et al., 2024).
+    A client is active if it has work, or is expected to have some soon. The active client with the
+    lowest counter is the furthest behind. A client that returns from a pause starts at the lowest
+    counter of the active clients. Otherwise it would collect credit while idle. Counters as in VTC
+    (Sheng et al., 2024).
     """
 
     def __init__(self) -> None:
@@ -72,13 +75,15 @@ class ClientShares:
         self.served = dict.fromkeys(active, least) | stay
 
     def lead(self, clients: Collection[Hashable]) -> float:
-        """Positions that all of these clients are ahead of an active client."""
+        """Return by how many positions all of these clients are ahead of an active client."""
         least = min(self.served.values(), default=0.0)
         return min((self.served.get(client, least) for client in clients), default=least) - least
 
     def charge(self, parts: Iterable[tuple[Hashable, int]], max_tokens: int) -> None:
-        """Count the parts (client, positions) of a batch of at most ``max_tokens``, all of active
-        clients."""
+        """Count the parts (client, positions) of a batch of at most ``max_tokens``.
+
+        All clients must be active.
+        """
         used: Counter[Hashable] = Counter()
         for client, positions in parts:
             used[client] += positions
@@ -89,23 +94,23 @@ class ClientShares:
 
 
 def shared_tokens(position_s: float, max_tokens: int) -> int:
-    """Most positions of a forward while several sessions have work: a step that arrives waits for
-    one forward. At most ``max_tokens``.
+    """Return the most positions of a forward while several sessions have work.
 
-    ``position_s``: seconds for one position in a forward of many; 0 if it was not measured yet.
+    At most ``max_tokens``. A step that arrives waits for one forward. ``position_s``: seconds for
+    one position in a forward of many, or 0 if not measured yet.
     """
     lasting = SHARED_FORWARD_S / position_s if position_s else 0.0
     return int(min(max_tokens, max(SHORT_TOKENS, lasting)))
 
 
 def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> float:
-    """Seconds that the first ``OPENING_TOKENS`` positions of a new session of ``client`` would
-    wait, besides their own computation.
+    """Return the seconds that a new session's first ``OPENING_TOKENS`` positions would wait.
 
-    ``queued``: the positions that wait now, by client; ``position_s``: as for ``shared_tokens``. By
-    the fair shares of ``schedule``, the positions of this client that wait already are computed
-    before them, and of every other client as many as of this one. So no client can make another one
-    wait for all that it has sent.
+    Their own computation does not count. ``queued``: the positions that wait now, by client.
+    ``position_s``: as for ``shared_tokens``.
+
+    By the fair shares of ``schedule``, this client's waiting positions are computed first, and as
+    many of every other client. So no client makes another wait for everything that it has sent.
     """
     own = queued.get(client, 0)
     others = sum(min(positions, own + OPENING_TOKENS) for each, positions in queued.items() if each != client)
@@ -115,14 +120,17 @@ def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> fl
 def schedule(
     waiting: Sequence[Waiting], max_tokens: int, served: Mapping[Hashable, float] = NOTHING_SERVED
 ) -> list[tuple[int, int]]:
-    """The next batch from work in order of arrival: (index into ``waiting``, its tokens), at most
-    ``max_tokens`` in all.
+    """Return the next batch from work in order of arrival: (index into ``waiting``, its tokens).
 
-    ``served``: positions served to each active client. The client that is the furthest behind comes
-    first: its oldest work decides the part of the stage, and is in the batch. Short work (decoding,
-    short prompts) has priority, because a client waits for each of its tokens. Long work is split
-    to fill the batch, or its share of a batch with short work. A client that would be more than
-    ``max_tokens`` ahead of the first client waits, except for what ``AHEAD_SHARE`` leaves.
+    The batch has at most ``max_tokens``. ``served``: positions served to each active client.
+
+    - The client that is the furthest behind comes first. Its oldest work decides the part of the
+      stage, and is in the batch.
+    - Short work (decoding, short prompts) has priority, because a client waits for each of its
+      tokens.
+    - Long work is split to fill the batch, or its share of a batch with short work.
+    - A client that would be more than ``max_tokens`` ahead of the first client waits, except for
+      what ``AHEAD_SHARE`` leaves.
     """
     if not waiting:
         return []
@@ -155,14 +163,15 @@ def schedule(
 
 
 def batching_delay_s(waiting: int, expected: int, forward_s: float, lead: float = 0.0) -> float:
-    """Seconds that a forward of ``waiting`` sequences, which takes ``forward_s``, should wait for
-    one more.
+    """Return the seconds that a forward of ``waiting`` sequences should wait for one more.
 
-    0 unless more sequences are ``expected``: a single sequence never waits. Sequences that one host
-    computes together reach the next host one message after another. A forward that started with the
-    first sequence alone would keep them apart in all later forwards. ``lead``: positions that the
-    waiting clients are ahead of an expected client. That client would otherwise wait for one of
-    their forwards in each of its steps.
+    ``forward_s``: duration of the forward. ``lead``: positions that the waiting clients are ahead
+    of an expected client.
+
+    The result is 0 unless more sequences are ``expected``, so a single sequence never waits.
+    Sequences that one host computes together reach the next host one message after another. A
+    forward with the first sequence alone would keep them apart in all later forwards. An expected
+    client that is behind would wait for one of the others' forwards in each of its steps.
     """
     if not 0 < waiting < expected:
         return 0.0

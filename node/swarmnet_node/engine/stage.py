@@ -1,15 +1,19 @@
-"""The blocks that one node hosts: forwards of packed batches with KV caches, and passes of whole sequences without.
+"""The blocks that one node hosts.
 
-A stage computes a forward in one of three ways, chosen when it is loaded:
+A stage computes forwards of packed batches with KV caches, and passes of whole sequences without.
+It computes a forward in one of three ways, chosen when it is loaded:
 
-1. by transformers' own layers, with the packed attention, recurrent states and LoRA of this package: every family whose layers have no other state;
-2. by ``LlamaLayers``, for families of the Llama shape;
-3. for few positions, by the backend's decode step, if the backend has one for these layers.
+1. transformers' own layers, with the packed attention, recurrent states and LoRA of this package.
+   This works for every family whose layers have no other state.
+2. ``LlamaLayers``, for families of the Llama shape.
+3. For few positions, the backend's decode step, if the backend has one for these layers.
 
-The second and third are used only if they reproduce the first on random inputs. The caller chooses the backend.
+The second and third are used only if they reproduce the first on random inputs. The caller chooses
+the backend.
 
-On an accelerator, :meth:`Stage.preallocate` puts the KV caches into an arena. Attention of a batch is then one call, and decode steps are
-recorded (``decode_graphs.py``), again only if they reproduce the outputs of the code that they replace.
+On an accelerator, :meth:`Stage.preallocate` puts the KV caches into an arena. Attention of a batch
+is then one call, and decode steps are recorded (``decode_graphs.py``). Again, both are used only if
+they reproduce the outputs of the code that they replace.
 """
 
 import copy
@@ -71,7 +75,8 @@ _log = logging.getLogger(__name__)
 
 TRIAL_POSITIONS = 5
 TRIAL_TOLERANCE_EPS = 100
-"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding causes a few units, a different function far more."""
+"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding causes a few units;
+a different function causes far more."""
 TORCH: Backend = TorchBackend()
 _ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
 """The part of a precision that names the activations."""
@@ -81,7 +86,8 @@ REBUILT_POSITIONS = 512
 
 
 class Stage:
-    """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all forwards."""
+    """Blocks [start, end) of a model, ready to run. Not thread-safe: one thread does all
+    forwards."""
 
     def __init__(
         self,
@@ -92,10 +98,11 @@ class Stage:
         precision: str = "",
         devices: Sequence[torch.device] = (),
     ) -> None:
-        """``model`` is a decoder stack as ``LocalModel.load_span`` returns it; the stage owns it and changes it.
+        """``model`` comes from ``LocalModel.load_span``. The stage owns it and changes it.
 
-        ``precision``: the precision of weights and activations, as in ``HostRecord``. ``devices``: the device of each layer, if they are on several.
-        Hidden states then move to the device of the next layer; they enter and leave on the first device.
+        - ``precision``: the precision of weights and activations, as in ``HostRecord``.
+        - ``devices``: the device of each layer, if there are several. Hidden states then move from
+          device to device; they enter and leave on the first.
         """
         register()
         self._model = model
@@ -109,7 +116,7 @@ class Stage:
         self.precision = precision
         self._check_ends()
         self.experts = _experts_of(model)
-        """The modules of routed experts, by the number of the layer in the stage."""
+        """The modules of routed experts, by number of the layer in the stage."""
         for module in self.experts.values():
             compute_elsewhere(module, _zeros)  # trials compare ways to compute the same layers
         self.widths = LayerWidths.of(model.config)
@@ -118,7 +125,8 @@ class Stage:
         self.blocks = len(self._model.layers)
         self.weight_bytes = weight_bytes(model)
         self.first = 0
-        """The number of its first layer in the stage that was loaded, of which it may be a part."""
+        """The number of its first layer in the loaded stage. Above 0 if this stage is a part of
+        it."""
         self._backend = backend
         self._llama_layers: LlamaLayers | None = None
         self._decode_step: DecodeStep | None = None
@@ -164,10 +172,11 @@ class Stage:
         devices: Sequence[torch.device] = (),
         experts: "ChosenExperts | None" = None,
     ) -> "Stage":
-        """Load blocks [start, end); ``packed``, ``quantized`` and ``experts`` as in ``LocalModel.load_span``. Raises ``ConfigError`` for a
-        family whose layers have other state than keys, values and recurrent states.
+        """Load blocks [start, end).
 
-        ``devices``: the device of each block; by default all are on ``device``.
+        ``packed``, ``quantized`` and ``experts`` are as in ``LocalModel.load_span``. ``devices``:
+        the device of each block; by default all are on ``device``. Raises ``ConfigError`` for a
+        family whose layers have other state than keys, values and recurrent states.
         """
         devices = devices or [device] * (end - start)
         spans: list[Any] = []
@@ -220,17 +229,20 @@ class Stage:
 
     @torch.inference_mode()
     def preallocate(self, cache_bytes: int) -> None:
-        """Allocate an arena of ``cache_bytes`` for the KV caches of all later sequences; for accelerators. No sequence may exist yet."""
+        """Allocate an arena of ``cache_bytes`` for the KV caches of all later sequences.
+
+        For accelerators. No sequence may exist yet.
+        """
         bare = replace(self.geometry, arena=None)
         if bare.states is not None or NO_ATTENTION[0] in bare.layers:
-            return  # caches of such a stage do not only consist of keys and values
+            return  # such caches hold more than keys and values
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
         arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
-        self._decode_step = None  # it reads contiguous caches only
+        self._decode_step = None  # the decode step reads only contiguous caches
         self._parts.clear()
         self._is_fused = self._can_be_fused(arena) and self._fused_agrees()
-        # A recording has one device: steps that move between several are not recorded.
+        # A recording has one device, so steps that move between devices are not recorded.
         recorder = self._backend.recorder(self.device) if self._is_on_one_device else None
         if recorder is not None:
             self._graphs = DecodeGraphs(
@@ -245,7 +257,8 @@ class Stage:
 
     @property
     def missing_experts(self) -> dict[int, set[int]]:
-        """The experts that this stage lacks, by the number of the layer; layers that have all experts are omitted."""
+        """The experts that this stage lacks, by number of the layer. Layers with all experts are
+        left out."""
         found = {
             layer: {each for each in range(module.num_experts) if not has_expert(module, each)}
             for layer, module in self.experts.items()
@@ -253,7 +266,10 @@ class Stage:
         return {layer: experts for layer, experts in found.items() if experts}
 
     def routed_blocks(self) -> dict[int, tuple[torch.nn.Module, ExpertsModule]]:
-        """By the number of the layer: the module that has router and experts, and the module of experts within it."""
+        """Return two modules by number of the layer.
+
+        The first has router and experts; the second, inside it, has the experts.
+        """
         paths = {
             layer: path.rpartition(".")[0]
             for path, _ in experts_modules(self._model)
@@ -264,17 +280,23 @@ class Stage:
         }
 
     def compute_experts_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
-        """Compute the missing experts of each layer by ``elsewhere(layer)``. Without it, a forward that needs a missing expert fails."""
+        """Compute the missing experts of each layer by ``elsewhere(layer)``.
+
+        Without this, a forward that needs a missing expert fails.
+        """
         for layer in self.missing_experts:
             compute_elsewhere(self.experts[layer], elsewhere(layer))
 
     def add_experts(self, layer: int, loaded: ExpertsModule) -> None:
-        """Add the experts of ``loaded``, a module of the same layer, to the stage. May be called from another thread."""
+        """Add the experts of ``loaded``, a module of the same layer, to the stage.
+
+        May be called from another thread.
+        """
         add_experts(self.experts[layer], loaded)
         self.weight_bytes = weight_bytes(self._model)
 
     def part(self, start: int, end: int) -> "Stage":
-        """A stage of blocks [start, end), counted from the first of this one, on the same weights."""
+        """Return a stage of blocks [start, end) of this one, on the same weights."""
         if (start, end) == (0, self.blocks):
             return self
         if (start, end) not in self._parts:
@@ -309,9 +331,10 @@ class Stage:
         return self._parts[start, end]
 
     def load_adapter(self, tensors: Mapping[str, torch.Tensor], start: int) -> StageAdapter:
-        """An adapter for this stage and its parts, from tensors by name; ``start`` is the block of the first layer of the stage that was loaded.
+        """Make an adapter for this stage and its parts, from tensors by name.
 
-        Raises ``ProtocolViolation`` for tensors that do not fit.
+        ``start``: the block of the first layer of the loaded stage. Raises ``ProtocolViolation``
+        for tensors that do not fit.
         """
         adapter = load_adapter(tensors, start, self._targets, self.dtype)
         if adapter.prefix_positions and self.geometry.states is not None:
@@ -319,7 +342,8 @@ class Stage:
         return adapter
 
     def new_sequence(self, adapter: StageAdapter | None = None) -> SequenceCache:
-        """The KV cache of a new sequence, with the adapter's prefix if it has one. Allocates nothing yet."""
+        """Return the KV cache of a new sequence, with the adapter's prefix if any. Allocates
+        nothing yet."""
         lora = adapter.lora if adapter is not None and not adapter.lora.is_empty else None
         return SequenceCache(self.geometry, lora, self._prefix(adapter))
 
@@ -327,8 +351,9 @@ class Stage:
     def forward(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """Compute new positions of several sequences in one forward.
 
-        A row is a sequence and its inputs [n, hidden size] with n at least 1. Returns [n, hidden size] on the CPU for each row; each
-        sequence is n positions longer. If it raises, no sequence has changed its length.
+        A row is a sequence and its inputs [n, hidden size], with n at least 1. Returns [n, hidden
+        size] on the CPU for each row, and makes each sequence n positions longer. If it raises, no
+        sequence has changed its length.
         """
         if len({id(sequence) for sequence, _ in rows}) < len(rows):
             raise ValueError("a sequence occurs twice in one batch")
@@ -349,7 +374,7 @@ class Stage:
         return self._forward_rows(rows)
 
     def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
-        """``forward`` of sequences that have room."""
+        """Run ``forward`` for sequences that have room."""
         counts = [inputs.shape[0] for _, inputs in rows]
         for sequence, _ in rows:
             self.catch_up(sequence, sequence.behind)
@@ -371,7 +396,10 @@ class Stage:
 
     @torch.inference_mode()
     def catch_up(self, sequence: SequenceCache, positions: int) -> None:
-        """Compute again up to ``positions`` of the positions by which the recurrent states of a sequence are ``behind``."""
+        """Compute up to ``positions`` positions of a sequence again.
+
+        Its recurrent states are ``behind`` by this or more.
+        """
         states, length = sequence.states, sequence.length
         if states is None:
             return
@@ -389,13 +417,14 @@ class Stage:
     def run_sequences(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
     ) -> torch.Tensor:
-        """Compute whole sequences without caches, ``counts[i]`` positions of the i-th, one after another: [P, D] in and out."""
+        """Compute whole sequences without caches, ``counts[i]`` positions of the i-th: [P, D] in
+        and out."""
         return self._run_sequences(inputs.to(self.device, self.dtype), counts, adapter).cpu()
 
     def record_sequences(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: StageAdapter | None = None
     ) -> tuple[torch.Tensor, AutogradGraph]:
-        """The outputs of ``run_sequences``, and the graph for ``gradients``."""
+        """Return the outputs of ``run_sequences``, and the graph for ``gradients``."""
         leaves = (
             {name: tensor.detach().requires_grad_() for name, tensor in adapter.tensors.items()}
             if adapter
@@ -414,9 +443,10 @@ class Stage:
     def gradients(
         self, graph: AutogradGraph, grad_outputs: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Gradients at the inputs of ``record_sequences`` [P, D] and at the adapter's tensors, from those at its outputs [P, D].
+        """Return the gradients at the inputs of ``record_sequences`` and at the adapter's tensors.
 
-        A graph can be used once. Weights get no gradients.
+        ``grad_outputs``: the gradients at its outputs [P, D]. A graph can be used once. Weights get
+        no gradients.
         """
         gradients, own = graph.gradients(grad_outputs.to(self.device, self.dtype))
         return gradients.cpu(), {name: tensor.cpu() for name, tensor in own.items()}
@@ -431,7 +461,7 @@ class Stage:
         return self._run(inputs, positions, batch, lora or None, self._states(counts))
 
     def _prefix(self, adapter: StageAdapter | None) -> list[Prefix]:
-        """The adapter's prefix for each layer of this stage; empty without one."""
+        """Return the adapter's prefix for each layer of this stage. Empty without a prefix."""
         own = adapter.prefix[self.first : self.first + self.blocks] if adapter else ()
         return [prefix for prefix in own if prefix is not None]
 
@@ -459,7 +489,10 @@ class Stage:
         return outputs
 
     def _states(self, counts: Sequence[int], sequences: Sequence[SequenceCache] = ()) -> BatchStates | None:
-        """The recurrent states of a batch; None if the stage has none. Until it is computed, the states count as torn."""
+        """Return the recurrent states of a batch. None if the stage has none.
+
+        The states count as torn until the batch is computed.
+        """
         if self.geometry.states is None:
             return None
         states = [sequence.states for sequence in sequences if sequence.states is not None]
@@ -469,7 +502,10 @@ class Stage:
         return batch
 
     def _batch(self, sequences: Sequence[SequenceCache], counts: list[int]) -> Batch:
-        """The batch that computes attention of all rows in one call, if that is possible and not slower; otherwise row by row."""
+        """Return the batch for these rows.
+
+        It attends to all rows in one call if that is possible and not slower, otherwise row by row.
+        """
         arena = self.geometry.arena
         if arena is not None:
             lengths = [sequence.length + 1 for sequence in sequences]
@@ -478,14 +514,15 @@ class Stage:
         return PackedBatch(sequences, counts, self._backend, first_layer=self.first)
 
     def _can_be_fused(self, arena: CacheArena) -> bool:
-        """Whether the backend attends to ranges in all layers, for any number of queries."""
+        """Return whether the backend attends to ranges in all layers, for any number of queries."""
         return all(
             self._backend.is_fused(keys[:1], values, rule)
             for (keys, values), rule in zip(arena.buffers, self._rules, strict=True)
         )
 
     def _fused_agrees(self) -> bool:
-        """Whether attention of several sequences in one call gives the same outputs as attention of one sequence after another."""
+        """Return whether attention in one call agrees with attention of one sequence after
+        another."""
         generator = torch.Generator().manual_seed(1)
         inputs = torch.randn(2, TRIAL_POSITIONS + 1, self.hidden_size, generator=generator)
         found = []
@@ -535,7 +572,10 @@ class Stage:
 
     @torch.inference_mode()
     def _check_ends(self) -> None:
-        """Raise ``ConfigError`` if the model changes hidden states before or after its layers, which every hop would repeat."""
+        """Raise ``ConfigError`` if the model changes hidden states before or after its layers.
+
+        Every hop would repeat such a change.
+        """
         model = copy.copy(self._model)
         model._modules = {**self._model._modules, "layers": torch.nn.ModuleList()}
         weight = next(self._model.parameters())
@@ -546,7 +586,10 @@ class Stage:
             raise ConfigError(f"{type(self._model).__name__} changes its inputs before or after its blocks")
 
     def _check_states(self) -> None:
-        """Raise ``ConfigError`` unless steps have the outputs of the whole sequence: layers may have state that is not known here."""
+        """Raise ``ConfigError`` unless steps give the same outputs as the whole sequence.
+
+        Otherwise the layers have state that this stage does not know.
+        """
         inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=torch.Generator().manual_seed(0))
         sequence = self.new_sequence()
         outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, [2, 1, 2])])
@@ -560,7 +603,8 @@ class Stage:
         )
 
     def _choose_layers(self, rules: Sequence[AttentionRule]) -> None:
-        """Use ``LlamaLayers``, and the backend's decode step, if their outputs agree with those of transformers' layers."""
+        """Use ``LlamaLayers`` and the backend's decode step if they agree with transformers'
+        layers."""
         if not has_llama_shape(self._model):
             return
         generator = torch.Generator().manual_seed(0)
@@ -582,13 +626,13 @@ class Stage:
                 self._decode_step = None
 
     def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether outputs are the same up to rounding. The comparison also holds for outputs of zeros."""
+        """Return whether outputs are equal up to rounding. This also works for outputs of zeros."""
         error = (outputs - expected).float().norm()
         return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps * expected.float().norm())
 
 
 def precision_of(model: LocalModel, quantized: Precision | None, dtype: torch.dtype) -> str:
-    """The precision of weights and activations, as a host announces it."""
+    """Return the precision of weights and activations, as a host announces it."""
     return (model.precision if quantized is None else quantized.name) + _ACTIVATIONS[dtype]
 
 
@@ -601,7 +645,7 @@ def _layer_of(path: str) -> int:
 
 
 def _zeros(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
-    """Outputs of missing experts for trials while a stage is made."""
+    """Return zeros as outputs of missing experts, for trials while a stage is made."""
     return lambda: {expert: torch.zeros_like(hidden[indexes]) for expert, indexes in rows.items()}
 
 
@@ -611,7 +655,10 @@ def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: A
 
 
 def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
-    """One decoder stack with the layers of all spans, each on its device, and the other modules of the first."""
+    """Return one decoder stack with the layers of all spans, each on its device.
+
+    The other modules come from the first span.
+    """
     whole, *others = spans
     for span in others:
         for module in span.layers.modules():
@@ -621,6 +668,6 @@ def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
     if others:
         whole.config = with_blocks(config, start, end)
         for module in whole.layers.modules():
-            if hasattr(module, "config"):  # each layer has that of its own span
+            if hasattr(module, "config"):  # each layer has its own span's config
                 module.config._attn_implementation = IMPLEMENTATION
     return whole

@@ -100,7 +100,7 @@ class _Ask:
 
 @dataclass(eq=False)
 class ExpertDispatcher:
-    """Has peers compute a host's missing experts. Block numbers are those of the whole model."""
+    """Has peers compute a host's missing experts. Blocks are numbered as in the whole model."""
 
     links: ExpertLinks
     load: Load
@@ -336,8 +336,7 @@ class ExpertDispatcher:
         return is_loaded
 
     async def _progress(self, asks: Sequence[_Ask], give_up_at: float, seen: int) -> None:
-        """Wait until all answers are there, a request fails, a peer is late, or it is time to give
-        up.
+        """Wait until answers are complete, a request fails, a peer is late, or time is up.
 
         - If ``give_up_at`` is finite, some experts have no peer: return when a link changes after
           ``seen``, too.

@@ -49,7 +49,7 @@ MISSING_REFRESH_S = 1.0
 
 @dataclass(eq=False)
 class ExpertLinks:
-    """Links to peers with some ``wanted`` experts. Block numbers are those of the whole model."""
+    """Links to peers with some ``wanted`` experts. Blocks are numbered as in the whole model."""
 
     transport: Transport
     directory: Directory

@@ -139,8 +139,7 @@ class ExpertPlanner:
         return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most), blocks)
 
     def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
-        """Return the blocks of the next plan: first blocks with missing experts, then others in
-        turn.
+        """Return the blocks of the next plan: blocks with missing experts, then others in turn.
 
         A plan takes at most ``MAX_COPIES`` copies, but always one block.
         """

@@ -87,12 +87,11 @@ class AdapterStore:
 
     @contextmanager
     def reserve(self, scope: Scope, nbytes: int) -> Iterator[Callable[[int], None]]:
-        """Reserve memory for an adapter of ``nbytes`` during its upload. ``scope`` belongs to its
-        owner.
+        """Reserve memory for an adapter of ``nbytes`` during its upload.
 
-        The context yields a function. Call it with the number of bytes received so far: an
-        announced size alone evicts nobody's adapter. Both raise ``Refusal`` at the limit of the
-        owner's adapters or of all adapters.
+        ``scope`` belongs to its owner. The context yields a function. Call it with the number of
+        bytes received so far: an announced size alone evicts nobody's adapter. Both raise
+        ``Refusal`` at the limit of the owner's adapters or of all adapters.
         """
         if not scope.can_ever_reserve(Resource.ADAPTER_BYTES, nbytes):
             with self._refusing():
@@ -119,11 +118,10 @@ class AdapterStore:
 
     @contextmanager
     def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
-        """Yield the adapter with this hash, which stays while the context is open. None for an
-        empty hash.
+        """Yield the adapter with this hash, or None for an empty hash.
 
-        Raises ``ProtocolViolation`` for bytes that are not a hash, and ``Refusal`` if the owner has
-        no such adapter here.
+        The adapter stays while the context is open. Raises ``ProtocolViolation`` for bytes that are
+        not a hash, and ``Refusal`` if the owner has no such adapter here.
         """
         if not digest:
             yield None

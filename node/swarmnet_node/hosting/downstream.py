@@ -3,7 +3,7 @@
 1. **Sending.** The log's steps go to the next hop until the client names another next hop.
 2. **Feeding.** While the next hop has a standby, the same steps go to the standby over a second
    link.
-3. **Switched.** When the client names the standby as next hop, the second link becomes the only one.
+3. **Switched.** When the client names the standby as next hop, only the second link stays.
 """
 
 import asyncio

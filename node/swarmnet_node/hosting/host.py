@@ -82,7 +82,7 @@ class HostedModel:
 
 
 class Host:
-    """Serves clients with one engine. Block numbers are those of the whole model."""
+    """Serves clients with one engine. Blocks are numbered as in the whole model."""
 
     def __init__(
         self,
@@ -163,8 +163,7 @@ class Host:
             max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
 
     async def leave(self) -> None:
-        """Refuse new work, ask clients to move their sessions, and return when everything has
-        ended.
+        """Refuse new work, ask clients to move, and return when everything has ended.
 
         A session without work for ``IDLE_S`` is ended: its client does not answer, and waits for
         nothing.

@@ -59,8 +59,7 @@ class HostLimits:
     refuses."""
 
     def max_session_wait_s(self, *, continues: bool) -> float:
-        """Return the longest expected wait, in seconds, that a session may have without being
-        refused.
+        """Return the longest expected wait, in seconds, of a session that is not refused.
 
         A session that ``continues`` an answer may wait twice as long, because work would be lost.
         Both times are well below ``Timing.stall_s``, when clients give up a host that computes

@@ -76,10 +76,9 @@ class HostedPass:
             raise _graph_gone()
 
     async def run(self, slot: Slot) -> None:
-        """Receive the tensors, compute when sessions leave time for it, and answer. Send heartbeats
-        meanwhile.
+        """Receive the tensors, compute when sessions leave time for it, and answer.
 
-        Raises:
+        Send heartbeats meanwhile. Raises:
 
         - ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow.
         - ``ProtocolViolation`` for tensors that differ from their announcement.

@@ -194,7 +194,7 @@ class HostedSession:
 
     @property
     def log_fields(self) -> dict[str, object]:
-        """Fields that join this host's logs with those of the client and of other hops."""
+        """Fields that join this host's logs with the client's and other hops' logs."""
         return {"session": log_id(self.id), "client": self.stream.peer}
 
     def belongs_to(self, peer: PeerId) -> bool:
@@ -264,8 +264,7 @@ class HostedSession:
             await self._client.send(pb.SessionReply(leaving=pb.Leaving(moves=moves)))
 
     async def resume(self, client: SessionStream) -> None:
-        """Continue the session on a new stream of the same client. Return when the session has
-        ended.
+        """Continue on a new stream of the same client. Return when the session has ended.
 
         Requests on the old stream are served until the client closes that stream.
         """

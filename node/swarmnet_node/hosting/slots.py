@@ -61,12 +61,11 @@ class Slot:
 
 
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
-    """Return the slot to evict so that another client gets its ``amount``. None if all are in use.
-    Pure.
+    """Return the slot to evict so that another client gets its ``amount``. Pure.
 
-    The choice starts with the subnet (/24 or /48) that holds the most, and there with the peer that
-    holds the most. Of this peer's slots, one that never had work goes first, then the one idle for
-    longest.
+    None if all are in use. The choice starts with the subnet (/24 or /48) that holds the most, and
+    there with the peer that holds the most. Of this peer's slots, one that never had work goes
+    first, then the one idle for longest.
     """
     places = [
         Place(slot.subnet, slot.peer, held, (slot.has_worked, slot.since), slot)
@@ -87,11 +86,10 @@ class Slots:
 
     @contextmanager
     def take(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
-        """Take a slot for the peer of ``stream`` while the context is open. Raises
-        ``ResourceLimitReached``.
+        """Take a slot for the peer of ``stream`` while the context is open.
 
-        When all slots are taken and the peer is below its own limit, a slot without work is evicted
-        first.
+        Raises ``ResourceLimitReached``. When all slots are taken and the peer is below its own
+        limit, a slot without work is evicted first.
         """
         now = asyncio.get_running_loop().time()
         if self._system.available(self._resource) < 1 <= stream.scope.available(self._resource):

@@ -129,11 +129,10 @@ def get_limits(data_dir: Path) -> Limits:
 
 
 def set_limits(data_dir: Path, limits: Limits) -> Limits:
-    """Replace all limits of the node in ``data_dir``, now and after restarts. Return the limits in
-    force.
+    """Replace all limits of the node in ``data_dir``, now and after restarts.
 
-    Raises ``ConfigError`` or ``OutOfResources`` if the node cannot keep them; the old limits then
-    stay. Raises ``Unreachable`` without a node.
+    Returns the limits in force. Raises ``ConfigError`` or ``OutOfResources`` if the node cannot
+    keep them; the old limits then stay. Raises ``Unreachable`` without a node.
     """
     return limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
 

@@ -109,7 +109,7 @@ async def _refuse(_request: object, context: Any) -> None:
 
 
 def _read_port(path: Path) -> tuple[int, str] | None:
-    """Return the port and the token of a node. None if there is no node, or its file is damaged."""
+    """Return the port and the token of a node. None without a node, or if its file is damaged."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         with path.open("rb") as file:
             fields = json.loads(file.read(_MAX_FILE_BYTES))

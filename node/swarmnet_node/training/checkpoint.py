@@ -143,11 +143,10 @@ class CheckpointStore:
         )
 
     def export(self, target: Path) -> None:
-        """Copy the model of the newest valid checkpoint to the new folder ``target``, for
-        transformers.
+        """Copy the model of the newest valid checkpoint to the new folder ``target``.
 
-        Raises ``ConfigError`` if there is no checkpoint or ``target`` exists, and
-        ``OutOfResources`` if the disk is full.
+        transformers loads this folder. Raises ``ConfigError`` if there is no checkpoint or
+        ``target`` exists, and ``OutOfResources`` if the disk is full.
         """
         found = self._newest_valid()
         if found is None:
@@ -179,11 +178,11 @@ class CheckpointStore:
 def export_model(
     data_dir: Path, job_id: str, target: Path, *, cache_dir: Path, overwrite: bool, progress: Progress
 ) -> str:
-    """Write the newest model of a job and its tokenizer into ``target``. Return the tokenizer's
-    name.
+    """Write the newest model of a job and its tokenizer into ``target``.
 
-    Raises ``ConfigError`` if there is no checkpoint, or if ``target`` exists and may not be
-    overwritten: only the folder of a model may. Raises ``OutOfResources`` if the disk is full.
+    Returns the tokenizer's name. Raises ``ConfigError`` if there is no checkpoint, or if ``target``
+    exists and may not be overwritten: only the folder of a model may. Raises ``OutOfResources`` if
+    the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")

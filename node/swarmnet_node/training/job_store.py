@@ -43,11 +43,10 @@ class LocalFiles:
 
 
 def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
-    """Return the job in its published form: with hashes of its data and checkpoint, without local
-    paths.
+    """Return the job in its published form: with hashes, without local paths.
 
-    Reads the data and the checkpoint. Raises ``JobError`` if this machine could not train with
-    them, or others could not get them.
+    The hashes cover its data and its checkpoint. Reads the data and the checkpoint. Raises
+    ``JobError`` if this machine could not train with them, or others could not get them.
     """
     import psutil
 

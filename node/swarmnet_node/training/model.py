@@ -89,8 +89,7 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
 
 
 def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:
-    """Raise ``JobError`` for a misspelt key. transformers would ignore it and silently use a
-    default.
+    """Raise ``JobError`` for a misspelt key. transformers would silently use a default.
 
     Unknown keys that resemble no known key are accepted: configs of other versions of transformers
     have some.
@@ -128,11 +127,11 @@ def parameter_count(config: PretrainedConfig) -> int:
 
 
 def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
-    """Raise ``JobError`` if the model does not fit the data or the memory. Return its parameter
-    count.
+    """Raise ``JobError`` if the model does not fit the data or the memory.
 
-    The estimate multiplies the parameter count by the bytes of weights, AdamW, outer state and an
-    exchange. If scalars are exchanged, it counts weights only. It leaves out activations.
+    Returns its parameter count. The estimate multiplies the parameter count by the bytes of
+    weights, AdamW, outer state and an exchange. If scalars are exchanged, it counts weights only.
+    It leaves out activations.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"

@@ -65,7 +65,7 @@ UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
 NEW_S = 60.0
 """Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
-longer to find each other, those that start together stay in several groups. With more, a majority
+longer to find each other, they stay in several groups. With more, a majority
 of strangers can replace the weights of a worker that has trained so long."""
 NEW_DISTRUST_S = 5.0
 """Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that

@@ -1,1 +1,2 @@
-"""Caches of a stage: for each sequence, between two steps, its keys and values, or its recurrent state."""
+"""Caches of a stage: what each sequence keeps between two steps, keys and values or recurrent
+states."""

@@ -1,11 +1,13 @@
-"""Cache arena: the KV caches of all sequences of a stage in one buffer of keys and one of values
-for each layer, which never move.
+"""Cache arena: the KV caches of all sequences of a stage, in buffers that never move.
 
-An accelerator attends to all sequences of a batch in one call, and replays recorded steps; both
-need caches at fixed addresses. A sequence has a range of consecutive positions, the same in all
-layers. There are no pages: attention reads a range directly, and operations on the cache of one
-sequence use views of its range. When no gap is large enough, the ranges are compacted, so that no
-free memory is lost between them (docs/decisions/0059).
+Each layer has one buffer of keys and one of values. An accelerator attends to all sequences of a
+batch in one call, and replays recorded steps. Both need caches at fixed addresses.
+
+1. A sequence gets a range of consecutive positions, the same in all layers.
+2. Attention reads the range directly, so there are no pages. Other operations use views of the
+   range.
+3. When no gap is large enough, the ranges are compacted, so that no free memory is lost between
+   them (docs/decisions/0059).
 
 Layout: keys [positions + SPARE_ROWS, key heads, key size], values [positions + SPARE_ROWS, key
 heads, value size].
@@ -38,20 +40,24 @@ class CacheShape(Protocol):
 
 
 class Owner(Protocol):
-    """A sequence of the arena. ``layers`` are its views of the buffers, which the arena sets
-    whenever its range changes."""
+    """A sequence of the arena.
+
+    ``layers`` are its views of the buffers. The arena sets them whenever its range changes.
+    """
 
     length: int
     layers: list[Buffers]
 
     @property
     def span(self) -> range:
-        """Its layers, counted from the first of the arena."""
+        """Its layers, counted from the first layer of the arena."""
 
 
 class CacheArena:
-    """Buffers for ``positions`` positions of all sequences together. Used on the torch thread;
-    sequences may be dropped on any thread."""
+    """Buffers for ``positions`` positions of all sequences together.
+
+    Used on the torch thread. Sequences may be dropped on any thread.
+    """
 
     def __init__(
         self,
@@ -75,18 +81,20 @@ class CacheArena:
             (keys[0].numel() + values[0].numel()) * dtype.itemsize for keys, values in self.buffers
         )
         self._ranges: WeakKeyDictionary[Owner, range] = WeakKeyDictionary()
-        """The positions of each sequence that is alive."""
+        """The positions of each living sequence."""
 
     def start_of(self, sequence: Owner) -> int:
-        """The first position of a sequence's range, which growth and compaction may change; 0
-        before the first growth."""
+        """Return the first position of a sequence's range, or 0 until it first grows.
+
+        Growth and compaction may change it.
+        """
         return self._ranges.get(sequence, range(0)).start
 
     def grow(self, sequence: Owner, capacity: int) -> None:
-        """Enlarge a sequence's range to ``capacity`` positions, keeping its first ``length`` ones.
-        Other sequences may move.
+        """Enlarge a sequence's range to ``capacity`` positions, and keep its first ``length`` ones.
 
-        Raises ``torch.OutOfMemoryError`` if the arena has fewer free positions.
+        Other sequences may move. Raises ``torch.OutOfMemoryError`` if the arena has fewer free
+        positions.
         """
         mine = self._ranges.get(sequence, range(0))
         others = sorted(
@@ -108,8 +116,8 @@ class CacheArena:
         self._set(sequence, range(start, start + capacity))
 
     def _compact(self, last: Owner) -> None:
-        """Compact the ranges at the beginning of the arena, that of ``last`` behind the others.
-        Copies one buffer at a time."""
+        """Move all ranges to the start of the arena, with ``last`` behind the others. Copies one
+        buffer at a time."""
         ranges = sorted(self._ranges.items(), key=lambda each: (each[0] is last, each[1].start))
         old = torch.cat([torch.arange(each.start, each.stop) for _, each in ranges])
         for buffers in self.buffers:
@@ -129,9 +137,9 @@ class CacheArena:
 
 
 def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) -> int | None:
-    """The first of ``capacity`` free positions: that of ``mine`` if it can grow in place, otherwise
-    of the first large enough gap; None if there is none.
+    """Return the first of ``capacity`` free positions, or None.
 
+    That is the start of ``mine`` if it can grow in place, otherwise the first large enough gap.
     ``others`` are in the order of their starts.
     """
     following = min((each.start for each in others if each.start >= mine.stop), default=total)
@@ -146,5 +154,5 @@ def _first_gap(others: Sequence[range], mine: range, capacity: int, total: int) 
 
 
 def _view(buffer: torch.Tensor, positions: range) -> torch.Tensor:
-    """The view of a range that attention reads: [1, key heads, capacity, size]."""
+    """Return the view of a range that attention reads: [1, key heads, capacity, size]."""
     return buffer[positions.start : positions.stop].transpose(0, 1)[None]

@@ -1,35 +1,36 @@
 """KV cache: the keys and values of one sequence on one stage.
 
+The life of a cache:
+
+1. **Registered.** ``Engine.register`` counts a new cache in the client's scope. Nothing is
+   allocated.
+2. **Grown.** ``Engine.compute`` enlarges the reservation, and then ``Stage.forward`` allocates with
+   ``reserve``. A larger ``reserve`` allocates new tensors and copies the valid positions.
+3. **Truncated.** ``truncate`` forgets positions, but frees no memory.
+4. **Released.** ``Engine.release`` returns the reservation. The session calls it for caches that a
+   step replaces, and for all caches when it ends. The last reference frees the tensors.
+
 Layout. A :class:`SequenceCache` has two tensors for each layer of its stage::
 
     keys    [1, key heads, capacity, key size]
     values  [1, key heads, capacity, value size]
 
-in the stage's dtype, on its device. With grouped-query attention there are fewer key heads than
+They have the stage's dtype and device. With grouped-query attention there are fewer key heads than
 query heads. The first dimension is the batch dimension that torch's attention expects. One head's
 positions are contiguous, as attention reads them. Keys are stored after the rotary embedding.
 Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised. ``capacity`` is a
-multiple of ``GROWTH_POSITIONS``, the same in all layers.
+multiple of ``GROWTH_POSITIONS``, and the same in all layers. There are no pages: every sequence has
+its own tensors, so attention needs no block table.
 
 Arena. On an accelerator the tensors are strided views of a range in a :class:`CacheArena`, which
-all sequences share; they change when the range moves.
+all sequences share. The views change when the range moves.
 
 Recurrent state. On a stage with recurrent layers, the cache also has their states
-(``recurrent_state.py``), and the stage's inputs ``[capacity, hidden size]``, from which states are
-computed again after ``truncate``.
+(``recurrent_state.py``) and the stage's inputs ``[capacity, hidden size]``. After ``truncate``,
+states are computed again from these inputs.
 
-Growth. A cache allocates nothing until ``reserve``; a larger ``reserve`` allocates new tensors and
-copies the valid positions. There are no pages: every sequence has tensors of its own, and attention
-needs no block table.
-
-Prefix. With a prefix-tuning adapter, positions ``[0, n)`` are the adapter's and the first token has
-position n.
-
-Memory. ``Engine.register`` counts a new cache in the client's scope; ``Engine.compute`` enlarges
-the reservation first, and then ``Stage.forward`` allocates with ``reserve``. The session drops
-caches that a step replaces, and all caches when it ends, with ``Engine.release``, which returns the
-reservation; the tensors are freed with the last reference. ``truncate`` forgets positions but frees
-no memory.
+Prefix. With a prefix-tuning adapter, positions ``[0, n)`` belong to the adapter, and the first
+token has position n.
 """
 
 from collections.abc import Sequence
@@ -42,16 +43,17 @@ from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeo
 from swarmnet_node.engine.kernels.backend import LoraLayers
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values [1, key heads, n, size] of the n positions that a prefix-tuning adapter puts
-before a sequence, for one layer."""
+"""Keys and values [1, key heads, n, size] of a prefix-tuning adapter's n positions, for one
+layer."""
 
 GROWTH_POSITIONS = 64
-"""Buffers grow by this many positions, so that a sequence is copied about once in 64 tokens."""
+"""Positions that buffers grow by, so that a sequence is copied about once in 64 tokens. Fewer
+copies more often; more wastes memory."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of the keys and values of one position in one layer, which has ``heads`` key heads."""
+    """Sizes of the keys and values of one position in one layer with ``heads`` key heads."""
 
     heads: int
     key_size: int
@@ -62,9 +64,10 @@ class LayerShape:
 class KVGeometry:
     """Shapes, dtype and device of a sequence's cache on one stage.
 
-    ``arena``, if the stage has one, contains the caches, and ``first`` is the first of these layers
-    in it. A sequence takes its positions in all layers of the arena, even on a part of the stage.
-    ``states``: the geometry of recurrent states, if layers have some; such a stage has no arena.
+    - ``arena``: contains the caches, if the stage has an arena. A sequence takes its positions in
+      all layers of the arena, even on a part of the stage.
+    - ``first``: the number of the first of these layers in the arena.
+    - ``states``: the geometry of recurrent states, if any. Such a stage has no arena.
     """
 
     layers: tuple[LayerShape, ...]
@@ -74,29 +77,29 @@ class KVGeometry:
     first: int = 0
     states: StateGeometry | None = None
     devices: tuple[torch.device, ...] = ()
-    """The device of each layer; empty: ``device`` has all."""
+    """The device of each layer. Empty if all layers are on ``device``."""
 
     @property
     def bytes_per_position(self) -> int:
-        """Bytes of the keys and values of one position in all layers; and of the inputs, if they
-        are kept."""
+        """Bytes of one position's keys and values in all layers, and of its inputs if they are
+        kept."""
         if self.arena is not None:
             return self.arena.bytes_per_position
         sizes = sum(s.heads * (s.key_size + s.value_size) for s in self.layers)
         return (sizes + (self.states.hidden_size if self.states else 0)) * self.dtype.itemsize
 
     def bytes_for(self, length: int) -> int:
-        """Bytes that a new cache allocates for ``length`` positions, exactly."""
+        """Return the bytes that a new cache allocates for ``length`` positions, exactly."""
         return self.bytes_of(_capacity_for(length))
 
     def positions_in(self, size_bytes: int) -> int:
-        """Positions of the longest sequence whose cache has at most ``size_bytes``."""
+        """Return the positions of the longest sequence whose cache has at most ``size_bytes``."""
         if self.states is not None:
             size_bytes -= self.states.nbytes
         return max(0, size_bytes // self.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS)
 
     def bytes_of(self, capacity: int) -> int:
-        """Bytes of a cache of this capacity, in positions."""
+        """Return the bytes of a cache with this capacity, in positions."""
         return capacity * self.bytes_per_position + (self.states.nbytes if self.states and capacity else 0)
 
 
@@ -113,49 +116,53 @@ class SequenceCache:
         lora: LoraLayers | None = None,
         prefix: Sequence[Prefix] = (),
     ) -> None:
-        """``lora`` is applied to the sequence's positions; ``prefix`` has keys and values for every
-        layer, or is empty."""
+        """``lora`` applies to the sequence's positions.
+
+        ``prefix`` has keys and values for every layer, or is empty.
+        """
         self.geometry = geometry
         self.lora = lora
         self.prefix_positions = prefix[0][0].shape[2] if prefix else 0
         self.length = self.prefix_positions
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Key and value buffers of each layer; empty before the first ``reserve``."""
+        """Key and value buffers of each layer. Empty until the first ``reserve``."""
         self.inputs = torch.empty(0)
-        """The stage's inputs [capacity, hidden size] if there are recurrent states."""
+        """The stage's inputs [capacity, hidden size], if there are recurrent states."""
         self.states: SequenceStates | None = None
-        """Recurrent states; None before the first ``reserve``, and on a stage without recurrent
+        """Recurrent states. None until the first ``reserve``, and on a stage without recurrent
         layers."""
         self._prefix = prefix
         self._capacity = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers that are allocated."""
+        """Bytes of the allocated buffers."""
         return self.geometry.bytes_of(self._capacity)
 
     @property
     def behind(self) -> int:
-        """Positions that recurrent states must compute again before a new one, after a rewind or a
-        failed forward."""
+        """Positions that recurrent states must compute again before a new one.
+
+        Above 0 after a rewind or a failed forward.
+        """
         return 0 if self.states is None else self.length - self.states.restorable(self.length)
 
     @property
     def span(self) -> range:
-        """The layers of this cache, counted from the first of the arena."""
+        """The layers of this cache, counted from the first layer of the arena."""
         return range(self.geometry.first, self.geometry.first + len(self.geometry.layers))
 
     @property
     def start(self) -> int:
-        """The first position in the arena; 0 without one."""
+        """The first position in the arena. 0 without an arena."""
         return 0 if self.geometry.arena is None else self.geometry.arena.start_of(self)
 
     @torch.inference_mode()
     def reserve(self, length: int) -> None:
-        """Make room for ``length`` positions; ``nbytes`` is at least ``geometry.bytes_for(length)``
-        afterwards.
+        """Make room for ``length`` positions.
 
-        Raises ``torch.OutOfMemoryError`` if the arena or the device has no room.
+        Afterwards ``nbytes`` is at least ``geometry.bytes_for(length)``. Raises
+        ``torch.OutOfMemoryError`` if the arena or the device has no room.
         """
         capacity = _capacity_for(length)
         if capacity <= self._capacity:
@@ -193,8 +200,7 @@ class SequenceCache:
 
     @torch.inference_mode()
     def fork(self, length: int) -> "SequenceCache":
-        """An independent copy of the first ``length`` positions, whose buffers are no larger than
-        these need.
+        """Return an independent copy of the first ``length`` positions, in buffers of their size.
 
         Raises ``ValueError`` for less than the prefix or more than the cache holds.
         """
@@ -231,7 +237,7 @@ class SequenceCache:
     def _copy(
         self, index: int, fresh: tuple[torch.Tensor, torch.Tensor], length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the first ``length`` positions of a layer into ``fresh``, and return it."""
+        """Copy the first ``length`` positions of a layer into ``fresh``, and return ``fresh``."""
         for old, new in zip(self.layers[index], fresh, strict=True):
             new[:, :, :length] = old[:, :, :length]
         return fresh

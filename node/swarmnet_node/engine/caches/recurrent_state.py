@@ -1,16 +1,18 @@
-"""Recurrent state: the state of fixed size that layers of linear attention, state-space models and
-short convolutions have of a sequence.
+"""Recurrent state: a sequence's state of fixed size in layers other than attention.
 
-Such a layer has a *mixer*, transformers' own module, which reads and replaces its states through
-the cache that it is passed: the last inputs of its convolution, and the matrix or vector of its
+These are layers of linear attention, state-space models and short convolutions. Such a layer has a
+*mixer*, transformers' own module, which reads and replaces its states through the cache that it is
+given. The states are the last inputs of its convolution, and the matrix or vector of its
 recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
 
-Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another, so
-that a sequence has the same outputs alone and in a batch.
+Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another. So
+a sequence has the same outputs alone and in a batch.
 
-Rewinding. A state cannot forget positions. :class:`SequenceStates` therefore keeps ``SNAPSHOTS``
-earlier states, and the KV cache (``kv_cache.py``) the stage's inputs of all positions: ``restore``
-takes the newest snapshot that is early enough, and the stage computes the positions after it again.
+Rewinding. A state cannot forget positions. So :class:`SequenceStates` keeps ``SNAPSHOTS`` earlier
+states, and the KV cache (``kv_cache.py``) keeps the stage's inputs of all positions:
+
+1. ``restore`` takes the newest snapshot that is early enough.
+2. The stage computes the positions after it again.
 """
 
 import functools
@@ -30,11 +32,11 @@ from swarmnet_protocols.errors import ConfigError
 SNAPSHOTS = 3
 """Most snapshots of a sequence. Each takes as much memory as the states themselves."""
 SNAPSHOT_POSITIONS = 64
-"""Least positions between two snapshots."""
+"""Smallest number of positions between two snapshots."""
 
 StateKey = tuple[int, str, int]
-"""Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; number of a state
-among its kind."""
+"""Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; number within its
+kind."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,7 @@ class StateShape:
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """The states of a sequence on one stage, and the size of the inputs that it keeps for each
-    position."""
+    """The states of a sequence on one stage, and the size of the inputs kept for each position."""
 
     states: tuple[StateShape, ...]
     hidden_size: int
@@ -62,8 +63,10 @@ class StateGeometry:
         return (1 + SNAPSHOTS) * one
 
     def part(self, start: int, end: int) -> "StateGeometry | None":
-        """The geometry of layers [start, end), counted from the first of the whole stage; None if
-        these have no states."""
+        """Return the geometry of layers [start, end), counted from the first of the whole stage.
+
+        None if these have no states.
+        """
         states = tuple(state for state in self.states if start <= state.key[0] < end)
         return StateGeometry(states, self.hidden_size) if states else None
 
@@ -75,17 +78,17 @@ class SequenceStates:
         """Allocates ``geometry.nbytes``."""
         self.length = 0
         self.is_torn = False
-        """Whether a forward failed after it had changed some of the states; ``restore`` repairs
+        """Whether a forward failed after it changed some of the states. ``restore`` repairs
         them."""
         self._slots = {
             state.key: torch.zeros((1 + SNAPSHOTS, *state.shape), dtype=state.dtype, device=state.device)
             for state in geometry.states
         }
         self._snapshots: dict[int, int] = {}
-        """The slot of each snapshot, by its length. Slot 0 has the present states."""
+        """The slot of each snapshot, by its length. Slot 0 has the current states."""
 
     def state(self, key: StateKey) -> torch.Tensor:
-        """The present state, which the caller may change in place."""
+        """Return the current state. The caller may change it in place."""
         return self._slots[key][0]
 
     @property
@@ -94,7 +97,7 @@ class SequenceStates:
         return tuple(sorted(self._snapshots))
 
     def advance(self, count: int) -> None:
-        """Record that the states include ``count`` more positions. Takes a snapshot when one is
+        """Note that the states include ``count`` more positions. Take a snapshot when one is
         due."""
         self.length += count
         self.is_torn = False
@@ -103,14 +106,16 @@ class SequenceStates:
             self._copy(0, self._snapshots[self.length])
 
     def restorable(self, length: int) -> int:
-        """The length, in positions, at which the states would be after ``restore(length)``."""
+        """Return the length, in positions, that ``restore(length)`` would go back to."""
         if self.length <= length and not self.is_torn:
             return self.length
         return max((at for at in self._snapshots if at <= length), default=0)
 
     def restore(self, length: int) -> None:
-        """Go back to the latest states after at most ``length`` positions; ``self.length`` says
-        after how many."""
+        """Go back to the latest states after at most ``length`` positions.
+
+        ``self.length`` then says how many positions they include.
+        """
         if self.length <= length and not self.is_torn:
             return
         self.length = self.restorable(length)
@@ -136,10 +141,10 @@ class SequenceStates:
 
 
 def dispensable(lengths: Sequence[int]) -> int:
-    """The snapshot to drop, of those with these ascending lengths, except the newest.
+    """Return the snapshot to drop. ``lengths`` ascend; the newest always stays.
 
-    It is the one with the smallest gap around it, relative to its distance from the newest, so that
-    a short rewind has few positions to compute again.
+    The choice has the smallest gap around it, relative to its distance from the newest. So a short
+    rewind has few positions to compute again.
     """
     newest = lengths[-1]
     gaps = {
@@ -150,8 +155,7 @@ def dispensable(lengths: Sequence[int]) -> int:
 
 
 class MixerCache:
-    """The states of one sequence, with the methods of ``transformers.cache_utils.Cache`` that
-    mixers use."""
+    """The states of one sequence, with the methods of transformers' ``Cache`` that mixers use."""
 
     def __init__(self, states: SequenceStates) -> None:
         self._states = states
@@ -164,8 +168,10 @@ class MixerCache:
         return None if self._is_new else self._states.state((layer, "recurrent", state_idx))
 
     def update_conv_state(self, new: torch.Tensor, layer: int, state_idx: int = 0, **_: Any) -> torch.Tensor:
-        """Append inputs [1, channels, n] of the convolution. Returns the inputs that it now sees,
-        and keeps the last of them."""
+        """Append inputs [1, channels, n] of the convolution, and keep the last ones.
+
+        Returns the inputs that the convolution now sees.
+        """
         state = self._states.state((layer, "conv", state_idx))
         size = state.shape[-1]
         if self._is_new:
@@ -186,21 +192,21 @@ class MixerCache:
 
 
 class BatchStates:
-    """The states of a packed batch of ``counts[i]`` positions of sequence i.
+    """The states of a packed batch with ``counts[i]`` positions of sequence i.
 
-    The model passes this to every layer as its cache. ``states`` is empty for the whole sequences
-    of a pass, which have no states.
+    The model passes this to every layer as its cache. ``states`` is empty for a pass, whose whole
+    sequences have none.
     """
 
     is_sliding: tuple[bool, ...] = ()
-    """transformers chooses masks by this attribute; there are no masks here."""
+    """transformers chooses masks by this attribute. There are no masks here."""
 
     def __init__(self, counts: Sequence[int], states: Sequence[SequenceStates] = ()) -> None:
         self.counts = list(counts)
         self.rows: list[MixerCache | None] = [MixerCache(each) for each in states] or [None] * len(counts)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values unchanged: attention caches them itself."""
+        """Return keys and values unchanged: attention caches them itself."""
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
@@ -208,7 +214,7 @@ class BatchStates:
 
 
 class StateProbe(BatchStates):
-    """Finds the mixers of a stage and their states, from the computation of one position."""
+    """Finds the mixers of a stage and their states, by computing one position."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__([1])
@@ -219,7 +225,7 @@ class StateProbe(BatchStates):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within the context, the probe is told which module is computing."""
+        """Within the context, track which module is computing."""
         with ExitStack() as hooks:
             for layer in self._layers:
                 for module in layer.modules():
@@ -279,8 +285,8 @@ class StateProbe(BatchStates):
 
 
 def split_mixers(mixers: Iterable[nn.Module]) -> None:
-    """Make each mixer compute the sequences of a packed batch one after another, with the states of
-    each."""
+    """Make each mixer compute a packed batch's sequences one after another, each with its own
+    states."""
     for mixer in mixers:
         mixer.forward = _split(mixer.forward)
 

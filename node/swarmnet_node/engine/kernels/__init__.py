@@ -1,1 +1,1 @@
-"""Backends: the arithmetic of decoder layers, by torch and by C code that is compiled on the machine where it runs."""
+"""Backends: the arithmetic of decoder layers, in torch and in C that this machine compiles."""

@@ -1,19 +1,18 @@
 """The backend interface: the arithmetic of decoder layers, and the weights it works on.
 
 A backend computes the operations of one decoder layer: products with weights, RMSNorm, rotary
-embedding, attention over a KV cache, the gate of the MLP, LoRA. Models call it in three ways, and
-know none of its implementations:
+embedding, attention over a KV cache, the gate of the MLP, LoRA. Models do not know its
+implementation, and call it in three ways:
 
 1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
    weights.
-2. Layers of any other shape are run by transformers; their attention and their LoRA updates go to
-   the backend.
-3. Decoding adds few positions to each sequence, so each operation's overhead shows next to the time
-   that reading the weights takes. A backend may offer a :class:`DecodeStep`, which computes all
-   layers of a stage in one call.
+2. transformers runs layers of any other shape. Their attention and LoRA updates go to the backend.
+3. Decoding adds few positions to each sequence, so the overhead of each operation shows next to the
+   time of reading weights. A backend may offer a :class:`DecodeStep`, which computes all layers of
+   a stage in one call.
 
-There are two: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds a decode
-step in C. Both read packed weights (``swarmnet_protocols.quantization``).
+There are two backends: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds
+a decode step in C. Both read packed weights (``swarmnet_protocols.quantization``).
 
 Shapes: T positions of all sequences of a batch, D hidden size, H query heads, Hkv key heads, d head
 size, S cached positions.
@@ -28,8 +27,8 @@ import torch
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""transformers' rotary embedding: (a tensor of the wanted dtype and device, positions [1, T]) to
-cosines and sines [1, T, d]."""
+"""The rotary embedding of transformers. Takes a tensor of the wanted dtype and device, and
+positions [1, T]. Returns cosines and sines [1, T, d]."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation
@@ -41,14 +40,14 @@ PRODUCTS = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each one
+"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each product
 concatenates."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer: ``weight`` [outputs, inputs], packed or in the dtype of the activations, and
-    ``bias`` [outputs]."""
+    """A linear layer: ``weight`` [outputs, inputs], packed or in the activations' dtype, and
+    ``bias``."""
 
     weight: torch.Tensor | PackedTensor
     bias: torch.Tensor | None = None
@@ -64,7 +63,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """``weight`` [size] and epsilon of an RMSNorm over the last dimension."""
+    """An RMSNorm over the last dimension: ``weight`` [size] and epsilon."""
 
     weight: torch.Tensor
     eps: float
@@ -72,8 +71,11 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The attention of one layer: scale of the scores, sliding window in positions, cap of the
-    scores, and sinks [H]; None for none."""
+    """The attention of one layer.
+
+    ``scaling`` of the scores, ``sliding_window`` in positions, ``softcap`` of the scores, and
+    ``sinks`` [H]. None leaves the feature out; for the scaling it means the default.
+    """
 
     scaling: float | None
     sliding_window: int | None
@@ -88,12 +90,12 @@ class AttentionRule:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights of one layer of the Llama shape. ``index`` counts from the first layer of the
-    whole stage.
+    """The weights of one layer of the Llama shape.
 
-    ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
-    ``gate_up`` has the gate's outputs, then the up projection's. ``query_norm`` and ``key_norm``
-    are norms of single heads, which most families lack.
+    - ``index`` counts from the first layer of the whole stage.
+    - ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
+    - ``gate_up`` has the gate's outputs, then the up projection's.
+    - ``query_norm`` and ``key_norm`` are norms of single heads, which most families lack.
     """
 
     index: int
@@ -115,8 +117,8 @@ class DecoderLayer:
 class LoraUpdate:
     """The LoRA pairs of one product (Hu et al., 2021, equation 3): y += B A x.
 
-    ``down`` [ranks, inputs] has the A of all pairs, one after another. Each of ``ups`` is (columns
-    of the product's outputs, rows of ``down``, B [outputs, rank]) of one pair.
+    ``down`` [ranks, inputs] has the A of all pairs, one after another. Each entry of ``ups``
+    belongs to one pair: (columns of the product's outputs, rows of ``down``, B [outputs, rank]).
     """
 
     down: torch.Tensor
@@ -138,7 +140,7 @@ class LoraLayers:
 class DecodeRow:
     """One sequence of a decode step: ``count`` new positions from ``start`` on.
 
-    ``caches`` has keys and values [1, Hkv, capacity, d] of each layer, with room for the new
+    ``caches`` has each layer's keys and values [1, Hkv, capacity, d], with room for the new
     positions.
     """
 
@@ -152,14 +154,13 @@ class DecodeStep(Protocol):
     """All layers of a stage in one call."""
 
     max_positions: int
-    """Positions of a step above which single operations are as fast."""
+    """Most positions of a step. Beyond this, single operations are as fast."""
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Hidden states [T, D] of the rows' new positions, in and out; the dtype is that of the
-        weights.
+        """Compute hidden states [T, D] of the rows' new positions, in and out.
 
-        Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of
-        other shapes.
+        They have the dtype of the weights. Writes their keys and values into the caches. Raises
+        ``ValueError`` for inputs or caches of other shapes.
         """
 
 
@@ -167,10 +168,11 @@ class DecodeStep(Protocol):
 class Ranges:
     """The sequences of a batch in a buffer of keys. All tensors are int32 on the buffer's device.
 
-    Sequence i has ``lengths[i]`` positions from ``starts[i]`` on. The queries [first_queries[i],
-    first_queries[i + 1]) of the batch belong to its last positions. ``starts`` [B + 1] ascends and
-    ends with the end of the buffer. No sequence has more than ``most_queries`` queries or more than
-    ``longest`` positions.
+    - Sequence i has ``lengths[i]`` positions from ``starts[i]`` on. ``starts`` [B + 1] ascends and
+      ends with the end of the buffer.
+    - The batch's queries [first_queries[i], first_queries[i + 1]) are the last positions of
+      sequence i.
+    - No sequence has more than ``most_queries`` queries or more than ``longest`` positions.
     """
 
     starts: torch.Tensor
@@ -182,7 +184,7 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Recording:
-    """A recorded computation: ``replay`` computes it again, from the same memory into
+    """A recorded computation. ``replay`` computes it again, from the same memory into
     ``outputs``."""
 
     outputs: torch.Tensor
@@ -203,20 +205,24 @@ class Recorder(Protocol):
 class Backend(Protocol):
     """The operations of a decoder layer. All tensors of a call have one dtype and one device.
 
-    Every operation but ``add_lora``'s update of ``outputs`` leaves its arguments unchanged, and can
-    be differentiated with respect to activations and LoRA; weights are frozen.
+    Operations leave their arguments unchanged, except that ``add_lora`` updates ``outputs``. They
+    can be differentiated with respect to activations and LoRA; weights are frozen.
     """
 
     def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """[T, inputs] to [T, outputs]."""
+        """Multiply: [T, inputs] to [T, outputs]."""
 
     def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        """RMSNorm over the last dimension (Zhang and Sennrich, 2019, equation 4): [..., size] in
-        and out."""
+        """Apply RMSNorm over the last dimension: [..., size] in and out.
+
+        Zhang and Sennrich, 2019, equation 4.
+        """
 
     def rope(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Rotary embedding (RoFormer, section 3.4.2) of [1, heads, T, d]; component i is paired
-        with i + d / 2."""
+        """Apply the rotary embedding to [1, heads, T, d]. Component i is paired with i + d / 2.
+
+        RoFormer, section 3.4.2.
+        """
 
     def attention(
         self,
@@ -226,17 +232,17 @@ class Backend(Protocol):
         rule: AttentionRule,
         visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of queries [B, H, T, d] over keys and values [B, Hkv, S, d], which may be views
-        of a KV cache: [B, H, T, d].
+        """Attend with queries [B, H, T, d] to keys and values [B, Hkv, S, d]. Returns [B, H, T, d].
 
-        The queries are the last T of the S positions. ``visible`` [T, S] is true where a query sees
-        a key; without it each query sees every position up to its own. The sliding window of
-        ``rule`` is ignored: ``visible`` contains it.
+        Keys and values may be views of a KV cache. The queries are the last T of the S positions.
+        ``visible`` [T, S] is true where a query sees a key; without it, each query sees every
+        position up to its own. The sliding window of ``rule`` is ignored, because ``visible``
+        contains it.
         """
 
     def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-        """Whether ``ranged_attention`` takes any number of queries of each sequence, for tensors
-        like these."""
+        """Return whether ``ranged_attention`` takes several queries of a sequence, for tensors like
+        these."""
 
     def ranged_attention(
         self,
@@ -246,25 +252,27 @@ class Backend(Protocol):
         ranges: Ranges,
         rule: AttentionRule,
     ) -> torch.Tensor:
-        """Attention of queries [T, H, d], each over the range of its own sequence in keys and
-        values [P, Hkv, d]: [T, H, d].
+        """Attend with queries [T, H, d] to keys and values [P, Hkv, d].
 
-        Each query sees the keys up to its own position, within the sliding window of ``rule``.
-        Unless ``is_fused`` there is one query of each sequence.
+        Each query attends to the range of its own sequence. Returns [T, H, d]. Each query sees the
+        keys up to its own position, within the sliding window of ``rule``. Unless ``is_fused``,
+        there is one query of each sequence.
         """
 
     def recorder(self, device: torch.device) -> Recorder | None:
-        """Records decode steps on ``device``; None if this backend cannot record there."""
+        """Return a recorder of decode steps on ``device``. None if this backend cannot record
+        there."""
 
     def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """The gated activation of an MLP, silu(gate) * up (Shazeer, 2020): [T, 2 n] to [T, n]."""
+        """Compute the gated activation of an MLP, silu(gate) * up (Shazeer, 2020): [T, 2 n] to [T,
+        n]."""
 
     def add_lora(self, inputs: torch.Tensor, outputs: torch.Tensor, update: LoraUpdate) -> None:
         """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
 
     def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
-        """A decode step for these layers, which keep their memory; None if this backend has none
-        for their shape, dtype or device.
+        """Return a decode step for these layers, which keep their memory.
 
-        The caller compares its outputs with those of the single operations before it relies on it.
+        None if this backend has none for their shape, dtype or device. Before using it, the caller
+        compares its outputs with the outputs of the single operations.
         """

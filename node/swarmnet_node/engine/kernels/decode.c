@@ -1,8 +1,9 @@
-/* One decode step: a few new positions of some sequences through all decoder layers of the Llama shape, in float32, with the LoRA
- * updates of each sequence's adapter.
+/* One decode step: a few new positions of some sequences through all decoder layers of the Llama
+ * shape, in float32, with the LoRA updates of each sequence's adapter.
  *
- * The step is one OpenMP parallel region. Each thread computes a share of the outputs of every product; a barrier separates writes
- * from reads by other threads. native_backend.py declares the same structs, and fills them with pointers to torch's memory.
+ * The step is one OpenMP parallel region. Each thread computes a share of the outputs of every
+ * product. A barrier separates writes from reads by other threads. native_backend.py declares the
+ * same structs, and fills them with pointers to torch's memory.
  */
 
 #include <math.h>
@@ -13,12 +14,13 @@
 #include "product.h"
 
 typedef struct {
-    const float *weight; /* [size], or NULL where a layer has no such norm */
+    const float *weight; /* [size], or NULL if the layer has no such norm */
     float eps;
 } norm;
 
 typedef struct {
-    linear qkv, output, gate_up, down; /* qkv: outputs of all query heads, then key heads, then value heads */
+    /* qkv: outputs of all query heads, then key heads, then value heads */
+    linear qkv, output, gate_up, down;
     norm attention_norm, query_norm, key_norm, mlp_norm;
     int64_t heads, key_heads, inner;
     float scaling;
@@ -26,11 +28,14 @@ typedef struct {
 
 typedef struct {
     int64_t layers, hidden_size, head_size;
-    int64_t shared_floats, thread_floats; /* scratch memory: one part for all threads, then one for each */
-    int64_t rows, threads, ranks; /* rows: new positions; ranks: largest sum of ranks of any update */
+    /* Sizes of scratch memory: one part that all threads share, then one part for each thread */
+    int64_t shared_floats, thread_floats;
+    /* rows: new positions; ranks: largest sum of ranks of any update */
+    int64_t rows, threads, ranks;
 } step;
 
-/* The B of one LoRA pair (Hu et al. 2021, equation 3), for outputs [first, first + outputs) of a product. */
+/* The B of one LoRA pair (Hu et al. 2021, equation 3). It changes outputs
+ * [first, first + outputs) of a product. */
 typedef struct {
     const float *weight; /* [outputs][ranks] */
     int64_t first, outputs, first_rank, ranks;
@@ -68,7 +73,8 @@ static float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* The A of a product's LoRA updates times x [rows][inputs], to low [rows][ranks]. Ends with a barrier if there are any. */
+/* Multiplies the A of a product's LoRA updates with x [rows][inputs], into low [rows][ranks]. Ends
+ * with a barrier if there are any updates. */
 static void lower(const step *s, const new_position *positions, int64_t which, const float *x, int64_t inputs, float *low) {
     int any = 0;
     for (int64_t row = 0; row < s->rows; row++) {
@@ -82,7 +88,7 @@ static void lower(const step *s, const new_position *positions, int64_t which, c
     }
 }
 
-/* A product with its LoRA updates; low is the result of lower for x. */
+/* Computes a product with its LoRA updates. low is the result of lower for x. */
 static void adapted(const step *s, const new_position *positions, int64_t which, linear of, const float *x, const float *low,
                     range mine, float *out, int64_t stride) {
     product(of, x, s->rows, mine, out, stride);
@@ -105,7 +111,7 @@ static void normalise(norm of, const float *x, int64_t size, float *out, int64_t
     }
 }
 
-/* Rotary embedding (RoFormer, section 3.4.2); component i of a head is paired with i + size / 2. */
+/* Rotary embedding (RoFormer, section 3.4.2). Component i of a head is paired with i + size / 2. */
 static void rotate(float *x, const float *cosines, const float *sines, int64_t size) {
     int64_t half = size / 2;
     for (int64_t i = 0; i < half; i++) {
@@ -115,10 +121,11 @@ static void rotate(float *x, const float *cosines, const float *sines, int64_t s
     }
 }
 
-/* exp(x) within two units in the last place, in a form that compilers vectorise, unlike libm's (Cephes, expf). Arguments are
- * clamped to [-87, 88]. */
+/* exp(x) within two units in the last place (Cephes, expf). Unlike libm's, compilers can vectorise
+ * it. x is clamped to [-87, 88]. */
 static inline float exponential(float x) {
-    const float rounds = 3 << 22; /* adding this rounds to an integer: no bit is left for the fraction */
+    /* Adding this number rounds to an integer: no bit is left for the fraction. */
+    const float rounds = 3 << 22;
     uint32_t power, bits;
     x = x < -87 ? -87 : x > 88 ? 88 : x;
     float sum = x * 1.44269504f + rounds, whole = sum - rounds;
@@ -146,7 +153,8 @@ static void softmax(float *scores, int64_t count) {
     for (int64_t p = 0; p < count; p++) scores[p] /= total;
 }
 
-/* weights [queries][count] times values [count][size]; queries, at most QUERIES, is a compile-time constant. */
+/* Multiplies weights [queries][count] with values [count][size]. queries is a compile-time constant,
+ * at most QUERIES. */
 static inline __attribute__((always_inline)) void mix(const float *weights, const float *values, int64_t count,
                                                       int64_t size, const int queries, float *restrict out) {
     int64_t i = 0;
@@ -166,7 +174,8 @@ static inline __attribute__((always_inline)) void mix(const float *weights, cons
     }
 }
 
-/* Attention of queries [queries][size] that share a key head. The product with keys gives the scores. */
+/* Attention of queries [queries][size] that share a key head. Their product with the keys gives the
+ * scores. */
 static void attend(const float *query, int64_t queries, const float *keys, const float *values, int64_t size, int64_t count,
                    float *scores, float *out) {
     dense_product(keys, query, size, queries, (range){0, count}, scores, count);
@@ -178,8 +187,8 @@ static void attend(const float *query, int64_t queries, const float *keys, const
     switch (queries) { MIX(1) MIX(2) MIX(3) MIX(4) }
 }
 
-/* Norms and rotates the heads in states [rows][query, key and value heads][head_size], scales queries, and writes keys and values to
- * the caches. */
+/* Norms and rotates the heads in states [rows][query, key and value heads][head_size], scales
+ * queries, and writes keys and values to the caches. */
 static void finish_heads(const step *s, const layer *l, const new_position *positions, int64_t index, float *states) {
     int64_t size = s->head_size, keys = l->heads, values = keys + l->key_heads, all = values + l->key_heads;
     range mine = share(s->rows * all);
@@ -201,7 +210,8 @@ static void finish_heads(const step *s, const layer *l, const new_position *posi
     }
 }
 
-/* Attention of the queries in states. The output [rows][heads][head_size] follows states in memory. */
+/* Attention of the queries in states. The output [rows][heads][head_size] follows states in
+ * memory. */
 static void attention(const step *s, const layer *l, const new_position *positions, int64_t index, float *states,
                       float *scores) {
     int64_t size = s->head_size, all = l->heads + 2 * l->key_heads, sharers = l->heads / l->key_heads;
@@ -217,7 +227,7 @@ static void attention(const step *s, const layer *l, const new_position *positio
     }
 }
 
-/* SwiGLU (Shazeer 2020) of the gate_up product, to out [rows][inner]. */
+/* SwiGLU (Shazeer 2020) of the gate_up product, into out [rows][inner]. */
 static void swiglu(const step *s, const layer *l, const new_position *positions, int64_t index, const float *x, float *low,
                   float *gates_ups, float *out) {
     range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
@@ -242,8 +252,9 @@ static void add_product(const step *s, const new_position *positions, int64_t wh
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
 
-/* Replaces hidden [rows][hidden_size] by the output of all layers, and writes keys and values to the caches. The scratch memory of a
- * thread has room for [rows][hidden_size] and [QUERIES][largest position + 1] floats. */
+/* Replaces hidden [rows][hidden_size] by the output of all layers, and writes keys and values to the
+ * caches. Each thread's scratch memory has room for [rows][hidden_size] and
+ * [QUERIES][largest position + 1] floats. */
 void decode(const step *s, const layer *layers, const new_position *positions, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {

@@ -1,9 +1,9 @@
-"""The backend whose decode step is C: all layers of the Llama shape in one call, for a few new
-positions of some sequences.
+"""The backend with a decode step in C: all layers of the Llama shape in one call.
 
-``decode.c`` is compiled once on each machine (``swarmnet_protocols.machine.native_code``). Python
-fills its structs with pointers to torch's memory: weights and norms once for a stage, KV caches and
-rotary angles in each step. Everything but the decode step is ``TorchBackend``.
+A step has a few new positions of some sequences. ``decode.c`` is compiled once on each machine
+(``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to torch's
+memory: weights and norms once for a stage, KV caches and rotary angles in each step. Everything
+else is ``TorchBackend``.
 """
 
 import ctypes
@@ -38,17 +38,17 @@ from swarmnet_protocols.quantization.products import (
 
 SOURCE = Path(__file__).with_name("decode.c")
 FEW_POSITIONS = 128
-"""Most positions of a step for which C is always faster: with few, reading the weights bounds the
-time."""
+"""Most positions of a step that C always computes faster. With so few, reading the weights takes
+longest."""
 MAX_POSITIONS = 512
 """Most positions of a step in C."""
 INPUTS_BYTES = 2 << 20
-"""Most bytes of a product's inputs for which C is faster even with more positions. Arithmetic then
-bounds the time, and C reads the inputs again for every few outputs, so they should fit into a cache
+"""Most bytes of a product's inputs that let C be faster even with more positions. Arithmetic then
+takes longest, and C reads the inputs again for every few outputs. So they should fit into a cache
 of the processor."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
-"""Most query heads that are scored at once; ``QUERIES`` in decode.c."""
+"""Most query heads that are scored at once. ``QUERIES`` in decode.c must be equal."""
 ANGLES_POSITIONS = 64
 """Positions whose rotary angles are computed at once."""
 
@@ -100,7 +100,7 @@ class _Lora:
 
     def __init__(self, layers: Sequence[Mapping[str, LoraUpdate]]) -> None:
         self._kept: list[object] = []
-        """Objects that the structs point to, which must stay alive."""
+        """Objects that the structs point to. They must stay alive."""
         self.ranks = max(len(update.down) for layer in layers for update in layer.values())
         self.updates = (_Update * (len(layers) * len(PRODUCTS)))(
             *(self._update(layer.get(product)) for layer in layers for product in PRODUCTS)
@@ -135,8 +135,10 @@ class NativeBackend(TorchBackend):
 
     @classmethod
     def load(cls, cache_dir: Path) -> "NativeBackend | None":
-        """Compile the code, or load it from ``cache_dir`` if it was compiled before; None if this
-        machine cannot compile or load it."""
+        """Compile the code, or load it from ``cache_dir`` if it was compiled before.
+
+        None if this machine cannot compile or load it.
+        """
         library = native_code.load(SOURCE, cache_dir, headers=HEADERS)
         return None if library is None else cls(library, load_products(cache_dir))
 
@@ -148,7 +150,7 @@ class NativeDecodeStep:
     """Layers of one stage as C reads them."""
 
     def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
-        """``fits`` must hold for the layers, whose weights are not copied."""
+        """``fits`` must hold for the layers. Their weights are not copied."""
         self.max_positions = max_positions(max(layer.down.inputs for layer in layers))
         self._backend = backend
         self._decoder_layers = layers
@@ -156,7 +158,7 @@ class NativeDecodeStep:
         self._first = layers[0].index
         self._hidden_size, self._head_size = layers[0].output.outputs, layers[0].head_size
         self._segments: list[object] = []
-        """Objects that the structs of the layers point to, which must stay alive."""
+        """Objects that the structs of the layers point to. They must stay alive."""
         self._layers = (_Layer * len(layers))(*map(self._native_layer, layers))
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
         self._angles: dict[int, torch.Tensor] = {}
@@ -219,7 +221,8 @@ class NativeDecodeStep:
         return NativeLinear(ctypes.addressof(segments), bias, len(segments), linear.inputs)
 
     def _lora(self, lora: LoraLayers | None) -> _Lora | None:
-        """The updates for these layers, None if there are none. Computed once for each adapter."""
+        """Return the updates for these layers, or None without any. Computed once for each
+        adapter."""
         if lora is None:
             return None
         if lora not in self._loras:
@@ -228,7 +231,8 @@ class NativeDecodeStep:
         return self._loras[lora]
 
     def _caches(self, row: DecodeRow) -> tuple[int, ctypes.Array[c_void_p]]:
-        """Capacity of a row's caches, and the addresses of keys and values of every layer."""
+        """Return the capacity of a row's caches, and the addresses of each layer's keys and
+        values."""
         if len(row.caches) != len(self._layers):
             raise ValueError(f"caches of {len(row.caches)} layers for {len(self._layers)}")
         capacity = row.caches[0][0].shape[2]
@@ -239,7 +243,7 @@ class NativeDecodeStep:
         )
 
     def _angles_at(self, position: int) -> int:
-        """The address of cosines and sines [2, head size]."""
+        """Return the address of cosines and sines [2, head size]."""
         group, offset = divmod(position, ANGLES_POSITIONS)
         if group not in self._angles:
             start = group * ANGLES_POSITIONS
@@ -250,14 +254,16 @@ class NativeDecodeStep:
 
 
 def max_positions(inputs: int) -> int:
-    """Most positions of a step for which C is faster, if the products have at most ``inputs``
-    inputs."""
+    """Return the most positions of a step that C computes faster, for products of at most
+    ``inputs`` inputs."""
     return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
 
 
 def fits(layers: Sequence[DecoderLayer], rotary: Rotary) -> bool:
-    """Whether the C code has a step for layers of these shapes: float32 on the CPU, the same sizes
-    in all, plain attention."""
+    """Return whether the C code has a step for layers of these shapes.
+
+    It has one for float32 on the CPU, equal sizes in all layers, and plain attention.
+    """
     hidden_size, head_size = layers[0].output.outputs, layers[0].head_size
     return (
         layers[0].output.weight.device.type == "cpu"
@@ -297,8 +303,10 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
 
 
 def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """Cosines and sines [T, 2, head size] of positions [T]. In all served models, they depend on
-    the positions only."""
+    """Return cosines and sines [T, 2, head size] of positions [T].
+
+    In all served models, they depend only on the positions.
+    """
     cosines, sines = rotary(layers[0].attention_norm.weight, positions[None])
     return torch.stack((cosines[0], sines[0]), 1)
 
@@ -308,10 +316,10 @@ def _native_norm(norm: RmsNorm | None) -> _Norm:
 
 
 def _shared_floats(layer: DecoderLayer) -> int:
-    """Floats of scratch memory for one position, shared by all threads.
+    """Return the floats of scratch memory for one position that all threads share.
 
-    The states of all heads, the attention outputs, gate and up, their product, and a sum to add to
-    the hidden state.
+    They hold the states of all heads, the attention outputs, gate and up, their product, and a sum
+    to add to the hidden state.
     """
     outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
     return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs
@@ -323,6 +331,8 @@ def _whole_cache_lines(floats: int) -> int:
 
 
 def load_backend(cache_dir: Path) -> Backend:
-    """The best backend of this machine: ``NativeBackend``, or ``TorchBackend`` where the C code
-    does not compile."""
+    """Return the best backend of this machine.
+
+    That is ``NativeBackend``, or ``TorchBackend`` where the C code does not compile.
+    """
     return NativeBackend.load(cache_dir) or TorchBackend()

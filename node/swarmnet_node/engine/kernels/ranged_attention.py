@@ -1,7 +1,9 @@
 """Attention of a whole batch over ranges of one buffer of keys and values, in one call.
 
-On CUDA, in 16 bits, it is torch's variable-length attention (``torch.nn.attention.varlen``, FlashAttention-2, Dao, 2023). Elsewhere, and with
-capped scores or sinks, the ranges are gathered into padded keys and values for torch's ordinary attention: one query of each sequence only.
+On CUDA in 16 bits, this is torch's variable-length attention (``torch.nn.attention.varlen``,
+FlashAttention-2, Dao, 2023). Elsewhere, and with capped scores or sinks, the ranges are gathered
+into padded keys and values for torch's ordinary attention. Then each sequence may have only one
+query.
 """
 
 import inspect
@@ -17,11 +19,13 @@ from swarmnet_node.engine.kernels.backend import AttentionRule, Ranges
 MAX_FUSED_HEAD = 256
 """The largest head size of FlashAttention-2."""
 PADDING_SHARE = 4
-"""Largest ratio of padded to actual keys at which one call with padding is faster than one call for each sequence."""
+"""Largest ratio of padded to actual keys for one call with padding. Beyond it, one call for each
+sequence is faster."""
 
 
 def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether torch has a fused kernel for such tensors, which takes any number of queries of each sequence."""
+    """Return whether torch has a fused kernel for such tensors. It takes several queries of a
+    sequence."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"
@@ -36,14 +40,18 @@ def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> 
 
 
 def is_worth_padding(lengths: Sequence[int]) -> bool:
-    """Whether sequences of these lengths are attended to faster with padding than one by one."""
+    """Return whether attention with padding is faster than one sequence at a time, for these
+    lengths."""
     return len(lengths) > 1 and max(lengths) * len(lengths) <= PADDING_SHARE * sum(lengths)
 
 
 def fused_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ranges: Ranges, rule: AttentionRule
 ) -> torch.Tensor:
-    """``Backend.ranged_attention`` where ``is_fused`` holds. A sequence's output does not depend on the others, to the bit."""
+    """Run ``Backend.ranged_attention`` where ``is_fused`` holds.
+
+    A sequence's output is the same to the bit whatever other sequences are in the batch.
+    """
     varlen_attn = _varlen()
     if varlen_attn is None:
         raise RuntimeError("this version of torch has no variable-length attention over a cache")
@@ -59,7 +67,7 @@ def fused_attention(
         window_size=_window(ranges, rule),
         enable_gqa=True,
         seqused_k=ranges.lengths,
-        num_splits=1,  # otherwise the order of a sum depends on the other sequences
+        num_splits=1,  # with more, the order of a sum would depend on the other sequences
     )
     return outputs
 
@@ -67,7 +75,7 @@ def fused_attention(
 def padded_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ranges: Ranges, rule: AttentionRule
 ) -> torch.Tensor:
-    """``Backend.ranged_attention`` for one query of each sequence, on any device."""
+    """Run ``Backend.ranged_attention`` for one query of each sequence, on any device."""
     positions, lengths = torch.arange(ranges.longest, device=query.device)[None], ranges.lengths[:, None]
     index = ranges.starts[:-1, None] + _own_positions(positions, lengths)
     visible = positions < lengths
@@ -95,7 +103,7 @@ def attention_with_scores(
     rule: AttentionRule,
     visible: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention with capped scores or sinks, which torch's fused attention lacks."""
+    """Attend with capped scores or sinks, which torch's fused attention lacks."""
     rows, heads, count, size = query.shape
     grouped = query.reshape(rows, keys.shape[1], -1, count, size)
     scores = grouped @ keys.unsqueeze(2).transpose(-1, -2)
@@ -113,20 +121,27 @@ def attention_with_scores(
 
 
 def _window(ranges: Ranges, rule: AttentionRule) -> tuple[int, int]:
-    """The number of keys before and after its own that a query sees, -1 for all. A single query is the last position, and needs no mask."""
+    """Return how many keys before and after its own a query sees. -1 means all.
+
+    A single query is the last position, and needs no mask.
+    """
     if rule.sliding_window is not None:
         return rule.sliding_window - 1, 0
     return (-1, -1) if ranges.most_queries == 1 else (-1, 0)
 
 
 def _own_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Positions clamped to the last one of each sequence: a weight of 0 times a value of another sequence, such as infinity, need not be 0."""
+    """Clamp positions to the last one of each sequence.
+
+    Otherwise a weight of 0 would meet another sequence's value, such as infinity, and give NaN.
+    """
     return torch.minimum(positions, lengths - 1)
 
 
 @cache
 def _varlen() -> Any:
-    """torch's variable-length attention over a cache; None if this version of torch lacks it."""
+    """Return torch's variable-length attention over a cache. None if this version of torch lacks
+    it."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

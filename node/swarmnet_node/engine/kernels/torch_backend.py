@@ -32,14 +32,14 @@ from swarmnet_protocols.quantization.products import Products
 
 
 class TorchBackend:
-    """``Backend`` by torch.
+    """``Backend`` in torch.
 
-    With gradients, RMSNorm, rotary embedding and SwiGLU have handwritten backward passes:
-    autograd's own keep more tensors and read the activations about twice as often.
+    With gradients, RMSNorm, rotary embedding and SwiGLU have handwritten backward passes.
+    Autograd's own keep more tensors, and read the activations about twice as often.
     """
 
     def __init__(self, products: Products | None = None) -> None:
-        """``products`` multiplies with packed weights; None: with torch alone."""
+        """``products`` multiplies with packed weights. None computes these with torch alone."""
         self._products = products or Products(None)
 
     def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
@@ -113,8 +113,10 @@ class TorchBackend:
 
 
 def causal_mask(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int | None) -> torch.Tensor:
-    """The mask [T, S] of queries [T] over keys [S], both given by their positions; true where a
-    query sees a key."""
+    """Return the mask [T, S] of queries at positions [T] over keys at positions [S].
+
+    It is true where a query sees a key.
+    """
     mask = keys[None, :] <= queries[:, None]
     if sliding_window is not None:
         mask &= keys[None, :] > queries[:, None] - sliding_window
@@ -124,8 +126,10 @@ def causal_mask(queries: torch.Tensor, keys: torch.Tensor, sliding_window: int |
 def _attention_of_one(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """Attention of one query to all keys. Heads that share keys become queries of one head, so that
-    no key is repeated."""
+    """Attend with one query to all keys.
+
+    Heads that share keys become queries of one head, so that no key is repeated.
+    """
     rows, heads = query.shape[:2]
     grouped = query.reshape(rows, keys.shape[1], -1, query.shape[3])
     outputs = functional.scaled_dot_product_attention(grouped, keys, values, scale=scaling)
@@ -179,8 +183,8 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # The transpose of a rotation negates the sines. Since one half is negated already, the
-        # halves exchange their sines.
+        # The transpose of a rotation negates the sines. One half is negated already, so the halves
+        # exchange their sines.
         cosines, sines = ctx.saved_tensors
         first, second = sines.chunk(2, -1)
         return _rotate(gradients, cosines, torch.cat((second, first), -1)), None, None
@@ -205,10 +209,10 @@ class _SwiGlu(torch.autograd.Function):
 
 
 class CudaRecorder:
-    """CUDA graphs on one device: a computation is recorded once, and replayed with one launch
-    instead of one for each operation.
+    """CUDA graphs on one device.
 
-    All recordings share one pool of memory, so only one is replayed at a time.
+    A computation is recorded once. A replay takes one launch instead of one for each operation. All
+    recordings share one pool of memory, so only one is replayed at a time.
     """
 
     def __init__(self, device: torch.device) -> None:
