@@ -1,1 +1,2 @@
-"""Joining a swarm: the network connection, admission to a private swarm, and probes of reachability."""
+"""Joining a swarm: the network connection, admission to a private swarm, and probes of
+reachability."""

@@ -1,15 +1,18 @@
-"""The admission protocol: a newcomer gets its first certificate, a member its next one and the newest swarm file.
+"""The admission protocol: newcomers get a certificate, and members renew theirs and the swarm file.
 
 Every member of a private swarm answers under ``/swarmnet/admission/2``:
 
-1. **Redeem.** A newcomer shows an invite. An issuer answers with a certificate and the swarm file; any other member answers with the
-   addresses of issuers.
-2. **Renew.** A member shows its certificate after two thirds of its lifetime, and is answered in the same way.
-3. **Swarm file.** A member sends its certificate and the serial of its swarm file. It gets the file of the other side if that is newer.
+1. **Redeem.** A newcomer shows an invite. An issuer answers with a certificate and the swarm file.
+   Any other member answers with the addresses of issuers.
+2. **Renew.** A member shows its certificate after two thirds of its lifetime. The answers are the
+   same.
+3. **Swarm file.** A member sends its certificate and the serial of its swarm file. It gets the
+   other side's file if that is newer.
 
-Every request proves that its sender may ask, by an invite, a certificate, or a peer id in the list of members. A peer that proves nothing
-learns nothing about the swarm. Besides the handshake this is the only protocol that peers outside the swarm may open, so requests,
-pending requests and answers per second are bounded.
+Every request proves that its sender may ask: by an invite, a certificate, or a peer id in the list
+of members. A peer that proves nothing learns nothing about the swarm. Peers outside the swarm may
+open only this protocol and the handshake. So requests, pending requests and answers per second are
+bounded.
 """
 
 import asyncio
@@ -64,15 +67,16 @@ T = TypeVar("T")
 
 ISSUERS_TOPIC = "issuers"
 ANSWER_PAUSE_S = 0.02
-"""Seconds between two answers. Bounds the signatures that are checked for peers outside the swarm."""
+"""Seconds between two answers. With less, peers outside the swarm make this peer check more
+signatures."""
 MAX_ASKED = 16
 """Most peers that a newcomer or member asks for one certificate."""
 ISSUERS_CACHE_S = 30.0
-"""Seconds for which the issuers found in the directory are cached."""
+"""Seconds that issuers from the directory stay in the cache."""
 RETRY_PAUSES_S = (0.5, 2.0)
-"""Seconds before each further try at a peer that accepted the stream and closed it."""
+"""Seconds before each retry with a peer that accepted the stream and closed it."""
 RENEW_RETRY_S = 60.0
-"""Seconds after a renewal that failed."""
+"""Seconds between a failed renewal and the next try."""
 FILE_S = 60.0
 """Seconds between two requests for a newer swarm file."""
 
@@ -114,10 +118,11 @@ class Admissions:
         bootstrap: Callable[[], Sequence[str]] = tuple,
         issuer: IssuerConfig | None = None,
     ) -> AsyncIterator[None]:
-        """Answer requests, and renew the certificate of this peer, while the context is open. Does nothing in a public swarm.
+        """Answer requests and renew this peer's certificate while the context is open.
 
-        ``transport`` is the one below ``GuardedTransport``; ``bootstrap`` gives the current addresses of bootstrap peers. Raises ``ConfigError`` for an issuer with a key that the rules do not
-        name.
+        Does nothing in a public swarm. ``transport`` is the one below ``GuardedTransport``.
+        ``bootstrap`` returns the current addresses of bootstrap peers. Raises ``ConfigError`` if
+        the issuer's key is not named by the rules.
         """
         if membership.is_public:
             yield
@@ -158,7 +163,10 @@ class Admissions:
             await requests.send(reply)
 
     def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
-        """The reply to a request. Raises ``Refusal`` for a peer that may not ask, and for one that gets no certificate."""
+        """Return the reply to a request.
+
+        Raises ``Refusal`` for a peer that may not ask, or that gets no certificate.
+        """
         membership, issuer = self._membership, self._issuer
         revocations, now = membership.revocations, membership.clock()
         try:
@@ -184,14 +192,15 @@ class Admissions:
         return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=file))
 
     def _newer_file(self, serial: int) -> bytes:
-        """The swarm file of this peer if it is newer than ``serial``; otherwise empty."""
+        """Return this peer's swarm file if it is newer than ``serial``, else empty bytes."""
         read = self._membership.swarm_file
         return read() if read is not None and serial < self._membership.rules.serial else b""
 
     async def _issuers(self) -> list[str]:
-        """Addresses of issuers, from a cache that is refreshed in the background.
+        """Return addresses of issuers from a cache that is refreshed in the background.
 
-        Peers outside the swarm may cause this call as often as they like, so it looks nothing up by itself.
+        Peers outside the swarm can trigger this call as often as they like, so the call itself
+        looks nothing up.
         """
         now = asyncio.get_running_loop().time()
         if self._lookup is None and now >= self._issuers_until:
@@ -218,7 +227,8 @@ class Admissions:
                     addresses = [each for each in body.addresses if len(each) <= MAX_ADDRESS_CHARS]
                     is_trusted = self._membership.rules.trusts(signer, self._membership.clock())
                     (trusted if is_trusted else others).append(addresses[:MAX_ADDRESSES])
-        # Untrusted keys come last: such an issuer may be one that only a newer swarm file names, or no issuer at all.
+        # Untrusted keys come last. Such an issuer may be named only by a newer swarm file, or be a
+        # fake.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
     def _issuer_announcer(self, key: Signer) -> Announcer:
@@ -232,7 +242,10 @@ class Admissions:
     # ---- this peer's swarm file and certificate ----------------------------------------------------------
 
     async def _fetch_swarm_files(self) -> None:
-        """Ask bootstrap peers for a newer swarm file: in a swarm with an allow-list there are no renewals that would bring it."""
+        """Ask bootstrap peers for a newer swarm file.
+
+        In a swarm with an allow-list, no renewal would bring it.
+        """
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
             bootstrap = self._bootstrap()
@@ -274,7 +287,7 @@ class Admissions:
         await request_admission(self._transport, addresses, request, self._take, self._membership.clock)
 
     def _take(self, admitted: pb.Admitted) -> None:
-        # The file first: the certificate may be signed by a key that only this file names.
+        # The file comes first, because only this file may name the key that signed the certificate.
         self._membership.take_swarm_file(admitted.swarm_file)
         certificate = self._membership.open(admitted.certificate)
         if certificate is None or certificate.renew_at <= self._membership.clock():
@@ -289,10 +302,12 @@ async def request_admission(
     take: Callable[[pb.Admitted], T],
     clock: Clock,
 ) -> T:
-    """Send ``request`` to the peers at ``addresses``, and to the issuers that they name, until ``take`` accepts an answer.
+    """Send ``request`` to peers, and to the issuers that they name, until ``take`` accepts an
+    answer.
 
-    Returns what ``take`` returns. ``take`` raises a ``SwarmnetError`` for an answer that it does not accept. Raises the first such
-    error or the first refusal (``NotAuthorised``) if no answer was accepted, and ``Unreachable`` if there was none.
+    Returns what ``take`` returns. ``take`` raises a ``SwarmnetError`` for an answer that it does
+    not accept. If no answer was accepted, raises the first such error or the first refusal
+    (``NotAuthorised``). Raises ``Unreachable`` if nobody answered.
     """
     waiting, asked = deque(addresses), set[str]()
     refusal: SwarmnetError | None = None
@@ -324,7 +339,10 @@ async def request_admission(
 async def _ask_with_retries(
     transport: Transport, address: str, request: pb.AdmissionRequest
 ) -> pb.AdmissionReply:
-    """As :func:`_ask_one`, with retries: an overloaded peer closes the stream. Redeeming an invite twice is one use."""
+    """Ask as :func:`_ask_one` does, with retries, because an overloaded peer closes the stream.
+
+    Redeeming an invite twice counts as one use.
+    """
     for wait_s in RETRY_PAUSES_S:
         try:
             return await _ask_one(transport, address, request)
@@ -345,10 +363,15 @@ async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequ
 
 
 def _is_final(error: SwarmnetError) -> TypeGuard[Refused]:
-    """Whether a peer has decided not to admit this one; at a resource limit it has not."""
+    """Tell whether a peer has decided not to admit this one. At a resource limit it has not
+    decided.
+    """
     return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED
 
 
 def _interleaved(*lists: Iterable[str]) -> list[str]:
-    """The first of each list, then the second of each: no list has to wait for the end of a longer one."""
+    """Return the first item of each list, then the second of each, and so on.
+
+    So no list waits for the end of a longer one.
+    """
     return [each for turn in zip_longest(*lists) for each in turn if each is not None]

@@ -1,15 +1,20 @@
-"""Peers of a swarm in the local network, found by multicast DNS (RFC 6762, RFC 6763), so that a swarm file without addresses is enough.
+"""Find peers of a swarm in the local network by multicast DNS (RFC 6762, RFC 6763).
 
-1. A peer that can be dialled registers an instance of ``_swarmnet._tcp.local.`` under a random name. Its TXT record has a salted hash of
-   the swarm id, and its private addresses in libp2p's ``dnsaddr=`` format. Outsiders see that swarmnet runs, not which swarm.
-2. Every peer of a swarm that allows it browses these instances. A record with the hash of its own swarm names a found peer.
-3. A found peer is used as a bootstrap peer is. Every one is contacted once, also by peers that know others: two groups that began
-   apart become one.
+With it, a swarm file without addresses is enough.
 
-Anyone in the local network may send such records. The hash covers the addresses, so only a peer with the swarm file can make one, and
-a copy names the same peer. Other answers are dropped before anything of them is kept (:class:`_Ear`), so they take no peer's place. Number and
-size of records are bounded, and only addresses in networks of this machine's interfaces are dialled. Who answers there is proved by
-libp2p's peer id and the membership handshake.
+1. A peer that can be dialled registers an instance of ``_swarmnet._tcp.local.`` under a random
+   name. Its TXT record has a salted hash of the swarm id, and its private addresses in libp2p's
+   ``dnsaddr=`` format. Outsiders see that swarmnet runs, but not which swarm.
+2. Every peer of a swarm that allows mDNS browses these instances. A record with the hash of its own
+   swarm names a found peer.
+3. A found peer is used like a bootstrap peer. Every peer contacts each found peer once, even if it
+   knows others. So two groups that began apart become one.
+
+Anyone in the local network may send such records. The hash covers the addresses, so only a peer
+with the swarm file can make a record, and a copy names the same peer. Other answers are dropped
+before any part of them is stored (:class:`_Ear`), so they take no peer's place. Number and size of
+records are bounded. Only addresses in networks of this machine's interfaces are dialled. libp2p's
+peer id and the membership handshake prove who answers there.
 """
 
 import asyncio
@@ -48,36 +53,37 @@ _log = logging.getLogger(__name__)
 
 SERVICE = "_swarmnet._tcp.local."
 MAX_RECORD_BYTES = 1200
-"""Largest TXT record that is sent and read: it fits into one packet."""
+"""Largest TXT record in bytes, sent or read. It fits into one packet."""
 MAX_FOUND = 64
-"""Peers that are remembered, and joined through at once. Further ones are ignored."""
+"""Most peers that are remembered, and joined through at the same time. Further ones are ignored."""
 MAX_NAMES = 4
-"""Names under which one peer is remembered: copies of its record have other names."""
+"""Most names of one peer that are remembered. Copies of its record have other names."""
 MAX_RECORDS = 32
-"""Records of a packet beyond which it is dropped. A peer announces about six."""
+"""Most records of a packet. A larger packet is dropped. A peer announces about six."""
 SOURCE_PACKETS = RateLimit(200.0, 1000.0)
-"""Packets that are read from one address, in a second and at once. Reading one takes about 50 microseconds.
+"""Packets that are read from one address, per second and at once. Each takes about 50 microseconds.
 
-With fewer, peers on one machine are not all heard; with more, one machine takes more of the event loop.
-"""
+With fewer, peers on one machine are not all heard. With more, one machine takes more of the event
+loop."""
 MAX_PACKETS = RateLimit(1000.0, 4000.0)
 """Packets that are read from all addresses."""
 QUERY_PACKETS = 10
-"""Packets that a query counts for: it may be answered."""
+"""Number of packets that a query counts as, because it may be answered."""
 MAX_ANNOUNCED = 6
-"""Addresses of this peer that are announced; more do not fit into a record."""
+"""Most addresses of this peer that are announced. More do not fit into a record."""
 RETRY_S = 5.0
-"""Pause before a found peer that did not answer is tried again."""
+"""Seconds before another try with a found peer that did not answer."""
 CHECK_S = 3.0
-"""Period at which the addresses of this machine are compared with the announced ones."""
+"""Seconds between two comparisons of this machine's addresses with the announced ones."""
 FIRST_S = 4.0
-"""Time that a peer that knows no other one waits for the first. The first two queries are sent within 1.2 s."""
+"""Seconds that a peer without known peers waits for the first. The first two queries are sent
+within 1.2 s."""
 FIND_S = 12.0
-"""Time that a command which can do nothing without a peer waits for the first. A responder repeats a record at most once a second, and
-packets get lost."""
+"""Seconds that a command waits for the first peer, if it can do nothing without one. A responder
+repeats a record at most once a second, and packets get lost."""
 SETTLE_S = 3.0
-"""Seconds in which further peers are collected after the first. The first may be a member that is being revoked, and a peer that has just
-answered another query repeats its record a second later at the earliest."""
+"""Seconds to collect further peers after the first. The first peer may be a member that is being
+revoked. A peer that has just answered another query waits a second before it repeats its record."""
 
 _DOMAIN = b"swarmnet-mdns-1\0"
 _SALT_BYTES = 16
@@ -88,7 +94,7 @@ _SWARM, _ADDRESS = "swarm=", "dnsaddr="
 
 
 def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
-    """The TXT record by which a peer of ``swarm`` announces ``addresses``, multiaddrs with its peer id."""
+    """Return the TXT record with ``addresses``, multiaddrs with this peer's id, for ``swarm``."""
     salt = secrets.token_bytes(_SALT_BYTES)
     kept = [each for each in addresses if len(_ADDRESS + each) < 256][:MAX_ANNOUNCED]
     strings = [f"{_SWARM}{salt.hex()}{_hash(swarm, salt, kept)}", *(_ADDRESS + each for each in kept)]
@@ -96,9 +102,10 @@ def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
 
 
 def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tuple[str, ...]:
-    """The addresses in the TXT record of a peer of ``swarm``, with its peer id: those in ``networks`` that may be dialled.
+    """Return the addresses in a TXT record of a peer of ``swarm``, with its peer id.
 
-    Empty for a record of another swarm, and for one that is malformed or too large.
+    Only addresses in ``networks`` that may be dialled are returned. Empty for a record of another
+    swarm, or one that is malformed or too large.
     """
     if len(record) > MAX_RECORD_BYTES:
         return ()
@@ -117,12 +124,12 @@ def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tup
 
 
 def peer_in(address: str) -> PeerId:
-    """The peer id at the end of a multiaddr; all of it if there is none."""
+    """Return the peer id at the end of a multiaddr; the whole text if there is none."""
     return PeerId(address.rpartition("/p2p/")[2])
 
 
 def _hash(swarm: bytes, salt: bytes, addresses: Sequence[str]) -> str:
-    """Cannot be made, nor be recognised, without the id of the swarm."""
+    """Return a hash that only peers with the swarm id can make or recognise."""
     data = b"\0".join((salt, *(each.encode() for each in addresses)))
     return hmac.new(swarm, _DOMAIN + data, hashlib.sha256).hexdigest()
 
@@ -137,7 +144,7 @@ def _is_of(swarm: bytes, salted: str, addresses: Sequence[str]) -> bool:
 
 
 def _strings(record: bytes) -> Iterator[bytes]:
-    """The strings of a TXT record, each after its length. Raises ``ValueError`` if the last one is cut short."""
+    """Yield the strings of a TXT record. Raises ``ValueError`` if the last one is cut short."""
     start = 0
     while start < len(record):
         end = start + 1 + record[start]
@@ -148,7 +155,7 @@ def _strings(record: bytes) -> Iterator[bytes]:
 
 
 def _is_local(address: str, networks: Sequence[Network]) -> bool:
-    """Whether an address is in one of ``networks`` and leads there without a relay."""
+    """Tell whether an address is in one of ``networks`` and leads there without a relay."""
     ip = ip_of(address)
     return "/p2p-circuit" not in address and ip is not None and any(ip in each for each in networks)
 
@@ -158,11 +165,11 @@ def _is_local(address: str, networks: Sequence[Network]) -> bool:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this machine is: on a change, everything is announced anew."""
+    """Where this machine is. When that changes, everything is announced again."""
 
     networks: tuple[Network, ...]
     interfaces: tuple[str, ...]
-    """IPv4 addresses of the interfaces on which mDNS is spoken."""
+    """IPv4 addresses of the interfaces that speak mDNS."""
     announced: tuple[str, ...]
 
 
@@ -172,42 +179,49 @@ class LocalNetwork:
     def __init__(
         self, swarm: bytes, *, listen: Sequence[str] = (), own: Callable[[], Sequence[str]] = tuple
     ) -> None:
-        """``own``: the current multiaddrs of this peer, with its id; empty if it is not dialled. ``listen``: those it was told to use."""
+        """Create the view of one swarm.
+
+        ``own`` returns the current multiaddrs of this peer with its id; empty if nobody dials it.
+        ``listen`` are the addresses that it was told to use.
+        """
         self._swarm = swarm
         self._own = own
         self._is_on_loopback = bool(listen) and all(
             (ip := ip_of(each)) is not None and ip.is_loopback for each in listen
         )
-        """Whether this peer listens on loopback only: then the swarm is on this machine, and nothing is sent to its networks."""
+        """Whether this peer listens on loopback only. Then the swarm is on this machine, and
+        nothing is sent to its networks."""
         self._found: dict[PeerId, dict[str, tuple[str, ...]]] = {}
-        """The addresses of each peer, by the name under which it announced them."""
+        """Peer → name that it announced → addresses."""
         self._meeting: dict[PeerId, asyncio.Task[None]] = {}
         self._has_joined = asyncio.Event()
         self._refusal: NotAuthorised | None = None
 
     def addresses(self) -> list[str]:
-        """The addresses of the peers that were found and have not left."""
+        """Return the addresses of found peers that have not left."""
         return list(dict.fromkeys(each for peer in self._found for each in self._addresses_of(peer)))
 
     def _addresses_of(self, peer: PeerId) -> list[str]:
         return [each for addresses in self._found.get(peer, {}).values() for each in addresses]
 
     def with_found(self, others: Sequence[str]) -> Sequence[str]:
-        """``others``, and the addresses of the peers that were found."""
+        """Return ``others`` and the addresses of found peers."""
         return (*others, *self.addresses())
 
     async def wait_joined(self, within_s: float) -> None:
-        """Return when a found peer was joined through, or after ``within_s``."""
+        """Return when this peer has joined through a found peer, or after ``within_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._has_joined.wait()
 
     @contextlib.asynccontextmanager
     async def join(self, directory: "DhtDirectory", *, needs_peers: bool) -> AsyncIterator[None]:
-        """Announce this peer, and join the directory through the peers that are found, while the context is open.
+        """Announce this peer, and join the directory through found peers, while the context is
+        open.
 
-        Waits ``FIRST_S`` for the first if the directory knows no peer. If there is none and ``needs_peers``, raises ``NotAuthorised``
-        if a peer refused this one, else ``Unreachable``.
+        Waits ``FIRST_S`` for the first peer if the directory knows none. If none comes and
+        ``needs_peers`` is set, raises ``NotAuthorised`` if a peer refused this one, else
+        ``Unreachable``.
         """
         async with self.run(directory.join_through):
             if not directory.knows_peers:
@@ -223,7 +237,8 @@ class LocalNetwork:
     async def run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> AsyncIterator[None]:
         """Announce this peer and look for others while the context is open.
 
-        ``join`` is called with the addresses of each peer that is found, and again after a pause until it returns True.
+        ``join`` gets the addresses of each found peer, and again after a pause until it returns
+        True.
         """
         import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
 
@@ -266,7 +281,7 @@ class LocalNetwork:
     async def _present(
         self, place: _Place, join: Callable[[Sequence[str]], Awaitable[bool]]
     ) -> AsyncIterator[None]:
-        """Browse, and be registered with the addresses of ``place``, while the context is open."""
+        """Browse, and register the addresses of ``place``, while the context is open."""
         from zeroconf import ServiceStateChange
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
@@ -277,7 +292,10 @@ class LocalNetwork:
                 self._forget(name)
 
         def hear(text: "DNSText") -> bool:
-            """Remember the peer of a TXT record, or forget one that leaves. Returns whether the record is of this swarm."""
+            """Remember the peer of a TXT record, or forget it if it leaves.
+
+            Returns whether the record is of this swarm.
+            """
             addresses = read_record(self._swarm, text.text, place.networks)
             if addresses and not text.ttl:
                 self._forget(text.name)
@@ -297,7 +315,7 @@ class LocalNetwork:
                 reader.transport.set_protocol(ear)
             browser = AsyncServiceBrowser(dns.zeroconf, SERVICE, handlers=[notice])
             if place.announced:
-                # No probing for the name: it is random.
+                # The name is random, so no other peer can have it and probing is useless.
                 info = _service(own_name, place.announced, make_record(self._swarm, place.announced))
                 await dns.async_register_service(info, cooperating_responders=True)
             yield
@@ -315,7 +333,7 @@ class LocalNetwork:
             self._meeting[peer].add_done_callback(lambda _: self._meeting.pop(peer))
 
     async def _meet(self, peer: PeerId, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
-        """Join through a peer, as often as it takes until it answers or has left."""
+        """Try to join through a peer until it answers or has left."""
         _log.info("found %s in the local network", peer)
         while addresses := self._addresses_of(peer):
             try:
@@ -329,7 +347,7 @@ class LocalNetwork:
             await asyncio.sleep(RETRY_S)
 
     def _remember(self, name: str, addresses: tuple[str, ...]) -> bool:
-        """Remember a peer under one more name. Returns whether it has addresses that were not known."""
+        """Remember a peer under one more name. Returns whether it has new addresses."""
         peer = peer_in(addresses[0])
         if peer in map(peer_in, self._own()):
             return False
@@ -344,7 +362,7 @@ class LocalNetwork:
         return is_new
 
     def _forget(self, name: str) -> None:
-        """The instance of this name has left."""
+        """Forget the instance of this name, which has left."""
         for peer, names in list(self._found.items()):
             names.pop(name, None)
             if not names:
@@ -352,7 +370,8 @@ class LocalNetwork:
 
 
 class _Ear(asyncio.DatagramProtocol):
-    """What one socket hears. zeroconf gets queries, and answers with a record of this swarm; other packets leave no trace.
+    """The filter of one mDNS socket. Only queries, and answers with a record of this swarm, reach
+    zeroconf.
 
     zeroconf would keep the records of any answer, and ask for the addresses of any name.
     """
@@ -363,7 +382,9 @@ class _Ear(asyncio.DatagramProtocol):
         sources: ResourceManager,
         hear: Callable[["DNSText"], bool],
     ) -> None:
-        """``hear`` takes each TXT record, and returns whether it is of this swarm."""
+        """Create the filter. ``hear`` takes each TXT record and returns whether it is of this
+        swarm.
+        """
         self._zeroconf = cast(asyncio.DatagramProtocol, zeroconf)
         self._sources = sources
         self._hear = hear
@@ -381,7 +402,7 @@ class _Ear(asyncio.DatagramProtocol):
             self._zeroconf.datagram_received(data, addr)
 
     def _is_wanted(self, packet: "DNSIncoming") -> bool:
-        """Whether an answer has a record of this swarm."""
+        """Tell whether an answer has a record of this swarm."""
         from zeroconf._dns import DNSText
 
         if packet.num_answers + packet.num_authorities + packet.num_additionals > MAX_RECORDS:
@@ -399,14 +420,17 @@ class _Ear(asyncio.DatagramProtocol):
 def _service(name: str, announced: Sequence[str], record: bytes) -> "AsyncServiceInfo":
     from zeroconf.asyncio import AsyncServiceInfo
 
-    # The DNS records of host and port are there because readers of mDNS want them; peers read only the TXT record.
+    # Readers of mDNS want the DNS records of host and port. Peers read only the TXT record.
     hosts = dict.fromkeys(str(ip_of(each)) for each in announced)
     port = int(announced[0].split("/")[4])
     return AsyncServiceInfo(SERVICE, name, port, properties=record, parsed_addresses=list(hosts))
 
 
 async def find_addresses(swarm: bytes, *, within_s: float = FIND_S) -> list[str]:
-    """Addresses of the peers of ``swarm`` in the local network: those that are found within ``SETTLE_S`` of the first."""
+    """Return the addresses of peers of ``swarm`` found in the local network.
+
+    The search ends ``SETTLE_S`` after the first peer, or after ``within_s`` without any.
+    """
 
     async def join(_: Sequence[str]) -> bool:
         return True

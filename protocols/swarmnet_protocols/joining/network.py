@@ -1,7 +1,15 @@
-"""Joining a swarm: transport, handshakes, directory and admission under one identity; also redeeming an invite and revoking.
+"""Join a swarm: transport, handshakes, directory and admission under one identity.
 
-:func:`connect` builds these layers, lowest first: p2pd, the membership handshake, the directory, the admission protocol, and the guarded
-transport, over which every other protocol runs.
+:func:`connect` builds these layers, lowest first:
+
+1. p2pd (or py-libp2p), the transport;
+2. the membership handshake;
+3. the directory;
+4. the admission protocol;
+5. the guarded transport, which carries every other protocol.
+
+:func:`redeem` exchanges an invite for a certificate. :func:`push_revocations` spreads a revocation
+list.
 """
 
 import asyncio
@@ -42,27 +50,30 @@ _log = logging.getLogger(__name__)
 ANY_PORT = ("/ip4/0.0.0.0/tcp/0", "/ip4/0.0.0.0/udp/0/quic-v1")
 ANY_PORT_IPV6 = ("/ip6/::/tcp/0", "/ip6/::/udp/0/quic-v1")
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-"""Listen address of a peer that dials and is never dialled."""
+"""Listen address of a peer that only dials."""
 _CHOSEN = {"transport": "auto"}
 REMEMBER_FIRST_S = 10.0
-"""Seconds after which the peers of the swarm are stored for the first time: a process may be killed."""
+"""Seconds until the peers of the swarm are stored for the first time. With more, a process that is
+killed early has stored none."""
 REMEMBER_S = 600.0
-"""Period at which the peers of the swarm are stored again."""
+"""Seconds between two later stores of the peers of the swarm."""
 MAX_REMEMBERED = 16
 """Most peers whose addresses are stored."""
 REMEMBERED_EACH = 2
-"""Addresses of one peer that are stored: one of each transport."""
+"""Most addresses of one peer that are stored: one for each transport."""
 FETCH_S = 30.0
 """Timeout in seconds for one peer to fetch a revocation list."""
 
 
 def choose_transport(name: str) -> None:
-    """Use ``p2pd`` or ``libp2p`` in this process from now on; ``auto``: p2pd where its binary is installed."""
+    """Use ``p2pd`` or ``libp2p`` in this process from now on. ``auto`` is p2pd where its binary
+    exists.
+    """
     _CHOSEN["transport"] = name
 
 
 def transport_class() -> "type[P2pdTransport]":
-    """The transport of this process. Raises ``ConfigError`` for an unknown choice."""
+    """Return the transport class of this process. Raises ``ConfigError`` for an unknown choice."""
     from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
     from swarmnet_protocols.net.p2pd.process import binary
@@ -82,9 +93,10 @@ def transport_class() -> "type[P2pdTransport]":
 
 
 def any_port() -> tuple[str, ...]:
-    """Listen addresses on any port of every interface: of IPv4, and of IPv6 where this machine has it.
+    """Return listen addresses for any port of every interface: IPv4, and IPv6 where this machine
+    has it.
 
-    Behind the NAT of a provider, IPv6 is often the only way in.
+    Behind a provider's NAT, IPv6 is often the only way in.
     """
     return (*ANY_PORT, *ANY_PORT_IPV6) if _has_ipv6() else ANY_PORT
 
@@ -99,7 +111,10 @@ def _has_ipv6() -> bool:
 
 
 def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
-    """Listen addresses of a client: any port, since a hole in a router is punched from a port that listens. On loopback if the swarm is."""
+    """Return the listen addresses of a client: any port, or loopback if the swarm is on loopback.
+
+    A client listens because hole punching starts from a port that listens.
+    """
     from swarmnet_protocols.net.dialling import is_loopback
 
     return LOOPBACK if bootstrap and all(map(is_loopback, bootstrap)) else any_port()
@@ -110,11 +125,12 @@ class Trust:
     """Which hosts a client uses, as its owner or the swarm file names them."""
 
     hosts: frozenset[PeerId] = frozenset()
-    """The only hosts that are used; empty: all."""
+    """The only hosts to use; empty: all."""
     first_and_last: frozenset[PeerId] = frozenset()
-    """Hosts preferred as first and last hop, which can read prompt and answer; empty: guards that the client picks."""
+    """Preferred first and last hops, which can read prompt and answer; empty: the client picks
+    guards."""
     guards_folder: Path | None = None
-    """Folder in which the client keeps the guards it picked; without it they last as long as the process."""
+    """Folder for the guards that the client picked; None: it forgets them with the process."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +145,16 @@ class Network:
     known: tuple[str, ...] = ()
     """Addresses from earlier connections. None of them has to answer."""
     named: tuple[str, ...] = ()
-    """Those of ``known`` that the owner gave. The others came from peers, and are dialled as far as ``net/dialling.py`` allows."""
+    """The part of ``known`` that the owner gave. The rest came from peers and must pass
+    ``net/dialling.py``."""
     remember: Callable[[Sequence[str]], None] | None = None
-    """Stores the addresses of peers that are in the swarm, for ``known`` of the next connection. Raises ``OSError``."""
+    """Stores addresses of peers in the swarm, to become ``known`` next time. Raises ``OSError``."""
     mdns: bool = False
-    """Whether peers are also found in the local network, and this one announced there."""
+    """Whether to find peers in the local network, and announce this one there."""
     listen: tuple[str, ...] = ANY_PORT
     announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
-    """Folder of the certificate and the revocation lists. None: they are kept in memory only."""
+    """Folder of the certificate and the revocation lists. None: memory only."""
     adopt: Callable[[bytes], Rules] | None = None
     """Stores a newer swarm file and returns its rules: see ``Membership.adopt``."""
     swarm_file: Callable[[], bytes] | None = None
@@ -156,12 +173,18 @@ class Network:
 async def connect(
     network: Network, *, client_mode: bool = False
 ) -> AsyncIterator["tuple[Transport, Directory]"]:
-    """The guarded transport and the directory of a swarm, joined while the context is open.
+    """Join a swarm while the context is open: its guarded transport and its directory.
 
-    In client mode this peer stores no records for others, and several processes may use its identity at once. Raises
-    ``ConfigError`` for an identity that another process uses, ``NotAuthorised`` when this peer is no member of the swarm, and
-    ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of them. With ``mdns`` a peer in the local
-    network may answer instead, and a client needs one of both.
+    In client mode this peer stores no records for others, and several processes may use its
+    identity at once. With ``mdns`` a peer in the local network may answer instead of a bootstrap
+    peer, and a client needs one of the two.
+
+    Raises:
+
+    - ``ConfigError`` for an identity that another process uses.
+    - ``NotAuthorised`` when this peer is not a member of the swarm.
+    - ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of
+      them.
     """
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.directory.relay_announcements import RelayFinder, relay_announcer
@@ -200,7 +223,8 @@ async def connect(
             announce=network.announce,
             bootstrap=others,
             named=network.named,
-            # A bootstrap peer must be able to start alone; without one, a peer in the local network may answer.
+            # A bootstrap peer must be able to start alone. Without one, a peer in the local network
+            # may answer.
             require_bootstrap=needs_peers and not network.mdns and not network.known,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
@@ -268,7 +292,7 @@ async def connect(
 
 
 def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator[str]:
-    """The addresses of other peers among ``addresses`` that may be dialled."""
+    """Yield the addresses of other peers among ``addresses`` that may be dialled."""
     from swarmnet_protocols.net.p2pd.transport import peer_of
 
     for each in addresses:
@@ -283,7 +307,7 @@ def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator
 def _remember(
     transport: "P2pdTransport", directory: "DhtDirectory", remember: Callable[[Sequence[str]], None]
 ) -> None:
-    """Store two addresses of each peer of the directory that this one could dial again."""
+    """Store up to two addresses of each directory peer that this one could dial again."""
     answered = [
         each
         for addresses in islice(directory.peers().values(), MAX_REMEMBERED)
@@ -304,10 +328,12 @@ async def _keep(remembering: Callable[[], None]) -> NoReturn:
 
 
 async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
-    """Exchange ``invite`` for a certificate of the identity in ``identity_path``, which is created if missing, and the swarm file.
+    """Exchange ``invite`` for the swarm file and a certificate of the identity in
+    ``identity_path``.
 
-    An invite without addresses is redeemed at the peers of its swarm in the local network. ``take`` checks both, as for
-    ``admission.request_admission``. Raises what that raises, and ``ConfigError`` without any address.
+    The identity is created if missing. An invite without addresses is redeemed at peers of its
+    swarm in the local network. ``take`` checks both, as for ``admission.request_admission``. Raises
+    what that function raises, and ``ConfigError`` if there is no address.
     """
     from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.joining.admission import request_admission
@@ -334,10 +360,11 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
 async def push_revocations(
     sealed: bytes, addresses: Sequence[str], *, rules: Rules, key: "Signer", clock: "Clock"
 ) -> list[PeerId]:
-    """Give the sealed revocation list to the peers at ``addresses``, which spread it; those that have it afterwards.
+    """Give the sealed revocation list to the peers at ``addresses``, which spread it.
 
-    Without addresses, to those in the local network. ``key`` signed the list. It also signs a certificate, valid for an hour, under
-    which this process joins.
+    Returns the peers that have the list afterwards. Without addresses, the peers in the local
+    network get it. ``key`` signed the list. It also signs a certificate, valid for an hour, that
+    lets this process join.
     """
     from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.membership.certificates import Admittance, issue
@@ -368,7 +395,10 @@ async def push_revocations(
 
 
 async def send_revocations(handshakes: "Handshakes", addresses: Sequence[str]) -> list[PeerId]:
-    """Complete a handshake with each peer at ``addresses``; the peers that have all revocations of this one afterwards."""
+    """Complete a handshake with each peer at ``addresses``.
+
+    Returns the peers that have all revocations of this one afterwards.
+    """
     peers = await asyncio.gather(*(_send_revocations(handshakes, address) for address in addresses))
     return sorted({peer for peer in peers if peer is not None})
 

@@ -1,4 +1,4 @@
-"""The clock of this machine, compared with those of peers, for a client that finds no host."""
+"""Compare the clock of this machine with the clocks of peers, for a client that finds no host."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,15 +12,16 @@ from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability.dial_back import probe
 
 MAX_CLOCKS = 3
-"""Most peers that are asked for the time. The median counts."""
+"""Most peers that are asked for the time. Their median counts."""
 CLOCK_S = 3.0
-"""Timeout in seconds for the time of a peer."""
+"""Timeout in seconds for a peer to tell its time."""
 
 
 async def advise_on_clock(transport: Transport, addresses: Sequence[str]) -> str:
-    """Advice to set the clock of this machine if it differs from those of the peers at ``addresses``; empty if it agrees, or if none answers.
+    """Return advice to set the clock if it differs from the clocks of the peers at ``addresses``.
 
-    Records of hosts expire within a minute, so a wrong clock makes every host look gone.
+    Empty if the clock agrees, or nobody answers. Records of hosts expire within a minute, so a
+    wrong clock makes every host look gone.
     """
     answers = await asyncio.gather(*(_clock_error_s(transport, each) for each in addresses[:MAX_CLOCKS]))
     errors_s = [each for each in answers if each is not None]
@@ -28,7 +29,7 @@ async def advise_on_clock(transport: Transport, addresses: Sequence[str]) -> str
 
 
 async def _clock_error_s(transport: Transport, address: str) -> float | None:
-    """Seconds by which the clock of this machine is behind that of a peer; None without an answer."""
+    """Return how many seconds this machine's clock is behind a peer's; None without an answer."""
     try:
         async with asyncio.timeout(CLOCK_S):
             peer = peer_of(address)

@@ -1,4 +1,4 @@
-"""Resolves a model by its name, from peers of the swarm where the hub does not answer or does not have it."""
+"""Resolve a model by its name from peers of the swarm, when the hub does not answer or lacks it."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,10 +21,11 @@ def resolve_in_swarm(
     progress: "Progress | None" = None,
     max_disk_bytes: int | None = None,
 ) -> "LocalModel":
-    """The model with this name; ``max_disk_bytes`` as for ``resolve``.
+    """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
-    If the hub does not answer or does not have it, and the file of the swarm that ``enter`` enters names the model, its outline is taken from
-    peers. Not for a thread whose loop runs. Raises what ``resolve``, ``enter`` and ``connect`` raise.
+    If the hub does not answer or lacks the model, peers send its outline. That needs a swarm,
+    entered by ``enter``, whose file names the model. Do not call this on a thread with a running
+    loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
