@@ -1,1 +1,2 @@
-"""Fetching parts of a model's files: by pieces that are verified one by one, from the hub and from peers."""
+"""Fetching parts of a model's files: by pieces that are verified one by one, from the hub and from
+peers."""

@@ -1,4 +1,4 @@
-"""The limit on the disk space of partial files: the least recently used files are removed to keep within it."""
+"""Keep partial files within a limit of disk space by removing the least recently used ones."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,7 +19,7 @@ class StoredFile:
 
 
 def stored_files(parts: Path) -> list[StoredFile]:
-    """The partial files in the folder of all of them, the least recently used first."""
+    """Return the partial files in ``parts``, the least recently used first."""
     return sorted(_found(parts), key=lambda each: each.used_at)
 
 
@@ -31,9 +31,11 @@ def _found(parts: Path) -> Iterator[StoredFile]:
 
 
 def make_room(parts: Path, size: int, max_bytes: int) -> None:
-    """Remove the least recently used partial files that no process uses, until ``size`` more bytes are within ``max_bytes``.
+    """Remove the least recently used partial files until ``size`` more bytes fit into
+    ``max_bytes``.
 
-    Raises ``OutOfResources``, and removes nothing, if they cannot be.
+    Files that a process uses stay. Raises ``OutOfResources``, and removes nothing, if that is not
+    enough.
     """
     files = stored_files(parts)
     excess = sum(each.size for each in files) + size - max_bytes

@@ -1,12 +1,15 @@
-"""Downloads pieces from several sources at once, each at its own speed, and verifies each on arrival.
+"""Download pieces from several sources at once, each at its own speed, and verify each on arrival.
 
-Weights go to a ``PieceFile``, the state of a training job to a ``PieceMemory``.
+Weights go to a ``PieceFile``, the state of a training job to a ``PieceMemory``. The life of a
+download:
 
-Sources take work from one queue. The hub brings pieces that no peer has, once peers have said so.
-Peers bring the others; after ``HUB_WAIT_S`` the hub helps. When the queue is empty, an idle source
-repeats the reads of a slow one. A few sources work at a time. Another one starts when one ends, and
-while nothing arrives. A source that sends wrong bytes is dropped, and named in the error if no other
-source has the pieces.
+1. Missing pieces become units in one queue, and all sources take work from it.
+2. Peers bring pieces first. The hub brings pieces that no peer has, once peers have said so. After
+   ``HUB_WAIT_S`` it brings any piece.
+3. A few sources work at a time. Another starts when one ends, or while nothing arrives.
+4. When the queue is empty, an idle source repeats the reads of a slow one.
+
+A source that sends wrong bytes is dropped. The error names it if no other source has the pieces.
 """
 
 import asyncio
@@ -24,18 +27,19 @@ from swarmnet_protocols.machine.aio import all_of, cancel
 _log = logging.getLogger(__name__)
 
 HUB_WAIT_S = 3.0
-"""Head start of peers over the hub, in seconds: the traffic of the hub is paid for by its operator."""
+"""Head start in seconds of peers over the hub, because the hub's operator pays for its traffic."""
 REPEAT_S = 5.0
-"""Seconds after which a source without work repeats a read that another source has not finished, and again after as many.
+"""Seconds until an idle source repeats a read that another source has not finished, and between
+repeats.
 
-Also the seconds without a new piece after which a further source starts.
-"""
+Also the seconds without a new piece until a further source starts."""
 MAX_SOURCES = 17
-"""Sources that work at the same time while pieces arrive: the hub, and two streams with each of eight peers."""
+"""Most sources that work at the same time while pieces arrive: the hub, and two streams with each
+of eight peers."""
 ATTEMPTS = 4
-"""Consecutive failures to answer after which the hub is no longer asked. Another source is dropped after one."""
+"""Consecutive failures to answer that drop the hub. Other sources are dropped after one failure."""
 PAUSE_S = 0.5
-"""Pause in seconds after the first failure of a source; it doubles with each further one."""
+"""Seconds of pause after a source's first failure. Each further failure doubles it."""
 
 
 class PieceSource(Protocol):
@@ -44,7 +48,7 @@ class PieceSource(Protocol):
     name: str
     """Names the source in error messages."""
     is_last: bool
-    """Whether other sources have the head start ``HUB_WAIT_S`` over this one; true of the hub."""
+    """Whether other sources get the head start ``HUB_WAIT_S``. True for the hub."""
     connections: int
     """Most reads at the same time."""
     max_bytes: int
@@ -54,14 +58,18 @@ class PieceSource(Protocol):
         """Connect, and find out which pieces the source has. Raises ``SwarmnetError``."""
 
     def has(self, file: ModelFile, piece: int) -> bool:
-        """Whether the source may have a piece. False until it is prepared."""
+        """Tell whether the source may have a piece. False until it is prepared."""
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
-        """The bytes [start, end) of a file, or a prefix of them that is not empty. Raises ``SwarmnetError``."""
+        """Return the bytes [start, end) of a file, or a prefix that is not empty. Raises
+        ``SwarmnetError``.
+        """
 
 
 class PieceTarget(Protocol):
-    """Where the pieces of one file go: verified, and kept when a download fails."""
+    """The place for the pieces of one file. It verifies pieces and keeps them when a download
+    fails.
+    """
 
     file: ModelFile
 
@@ -70,10 +78,11 @@ class PieceTarget(Protocol):
         """The offsets at which pieces begin, and the end of the last one."""
 
     def has(self, piece: int) -> bool:
-        """Whether a piece is here."""
+        """Return whether a piece is here."""
 
     def write(self, first: int, data: bytes) -> int:
-        """Keep the whole pieces that ``data`` begins with, from ``first`` on. Returns their number.
+        """Keep the whole pieces at the beginning of ``data``, from piece ``first`` on. Returns
+        their number.
 
         Raises ``IntegrityError`` for a piece with another hash.
         """
@@ -90,7 +99,7 @@ class _Unit:
     first: int
     last: int
     asked: dict[str, float] = field(default_factory=dict)
-    """Sources that were asked and have not answered, and when."""
+    """Sources that were asked and have not answered → time of the request."""
 
     @property
     def start(self) -> int:
@@ -102,7 +111,7 @@ class _Unit:
 
     @property
     def name(self) -> str:
-        """The file in logs, by its hash, which servers log, too."""
+        """Name of the file in logs. It is the hash, which servers log, too."""
         return f"download {self.file.file.sha256.hex()[:8]}"
 
     def missing(self) -> bool:
@@ -110,7 +119,10 @@ class _Unit:
 
 
 def _units(file: PieceTarget, pieces: Sequence[int]) -> list[_Unit]:
-    """The missing pieces of ``pieces``. Neighbours are joined while they are together no longer than ``PIECE_BYTES``."""
+    """Return the missing pieces among ``pieces`` as units.
+
+    Neighbours share a unit of at most ``PIECE_BYTES``.
+    """
     units: list[_Unit] = []
     for piece in sorted(set(pieces)):
         if file.has(piece):
@@ -131,10 +143,12 @@ async def download(
 ) -> dict[str, int]:
     """Fetch the wanted pieces that are missing. Returns the bytes from each source, by its name.
 
-    ``on_bytes`` is called with the bytes fetched so far and the bytes of all missing pieces,
-    ``on_wrong`` with the name of each source that sent wrong bytes. Raises ``IntegrityError`` if all
-    sources sent wrong bytes, and ``Unreachable`` if pieces could not be fetched for another reason.
-    Both name the sources. Raises ``OutOfResources`` for a full disk. Verified pieces are always kept.
+    - ``on_bytes`` gets the bytes fetched so far and the bytes of all missing pieces.
+    - ``on_wrong`` gets the name of each source that sent wrong bytes.
+
+    Raises ``IntegrityError`` if all sources sent wrong bytes, and ``Unreachable`` if pieces could
+    not be fetched for another reason. Both name the sources. Raises ``OutOfResources`` for a full
+    disk. Verified pieces are always kept.
     """
     units = [unit for file, pieces in wanted for unit in _units(file, pieces)]
     running = _Download(units, on_bytes, on_wrong)
@@ -165,10 +179,10 @@ class _Download:
         self._dropped: dict[str, IntegrityError] = {}
         self._changed = asyncio.Event()
         self._sources: list[PieceSource] = []
-        """Those that have started."""
+        """Sources that have started."""
         self._preparing = 0
         self._progress_at = _now()
-        """When the last piece arrived, or the last source started."""
+        """Time of the last arrived piece, or of the last start of a source."""
         self._writing = asyncio.Lock()
 
     async def run(self, sources: Sequence[PieceSource]) -> None:
@@ -204,7 +218,7 @@ class _Download:
         return source.name in self._dropped or source.name in self._failed
 
     async def _use(self, source: PieceSource) -> None:
-        """Prepare a source, and fetch over its connections until no unit is left that it could bring."""
+        """Prepare a source, and fetch over its connections until it can bring no unit that is left."""
         self._preparing += not source.is_last
         try:
             await source.prepare()
@@ -219,7 +233,7 @@ class _Download:
         await all_of(*(self._work(source) for _ in range(source.connections)))
 
     async def _work(self, source: PieceSource) -> None:
-        """Fetch over one connection of a source until no unit is left that it could bring."""
+        """Fetch over one connection of a source until it can bring no unit that is left."""
         began, failures = _now(), 0
         while not self._is_out(source):
             units = self._take(source, began)
@@ -247,7 +261,10 @@ class _Download:
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
     def _take(self, source: PieceSource, began: float) -> list[_Unit] | None:
-        """Adjacent units for one read; empty if the source has to wait, None if no unit is left for it."""
+        """Return adjacent units for one read.
+
+        Empty if the source has to wait; None if no unit is left for it.
+        """
         if not self._queue and not self._asked:
             return None
         others = [other for other in self._sources if not other.is_last and not self._is_out(other)]
@@ -266,7 +283,9 @@ class _Download:
         return []
 
     def _with_adjacent(self, source: PieceSource, unit: _Unit) -> list[_Unit]:
-        """``unit`` and the units in the queue that follow it, up to a fair share of the bytes that are left."""
+        """Return ``unit`` and the queued units that follow it, up to a fair share of the bytes
+        left.
+        """
         workers = sum(each.connections for each in self._sources if not self._is_out(each))
         left = sum(each.end - each.start for each in self._queue)
         limit = min(source.max_bytes, max(left // (2 * workers), unit.end - unit.start))
@@ -285,7 +304,9 @@ class _Download:
         return units
 
     def _release(self, source: PieceSource, units: list[_Unit]) -> None:
-        """Return units that a source has not brought to the queue, unless another source is fetching them."""
+        """Put units back into the queue that a source has not brought, unless another source
+        fetches them.
+        """
         for unit in units:
             unit.asked.pop(source.name, None)
             if unit in self._asked and not (unit.asked and unit.missing()):
@@ -295,9 +316,12 @@ class _Download:
         self._changed.set()
 
     async def _fetch(self, source: PieceSource, units: list[_Unit]) -> SwarmnetError | None:
-        """Read and write adjacent units. Returns the error of the source, None if it made none. Raises ``OutOfResources`` for a full disk."""
+        """Read and write adjacent units. Returns the error of the source, or None.
+
+        Raises ``OutOfResources`` for a full disk.
+        """
         file, last = units[0].file, units[-1].last
-        # Of an answer that broke off, the first pieces are here already.
+        # If an answer broke off, its first pieces are here already.
         first = next((piece for piece in range(units[0].first, last) if not file.has(piece)), units[0].first)
         try:
             data = await source.read(file.file, file.starts[first], file.starts[last])

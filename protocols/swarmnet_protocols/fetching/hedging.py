@@ -1,4 +1,4 @@
-"""Asking one peer after another, without waiting for those that are slow to answer."""
+"""Ask one peer after another, without waiting for slow peers."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,8 @@ from swarmnet_protocols.machine.aio import cancel
 
 P = TypeVar("P")
 HEDGE_S = 2.0
-"""Seconds after which the next peer is asked, too. Less asks many peers for the same; more waits longer for a silent one."""
+"""Seconds until the next peer is asked, too. With less, many peers are asked for the same; with
+more, a silent peer costs more time."""
 
 
 async def hedged(
@@ -19,8 +20,8 @@ async def hedged(
 ) -> None:
     """Call ``ask`` with one peer after another until it returns True.
 
-    After ``HEDGE_S`` the next peer is asked although the one before has not answered. ``on_late`` is
-    called with each peer that has not.
+    If a peer has not answered after ``HEDGE_S``, ``on_late`` is called with it and the next peer is
+    asked.
     """
     waiting = deque(peers)
     running: dict[asyncio.Task[bool], P] = {}

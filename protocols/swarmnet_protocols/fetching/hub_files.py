@@ -1,7 +1,8 @@
-"""Weight files of a model on the hub, which are downloaded when their tensors are needed.
+"""Weight files of a model on the hub, downloaded when their tensors are needed.
 
-The hub lists the size and SHA-256 of every large file. The model's manifest needs no more, so a host or a client knows the model's identity
-before it has the weights. ``models/parts.py`` decides whether pieces of a file are downloaded or the whole file.
+The hub lists the size and SHA-256 of every large file. The model's manifest needs no more, so a
+host or client knows the model's identity before it has the weights. ``models/parts.py`` decides
+whether pieces of a file are downloaded or the whole file.
 """
 
 import contextlib
@@ -20,12 +21,13 @@ from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.machine.files import write_whole
 
 MAX_LISTED = 10_000
-"""Files of a repository that are read from its listing; further ones are ignored."""
+"""Most files of a repository that are read from its listing. Further ones are ignored."""
 MAX_FILE_BYTES = 1 << 50
 MAX_HEAD_READS = 64
-"""Most requests for the header of one file, each of which may bring a part of what it asked for."""
+"""Most requests for the header of one file. Each may bring only a part of what it asked for."""
 HEAD_BYTES = 128 << 10
-"""Bytes of the first read of a file's header. While the header is longer, the next read is eight times as long."""
+"""Bytes of the first read of a file's header. If the header is longer, each further read is eight
+times as long."""
 MAX_HEAD_BYTES = 64 << 20
 _SHA256_BYTES = hashlib.sha256().digest_size
 Known = Mapping[str, tuple[int, bytes]]
@@ -45,23 +47,27 @@ class HubFiles:
 
     @property
     def ranges(self) -> HubRanges:
-        """The files as a source of their bytes."""
+        """Return the files as a source of their bytes."""
         return HubRanges(self.repository, self.commit)
 
     def file(self, name: str) -> ModelFile:
-        """Name, size and hash of one file."""
+        """Return name, size and hash of one file."""
         return ModelFile(name, *self.known[name])
 
     def partial(self, name: str) -> PieceFile:
-        """The partial file in which the pieces of a file are kept; it may not exist yet."""
+        """Return the partial file for the pieces of a file. It may not exist yet."""
         file = self.file(name)
         return PieceFile(self.parts / file.sha256.hex(), file)
 
     def read_head(self, name: str, head_bytes: Callable[[Path], int]) -> None:
-        """Download the header of a file into its partial file, unless it is on disk. It is verified later, before a tensor is read.
+        """Download the header of a file into its partial file, unless it is on disk.
 
-        ``head_bytes`` returns the size of the header of the file at a path, and raises ``IntegrityError`` while that is incomplete. Raises
-        ``IntegrityError`` if the file has no header within ``MAX_HEAD_BYTES``, and ``Unreachable``, also for a hub that sends a few bytes at a time.
+        The header is verified later, before a tensor is read. ``head_bytes`` returns the size of
+        the header of the file at a path, and raises ``IntegrityError`` while the header is
+        incomplete.
+
+        Raises ``IntegrityError`` if the file has no header within ``MAX_HEAD_BYTES``. Raises
+        ``Unreachable`` if the hub does not answer, or sends only a few bytes at a time.
         """
         partial, file, size = self.partial(name), self.file(name), HEAD_BYTES
         if partial.exists:
@@ -87,9 +93,10 @@ class HubFiles:
         raise Unreachable(f"{MAX_HEAD_READS} answers of the hub did not bring the header of {name}")
 
     def fetch(self, name: str) -> Path:
-        """Download one whole file into the cache of huggingface_hub, continuing an interrupted download. Returns its path.
+        """Download one whole file into the cache of huggingface_hub, and return its path.
 
-        Raises ``Unreachable`` if the hub does not send it, and ``OutOfResources`` if the disk has no room.
+        An interrupted download continues. Raises ``Unreachable`` if the hub does not send the file,
+        and ``OutOfResources`` if the disk has no room.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import LocalEntryNotFoundError
@@ -130,14 +137,15 @@ def check_free_space(what: str, size_bytes: int, folder: Path) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which need not exist yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     return shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
 
 
 def list_hub_files(repository: str, commit: str, cache_dir: Path) -> HubFiles | None:
-    """The large files of a commit, as the hub lists them; None if it cannot be asked. The list is cached in ``cache_dir``: a commit never changes.
+    """Return the large files of a commit, as the hub lists them; None if the hub cannot be asked.
 
-    Raises ``IntegrityError`` for an entry without a valid size and SHA-256.
+    The list is cached in ``cache_dir``, since a commit never changes. Raises ``IntegrityError`` for
+    an entry without a valid size and SHA-256.
     """
     key = hashlib.sha256(f"{repository}@{commit}".encode()).hexdigest()[:32]
     kept = cache_dir / "hub" / f"{key}.json"
@@ -152,12 +160,14 @@ def list_hub_files(repository: str, commit: str, cache_dir: Path) -> HubFiles | 
 
 
 def parts_folder(cache_dir: Path) -> Path:
-    """The folder of partial files in ``cache_dir``."""
+    """Return the folder of partial files in ``cache_dir``."""
     return cache_dir / "parts"
 
 
 def _ask_hub(repository: str, commit: str) -> object | None:
-    """Name to [size, SHA-256] of each file that the hub stores by its hash; None if the hub cannot be asked."""
+    """Return name → [size, SHA-256] of each file that the hub stores by hash; None without an
+    answer.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
     from huggingface_hub.hf_api import RepoFile

@@ -1,4 +1,4 @@
-"""Reads ranges of files on the hub over HTTP. Callers verify the bytes."""
+"""Read ranges of files on the hub over HTTP. Callers verify the bytes."""
 
 import asyncio
 import contextlib
@@ -12,13 +12,16 @@ from swarmnet_protocols.errors import IntegrityError, Unreachable
 from swarmnet_protocols.fetching.pieces import ModelFile
 
 TIMEOUT_S = 20.0
-"""Seconds after which a read is given up if the hub sends no byte."""
+"""Seconds without a byte from the hub until a read is given up."""
 MIN_BYTES_PER_S = 20_000
-"""Least mean rate of an answer, in bytes per second. A slower one is ended after ``TIMEOUT_S``."""
+"""Least mean rate of an answer in bytes per second. A slower answer ends after ``TIMEOUT_S``."""
 
 
 def no_answer() -> tuple[type[Exception], ...]:
-    """The errors raised if the hub cannot be reached or does not answer. They belong to the HTTP library that huggingface_hub uses."""
+    """Return the errors for a hub that cannot be reached or does not answer.
+
+    They belong to the HTTP library that huggingface_hub uses.
+    """
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
@@ -36,16 +39,17 @@ class HubRanges:
     max_bytes: int = 16 << 20
 
     async def prepare(self) -> None:
-        """Does nothing: the hub is always ready."""
+        """Do nothing, since the hub is always ready."""
 
     def has(self, file: ModelFile, piece: int) -> bool:
-        """True: the hub has whole files."""
+        """Return True, since the hub has whole files."""
         return True
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
-        """The bytes [start, end), or a prefix of them if the connection breaks.
+        """Return the bytes [start, end), or a prefix if the connection breaks.
 
-        Raises ``Unreachable`` if no byte arrives, and ``IntegrityError`` for an answer with another part of the file.
+        Raises ``Unreachable`` if no byte arrives, and ``IntegrityError`` for an answer with another
+        part of the file.
         """
         stopped = threading.Event()
         try:
@@ -56,7 +60,10 @@ class HubRanges:
     def read_now(
         self, file: ModelFile, start: int, end: int, is_stopped: Callable[[], bool] = lambda: False
     ) -> bytes:
-        """The same as ``read``, for a thread without an event loop. ``is_stopped`` is called between chunks, and ends the read."""
+        """Read as ``read`` does, on a thread without an event loop.
+
+        ``is_stopped`` is called between chunks and ends the read.
+        """
         from huggingface_hub.errors import OfflineModeIsEnabled
 
         found = bytearray()
@@ -65,7 +72,7 @@ class HubRanges:
         try:
             with self._answer(file, start, end) as answer:
                 _check_range(answer, file, start, end)
-                for chunk in answer.iter_raw():  # as it arrives: of a broken answer nothing is lost
+                for chunk in answer.iter_raw():  # as it arrives: a broken answer loses nothing
                     found += chunk[: end - start - len(found)]
                     late = time.monotonic() - begun - TIMEOUT_S
                     if len(found) == end - start or is_stopped() or late * MIN_BYTES_PER_S > len(found):
@@ -94,14 +101,19 @@ class HubRanges:
 
 
 def _check_secure(answer: Any) -> None:
-    """Raise ``IntegrityError`` if a request over TLS was redirected to an address without TLS: some bytes have no other proof than TLS."""
+    """Raise ``IntegrityError`` if a request over TLS was redirected to an address without TLS.
+
+    Some bytes have no other proof than TLS.
+    """
     addresses = [str(each.url) for each in (*answer.history, answer)]
     if addresses[0].startswith("https:") and not all(each.startswith("https:") for each in addresses):
         raise IntegrityError(f"the hub redirects to {addresses[-1][:200]}, which is not encrypted")
 
 
 def _check_range(answer: Any, file: ModelFile, start: int, end: int) -> None:
-    """Raise unless the answer is the bytes [start, end) of a file of the expected size, as they are stored."""
+    """Raise an error unless the answer is the stored bytes [start, end) of a file of the expected
+    size.
+    """
     if answer.status_code == 200 and (start, end) == (0, file.size):
         return
     if answer.status_code != 206:

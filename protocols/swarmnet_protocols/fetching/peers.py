@@ -1,7 +1,7 @@
-"""Peers of the swarm as sources of weights: their tables of pieces, which pieces they have, and the pieces.
+"""Peers of the swarm as sources of weights: piece tables, which pieces they have, and the pieces.
 
-No peer holds up a download: while a host is slow to answer, the next host is asked the same, and an answer below a minimum rate ends.
-So one honest host is enough, whatever the others do.
+No peer holds up a download. While a host is slow to answer, the next host is asked the same, and an
+answer below a minimum rate ends. So one honest host is enough, whatever the others do.
 """
 
 import asyncio
@@ -38,13 +38,14 @@ T = TypeVar("T")
 MAX_HOSTS = 64
 """Most hosts of a model that are asked for one download."""
 LATE_S = 30.0
-"""Seconds that an answer may take besides those for its bytes. Busy hosts answer late."""
+"""Seconds that an answer may take in addition to the time for its bytes. Busy hosts answer late."""
 MIN_BYTES_PER_S = 35_000.0
-"""Least mean rate of an answer, in bytes per second: that of the slowest link worth using."""
+"""Least mean rate of an answer in bytes per second, from the slowest link worth using."""
 STREAMS = 2
-"""Streams with each peer, so that it has the next request when it has sent a piece."""
+"""Streams with each peer. The peer then has the next request when it has sent a piece."""
 CONNECT_S = 60.0
-"""Seconds that a download waits for the connection to the swarm before it continues without peers."""
+"""Seconds that a download waits for the connection to the swarm before it continues without
+peers."""
 MAX_LISTING_BYTES = 1 << 20
 
 WeightStream = TypedStream[pb.WeightsRequest, pb.WeightsReply]
@@ -61,15 +62,16 @@ class WeightHost(Protocol):
 
 
 FindHosts = Callable[[bytes], Awaitable[Sequence[WeightHost]]]
-"""The hosts of a model, by the hash of its manifest."""
+"""Finds the hosts of a model by the hash of its manifest."""
 
 
 async def fetch_document(
     stream: WeightStream, model: bytes, what: pb.What, file: bytes = b"", *, max_bytes: int
 ) -> bytes:
-    """A document of a peer; empty if the peer does not have it.
+    """Fetch a document from a peer; empty if the peer does not have it.
 
-    Raises ``IntegrityError`` if it is longer than ``max_bytes`` or ends too early, and ``DeadlineExceeded`` if it comes too slowly.
+    Raises ``IntegrityError`` if the document is longer than ``max_bytes`` or ends too early, and
+    ``DeadlineExceeded`` if it comes too slowly.
     """
     answer = _Answer(stream, model, what, file)
     total = 1
@@ -87,9 +89,10 @@ def _check_size(what: pb.What, total: int, max_bytes: int) -> None:
 
 
 async def fetch_file(stream: WeightStream, model: bytes, file: ModelFile) -> bytes:
-    """A whole small file, not verified.
+    """Fetch a whole small file without verifying it.
 
-    Raises ``Unreachable`` if the peer does not have it, and ``DeadlineExceeded`` if it comes too slowly.
+    Raises ``Unreachable`` if the peer does not have it, and ``DeadlineExceeded`` if it comes too
+    slowly.
     """
     answer = _Answer(stream, model, pb.WHAT_DATA, file.sha256)
     while len(answer.found) < file.size:
@@ -100,7 +103,7 @@ async def fetch_file(stream: WeightStream, model: bytes, file: ModelFile) -> byt
 
 
 class _Answer:
-    """What a peer has sent of a document or file, at ``MIN_BYTES_PER_S`` or faster."""
+    """The part of a document or file that a peer has sent, at ``MIN_BYTES_PER_S`` or faster."""
 
     def __init__(self, stream: WeightStream, model: bytes, what: pb.What, file: bytes) -> None:
         self.found = bytearray()
@@ -111,7 +114,10 @@ class _Answer:
         self._began = asyncio.get_running_loop().time()
 
     async def next(self, length: int) -> tuple[int, Buffer]:
-        """Ask for the next ``length`` bytes, and add them. Returns the size of the whole, and the bytes that came."""
+        """Ask for the next ``length`` bytes, and append them.
+
+        Returns the size of the whole, and the bytes that came.
+        """
         until = self._began + LATE_S + len(self.found) / MIN_BYTES_PER_S
         try:
             async with asyncio.timeout_at(until):
@@ -138,7 +144,7 @@ async def _ask(
 
 @dataclass
 class PeerSource:
-    """One stream with a peer, as a source of pieces. It is opened by ``prepare``."""
+    """One stream with a peer, as a source of pieces. ``prepare`` opens it."""
 
     name: str
     open: Callable[[], Awaitable[WeightStream]]
@@ -148,11 +154,14 @@ class PeerSource:
     connections: int = 1
     max_bytes: int = PIECE_BYTES
     _held: dict[bytes, bytes] = field(default_factory=dict, init=False)
-    """One bit for each piece that the peer has, by the SHA-256 of the file."""
+    """SHA-256 of a file → one bit for each piece that the peer has."""
     _stream: WeightStream | None = field(default=None, init=False)
 
     async def prepare(self) -> None:
-        """Open the stream, and ask which pieces the peer has. Raises the errors of ``Transport.open`` and ``fetch_document``."""
+        """Open the stream, and ask which pieces the peer has.
+
+        Raises the errors of ``Transport.open`` and ``fetch_document``.
+        """
         self._stream = await self.open()
         for file in self.files:
             max_bytes = PieceTable.max_bytes(file.size) // (8 * HASH_BYTES) + 1
@@ -161,11 +170,14 @@ class PeerSource:
             )
 
     def has(self, file: ModelFile, piece: int) -> bool:
-        """Whether the peer reported that it has a piece."""
+        """Return whether the peer reported that it has a piece."""
         return has_bit(self._held.get(file.sha256, b""), piece)
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
-        """The bytes [start, end). Raises ``Unreachable`` if the peer does not have them any more, and the errors of ``TypedStream``."""
+        """Return the bytes [start, end).
+
+        Raises ``Unreachable`` if the peer no longer has them, and the errors of ``TypedStream``.
+        """
         if self._stream is None:
             raise Unreachable("its stream is not open")
         _, payload = await _ask(self._stream, self.model, pb.WHAT_DATA, file.sha256, start, end - start)
@@ -180,12 +192,19 @@ class PeerSource:
 
 
 class SwarmPeers:
-    """The hosts of models in one swarm. It exists before the connection to the swarm does, so that another thread can wait for that."""
+    """The hosts of models in one swarm.
+
+    The object exists before the connection to the swarm, so that another thread can wait for it.
+    """
 
     def __init__(
         self, pieces_hashes: Mapping[bytes, bytes], timing: Timing, models: Collection[bytes] = ()
     ) -> None:
-        """``pieces_hashes``: those of the swarm file, by the hash of the manifest. ``models``: the hashes of all manifests that it names."""
+        """Create it without a connection.
+
+        - ``pieces_hashes``: manifest hash → pieces hash, from the swarm file.
+        - ``models``: the manifest hashes that the swarm file names.
+        """
         self._pieces_hashes = pieces_hashes
         self._models = models
         self._timing = timing
@@ -197,21 +216,29 @@ class SwarmPeers:
         self._settled = threading.Event()
 
     def attach(self, transport: Transport, find: FindHosts) -> None:
-        """Use ``transport``, which is connected to the swarm; ``find`` looks up hosts. Called on the event loop of the network."""
+        """Use ``transport``, which is connected to the swarm. ``find`` looks up hosts.
+
+        Call this on the event loop of the network.
+        """
         self._loop, self._transport, self._find = asyncio.get_running_loop(), transport, find
         self._settled.set()
 
     def detach(self) -> None:
-        """Report that the connection failed or has ended: downloads continue without peers. Idempotent."""
+        """Note that the connection failed or ended, so that downloads continue without peers.
+        Idempotent.
+        """
         self._loop = self._transport = self._find = None
         self._settled.set()
 
     def lists(self, model: bytes) -> bool:
-        """Whether the swarm file names the hash of this model's manifest."""
+        """Tell whether the swarm file names this model's manifest hash."""
         return model in self._models
 
     def wait(self) -> bool:
-        """Wait for the connection. Returns whether peers can be asked from this thread, which must not be the thread of the network's event loop."""
+        """Wait for the connection. Returns whether peers can be asked from this thread.
+
+        This must not be the thread of the network's event loop.
+        """
         with suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 return False
@@ -226,9 +253,9 @@ class SwarmPeers:
         return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
 
     async def first(self, model: bytes, ask: Callable[[WeightStream], Awaitable[T]]) -> T:
-        """What ``ask`` returns first, called with one host of a model after another.
+        """Return the first result of ``ask``, called with one host of a model after another.
 
-        Raises ``Unreachable``, with all errors, if it raised for every host.
+        Raises ``Unreachable`` with all errors if ``ask`` raised for every host.
         """
         causes: list[str] = []
         answers: list[T] = []
@@ -258,7 +285,8 @@ class SwarmPeers:
     async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
         """Ask hosts of a model for the tables of files, and add them to ``tables``.
 
-        Tables that the swarm file's pieces hash covers are known, others are claimed. Peers that fail or have no table are passed over.
+        Tables that the swarm file's pieces hash covers are known; others are claimed. Peers that
+        fail or have no table are skipped.
         """
         wanted = {file.sha256: file for file in files}
         vouched: dict[bytes, bytes] = {}
@@ -278,7 +306,9 @@ class SwarmPeers:
         await hedged(await self._hosts(model), have_all, self._late)
 
     async def _vouched(self, stream: WeightStream, model: bytes, tables: Tables) -> dict[bytes, bytes]:
-        """The hashes of the tables that the model's pieces hash covers, by file; empty without one."""
+        """Return file → hash of its table, as the model's pieces hash covers them; empty without
+        one.
+        """
         expected = self._pieces_hashes.get(model)
         if expected is None:
             return {}
@@ -308,7 +338,10 @@ class SwarmPeers:
 
     @asynccontextmanager
     async def sources(self, model: bytes, files: Sequence[ModelFile]) -> AsyncIterator[Sequence[PieceSource]]:
-        """Hosts of a model as sources of pieces of files, while the context is open. None of them is asked before ``prepare``."""
+        """Offer hosts of a model as sources of pieces while the context is open.
+
+        No host is asked before ``prepare``.
+        """
         found = [
             PeerSource(f"peer {host.peer}", partial(self._open, host), model, files)
             for host in await self._hosts(model)
@@ -321,9 +354,10 @@ class SwarmPeers:
                 source.close()
 
     async def _hosts(self, model: bytes) -> list[WeightHost]:
-        """The hosts to ask, in this order.
+        """Return the hosts to ask, in order.
 
-        Hosts of different subnets take turns. The order depends on the asking peer, so that newcomers are spread over the hosts.
+        Hosts of different subnets take turns. The order depends on the asking peer, which spreads
+        newcomers over the hosts.
         """
         transport, find = self._transport, self._find
         if transport is None or find is None:

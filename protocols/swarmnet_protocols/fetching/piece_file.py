@@ -1,14 +1,15 @@
-"""A weight file of which this machine has some pieces: a sparse file of the full size, at the offsets that the whole file has.
+"""A partial weight file: a sparse file of the full size, with pieces at their final offsets.
 
-Readers of safetensors and gguf map it into memory like the whole file. Layout, in a folder that is named by the SHA-256 of the whole file::
+Readers of safetensors and gguf map it into memory like the whole file. Its folder is named by the
+SHA-256 of the whole file::
 
     model-00002-of-00030.safetensors   the file; where pieces are missing it has holes, which take no space
     lock                               locked by the processes that use the file
     present                            one bit for each piece, set once the piece is verified and on disk
     noted                              the hashes of pieces as they first arrived, where no other source has told them
 
-Bits are set after the data has reached the disk, so a process or a machine may stop at any moment: marked pieces are on disk, and the next
-start fetches the others.
+A bit is set only after its data has reached the disk. So a process or machine may stop at any
+moment: marked pieces are on disk, and the next start fetches the others.
 """
 
 import errno
@@ -35,14 +36,14 @@ from swarmnet_protocols.machine.platform import lock
 
 _PRESENT, _NOTED, _LOCK = "present", "noted", "lock"
 SYNC_BYTES = 64 << 20
-"""Bytes that are written between two updates of the bits. A process that is killed loses at most as many."""
+"""Bytes written between two updates of the bits. A killed process loses at most as many."""
 
 
 class PieceFile:
     """A partial file. Methods that write raise ``OutOfResources`` for a full disk."""
 
     def __init__(self, folder: Path, file: ModelFile) -> None:
-        """``folder`` holds nothing but this file, its bits and its lock."""
+        """Open a file in ``folder``, which holds only this file, its bits and its lock."""
         self.file = file
         self.folder = folder
         self.path = folder / file.name
@@ -51,7 +52,7 @@ class PieceFile:
         self._head_bytes = 0
         self._hashes = bytearray()
         self.notes = False
-        """Whether hashes are noted when pieces arrive."""
+        """Whether arriving pieces have their hashes noted."""
         self._starts: tuple[int, ...] = ()
         self._bits = bytearray()
         self._written: list[int] = []
@@ -65,7 +66,7 @@ class PieceFile:
 
     @property
     def size_on_disk(self) -> int:
-        """Bytes of disk that the file takes."""
+        """Return the bytes of disk that the file takes."""
         return folder_bytes(self.folder)
 
     def create(self) -> None:
@@ -81,9 +82,12 @@ class PieceFile:
     # ---- which pieces are here ------------------------------------------------------------------------------
 
     def use(self, table: PieceTable, edges: Iterable[int] | None, *, notes: bool = False) -> None:
-        """Read which pieces are here, numbered by ``table``. ``edges``: the offsets at which tensors begin and end; None while the header is
-        not here, when only its own pieces are numbered. ``notes``: the hash of a piece that is ``UNKNOWN`` in the table is noted when the piece
-        arrives; from then on the piece must have it.
+        """Read which pieces are here, numbered by ``table``.
+
+        - ``edges``: the offsets where tensors begin and end. None while the header is not here;
+          then only the header's pieces are numbered.
+        - ``notes``: when a piece with an ``UNKNOWN`` hash arrives, note its hash. From then on the
+          piece must have that hash.
 
         Raises ``IntegrityError`` if the table does not have one hash for each piece.
         """
@@ -107,7 +111,7 @@ class PieceFile:
                 self._bits[piece // 8] &= ~(1 << piece % 8)
 
     def noted(self) -> PieceTable | None:
-        """The table of the hashes that were noted; None if none were."""
+        """Return the table of noted hashes; None without any."""
         try:
             return PieceTable.decode(self._noted_path.read_bytes(), self.file.size)
         except (OSError, IntegrityError):
@@ -124,11 +128,11 @@ class PieceFile:
         return bytes(self._bits)
 
     def has(self, piece: int) -> bool:
-        """Whether a piece is here."""
+        """Return whether a piece is here."""
         return has_bit(self._bits, piece)
 
     def present_bytes(self) -> int:
-        """The bytes of the pieces that are here."""
+        """Return the bytes of the pieces that are here."""
         return sum(end - start for start, end in self._spans(range(len(self._starts) - 1)))
 
     def _spans(self, pieces: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -139,7 +143,10 @@ class PieceFile:
     # ---- writing --------------------------------------------------------------------------------------------
 
     def check(self, first: int, data: bytes | memoryview) -> int:
-        """The number of whole pieces from ``first`` on that ``data`` begins with. Raises ``IntegrityError`` for one with another hash."""
+        """Return how many whole pieces from ``first`` on ``data`` begins with.
+
+        Raises ``IntegrityError`` for a piece with another hash.
+        """
         piece, view, start = first, memoryview(data), self._starts[first]
         while piece < len(self._starts) - 1 and self._starts[piece + 1] - start <= len(view):
             part = view[self._starts[piece] - start : self._starts[piece + 1] - start]
@@ -155,9 +162,10 @@ class PieceFile:
         return hashlib.sha256(data).digest() == expected or (self.notes and expected == UNKNOWN)
 
     def write(self, first: int, data: bytes | memoryview) -> int:
-        """Verify the whole pieces that ``data`` begins with, from ``first`` on, and write them. Returns their number.
+        """Verify and write the whole pieces at the beginning of ``data``, from ``first`` on.
 
-        Raises ``IntegrityError``, and writes nothing, for a piece with another hash.
+        Returns their number. Raises ``IntegrityError``, and writes nothing, for a piece with
+        another hash.
         """
         count = self.check(first, data)
         size = self._starts[first + count] - self._starts[first]
@@ -174,7 +182,7 @@ class PieceFile:
         return count
 
     def _note(self, first: int, data: memoryview) -> None:
-        """Note the hashes of the pieces from ``first`` on, of which ``data`` consists."""
+        """Note the hashes of the pieces in ``data``, from piece ``first`` on."""
         piece, start = first, self._starts[first]
         while self._starts[piece] - start < len(data):
             part = data[self._starts[piece] - start : self._starts[piece + 1] - start]
@@ -182,7 +190,10 @@ class PieceFile:
             piece += 1
 
     def _write_notes(self, written: Iterable[int]) -> None:
-        """Add the hashes of the ``written`` pieces to those on disk: another process may have noted others meanwhile."""
+        """Add the hashes of the ``written`` pieces to the notes on disk.
+
+        Another process may have noted others meanwhile.
+        """
         there = self.noted()
         if there is None or (there.head_bytes, len(there.hashes)) != (self._head_bytes, len(self._hashes)):
             hashes = self._hashes
@@ -193,7 +204,7 @@ class PieceFile:
         write_whole(self._noted_path, PieceTable(self._head_bytes, bytes(hashes)).encode())
 
     def sync(self) -> None:
-        """Mark the written pieces as present, when they have reached the disk."""
+        """Wait until the written pieces have reached the disk, then mark them as present."""
         if not self._written:
             return
         written, self._written, self._unsynced_bytes = self._written, [], 0
@@ -213,7 +224,7 @@ class PieceFile:
                 file.write(there)
 
     def verify(self, progress: Progress | None = None) -> bool:
-        """Hash again the pieces that are here, and forget those that have changed. Returns whether none has."""
+        """Hash the present pieces again, and forget changed ones. Returns False if any has changed."""
         good = bytearray(len(self._bits))
         with self.path.open("rb") as file:
             for piece in range(len(self._starts) - 1):
@@ -232,7 +243,7 @@ class PieceFile:
         return False
 
     def adopt(self, pieces: Iterable[int]) -> None:
-        """Mark as present those of ``pieces`` that ``write_head`` wrote before their hashes were known, if they have these hashes."""
+        """Mark pieces of ``write_head`` as present if their hashes, known by now, match."""
         with self.path.open("rb") as file:
             for piece in pieces:
                 start, end = self._starts[piece : piece + 2]
@@ -243,24 +254,31 @@ class PieceFile:
         self.sync()
 
     def remove(self) -> int:
-        """Remove the file and its bits. A process that has mapped the file can still read it. Returns the bytes that this has freed."""
+        """Remove the file and its bits. Returns the freed bytes.
+
+        A process that has mapped the file can still read it.
+        """
         self.release()
         return self.remove_folder(self.folder)
 
     @staticmethod
     def remove_folder(folder: Path) -> int:
-        """Remove the folder of a partial file. Returns the bytes that this has freed."""
+        """Remove the folder of a partial file. Returns the freed bytes."""
         freed = folder_bytes(folder)
         shutil.rmtree(folder, ignore_errors=True)
         return freed
 
     def hold(self) -> None:
-        """Mark the file as used now, and keep other processes from removing it to make room, until ``release`` or the end of this process."""
+        """Mark the file as used now, and keep other processes from removing it to make room.
+
+        The mark holds until ``release`` or the end of this process.
+        """
         if self._hold is None:
             make_private(self.folder)
             descriptor = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             self._hold = weakref.finalize(self, os.close, descriptor)
-            # Another process may remove the folder at this moment, or the file system may not support locks.
+            # Another process may remove the folder at this moment, or the file system may not
+            # support locks.
             with suppress(OSError):
                 lock(descriptor, shared=True)
         with suppress(OSError):
@@ -273,14 +291,14 @@ class PieceFile:
             self._hold = None
 
     def write_head(self, data: bytes) -> None:
-        """Write the beginning of the file before the hashes of its pieces are known. It is not marked as present."""
+        """Write the beginning of the file before its hashes are known. It is not marked as present."""
         self.create()
         with full_disk(self.folder):
             _write_all(self.path, 0, memoryview(data))
 
 
 def _place(piece: int) -> slice:
-    """Where the hash of a piece is in a table."""
+    """Return the place of a piece's hash in a table."""
     return slice(piece * HASH_BYTES, (piece + 1) * HASH_BYTES)
 
 
@@ -292,18 +310,19 @@ def _write_all(path: Path, offset: int, data: memoryview) -> None:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of disk that the files in the folder of a partial file take."""
+    """Return the bytes of disk of all files in the folder of a partial file."""
     found = 0
     with suppress(FileNotFoundError):
         for path in folder.iterdir():
             stat = path.stat()
-            blocks = getattr(stat, "st_blocks", None)  # Windows does not report the blocks of a file
+            # Windows does not report the blocks of a file
+            blocks = getattr(stat, "st_blocks", None)
             found += stat.st_size if blocks is None else blocks * 512
     return found
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process uses the partial file in a folder."""
+    """Tell whether a process uses the partial file in a folder."""
     try:
         with (folder / _LOCK).open("rb") as file:
             lock(file.fileno())

@@ -1,4 +1,4 @@
-"""Pieces in memory: the target of a download that no disk keeps."""
+"""Pieces in memory: the target of a download that does not go to disk."""
 
 import hashlib
 from collections.abc import Sequence
@@ -8,10 +8,12 @@ from swarmnet_protocols.fetching.pieces import ModelFile, cut
 
 
 class PieceMemory:
-    """Bytes of which some pieces are here, each verified on arrival. Allocates all of them at once."""
+    """Bytes in memory that arrive in verified pieces. All of them are allocated at once."""
 
     def __init__(self, file: ModelFile, hashes: Sequence[bytes]) -> None:
-        """``hashes``: the SHA-256 of each piece of ``PIECE_BYTES``, the last one shorter."""
+        """Allocate the file. ``hashes`` are the SHA-256 of each piece of ``PIECE_BYTES`` (the last
+        is shorter).
+        """
         self.file = file
         self.starts: Sequence[int] = cut(file.size, ())
         self.data = bytearray(file.size)
@@ -19,11 +21,12 @@ class PieceMemory:
         self._here: set[int] = set()
 
     def has(self, piece: int) -> bool:
-        """Whether a piece is here."""
+        """Return whether a piece is here."""
         return piece in self._here
 
     def write(self, first: int, data: bytes) -> int:
-        """Keep the whole pieces that ``data`` begins with, from ``first`` on. Returns their number.
+        """Keep the whole pieces at the beginning of ``data``, from piece ``first`` on. Returns
+        their number.
 
         Raises ``IntegrityError`` for a piece with another hash.
         """

@@ -1,10 +1,12 @@
-"""Pieces: the parts of a weight file that are fetched and verified on their own, as pieces of a torrent are.
+"""Pieces: the parts of a weight file that are fetched and verified on their own, as in a torrent.
 
-A file is cut where its tensors begin and end, merged tensors of experts where each expert does, and every ``PIECE_BYTES`` in between. The positions of tensors are in the file's own header,
-which is the first piece or pieces; so a table of pieces consists of the size of the header and the SHA-256 of each piece.
+A file is cut where its tensors begin and end, where each expert of a merged tensor does, and every
+``PIECE_BYTES`` in between. The file's own header, which is the first piece or pieces, has the
+positions of the tensors. So a table of pieces needs only the size of the header and the SHA-256 of
+each piece.
 
-The hash over the tables of all files of a model is its *pieces hash*. With a swarm file that names it, a newcomer can verify every piece of
-the model, whichever peer sends it.
+The *pieces hash* of a model is the hash over the tables of all its files. With a swarm file that
+names it, a newcomer can verify every piece, whichever peer sends it.
 """
 
 import hashlib
@@ -22,14 +24,15 @@ from swarmnet_protocols.machine.files import write_whole
 PIECE_BYTES = 1 << 20
 """Most bytes of a piece."""
 MIN_SLICE_BYTES = 64 << 10
-"""Fewest bytes of an expert in a merged tensor that is cut at the edges of experts."""
+"""Least bytes of an expert. Only merged tensors of larger experts are cut between experts."""
 MAX_PIECES = 4 << 20
 """Most pieces of a file."""
 MAX_TENSORS = 200_000
 """Most tensors of a file that can be fetched by piece."""
 HASH_BYTES = hashlib.sha256().digest_size
 UNKNOWN = bytes(HASH_BYTES)
-"""Stands for the hash of a piece that has not arrived, in tables that this machine notes itself."""
+"""Placeholder for the hash of a piece that has not arrived, in tables that this machine notes
+itself."""
 _SIZE_BYTES = 8
 _KNOWN, _CLAIMED = "known", "claimed"
 _TABLE_DOMAIN = b"swarmnet-pieces-2\n"
@@ -37,14 +40,16 @@ _LISTING_DOMAIN = b"swarmnet-listing-1\n"
 
 
 class Progress(Protocol):
-    """Receives the progress of a long operation: ``done`` of ``total``, which is None while it is unknown."""
+    """Receives the progress of a long operation: ``done`` of ``total`` (None while unknown)."""
 
     def __call__(self, description: str, done: int, total: int | None) -> None: ...
 
 
 @dataclass(frozen=True)
 class ModelFile:
-    """A file of a model: its path relative to the model, with forward slashes; its size in bytes; and its SHA-256."""
+    """A file of a model: its path in the model with forward slashes, its size in bytes and its
+    SHA-256.
+    """
 
     name: str
     size: int
@@ -52,9 +57,10 @@ class ModelFile:
 
 
 def cut(size: int, edges: Iterable[int]) -> tuple[int, ...]:
-    """The offsets at which the pieces of a file begin, and last its ``size`` in bytes. It is cut at ``edges``, and every ``PIECE_BYTES`` in between.
+    """Return the offsets where the pieces of a file begin, and its ``size`` in bytes at the end.
 
-    Raises ``IntegrityError`` for an edge outside the file, and for a file of more than ``MAX_PIECES``.
+    The file is cut at ``edges``, and every ``PIECE_BYTES`` in between. Raises ``IntegrityError``
+    for an edge outside the file, and for a file of more than ``MAX_PIECES``.
     """
     _check_count(size // PIECE_BYTES)
     bounds = sorted({0, size, *edges})
@@ -72,7 +78,7 @@ def _check_count(pieces: int) -> None:
 
 
 def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
-    """The numbers of the pieces that overlap bytes [start, end)."""
+    """Return the numbers of the pieces that overlap bytes [start, end)."""
     if start >= end:
         return range(0)
     return range(bisect_right(starts, start) - 1, bisect_left(starts, end))
@@ -80,9 +86,11 @@ def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a weight file by its header: the size of the header, and the bytes [start, end) of each tensor from the start of the file.
+    """The layout of a weight file, as its header tells it.
 
-    ``slices``: the number of equal parts at whose edges a tensor is cut, of those that are; see :func:`slices_of`.
+    The fields are the size of the header, and the bytes [start, end) of each tensor from the start
+    of the file. ``slices`` maps each tensor that is cut to its number of equal parts
+    (:func:`slices_of`).
     """
 
     head_bytes: int
@@ -91,7 +99,10 @@ class Layout:
 
     @property
     def edges(self) -> list[int]:
-        """The offsets at which the header ends, tensors begin and end, and merged tensors are cut. Raises ``IntegrityError`` for too many."""
+        """The offsets where the header ends, tensors begin and end, and merged tensors are cut.
+
+        Raises ``IntegrityError`` for too many.
+        """
         _check_count(len(self.spans) + sum(self.slices.values()))
         edges = [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
         for name, count in self.slices.items():
@@ -101,9 +112,11 @@ class Layout:
 
 
 def slices_of(tensors: Iterable[tuple[str, Sequence[int], int]]) -> dict[str, int]:
-    """The number of parts into which tensors, given by name, shape and bytes, are cut along their first dimension: the experts of a merged tensor.
+    """Return into how many parts tensors are cut along their first dimension: the experts of a
+    merged tensor.
 
-    Left out are tensors of fewer than three dimensions, and of parts below ``MIN_SLICE_BYTES``, such as the filters of a convolution.
+    Tensors are given by name, shape and bytes. Tensors of fewer than three dimensions are left out.
+    So are tensors with parts below ``MIN_SLICE_BYTES``, such as the filters of a convolution.
     """
     return {
         name: shape[0]
@@ -114,7 +127,9 @@ def slices_of(tensors: Iterable[tuple[str, Sequence[int], int]]) -> dict[str, in
 
 @dataclass(frozen=True)
 class PieceTable:
-    """The hashes of the pieces of a file, 32 bytes each, and the size of the header before its first tensor."""
+    """The hashes of a file's pieces, 32 bytes each, and the size of the header before its first
+    tensor.
+    """
 
     head_bytes: int
     hashes: bytes
@@ -126,30 +141,33 @@ class PieceTable:
 
     @property
     def head_starts(self) -> tuple[int, ...]:
-        """The offsets at which the pieces of the header begin, and last its size."""
+        """The offsets where the pieces of the header begin, and the header's size at the end."""
         return cut(self.head_bytes, ())
 
     def hash_of(self, piece: int) -> bytes:
-        """The SHA-256 of one piece."""
+        """Return the SHA-256 of one piece."""
         return self.hashes[piece * HASH_BYTES : (piece + 1) * HASH_BYTES]
 
     def hash(self, file: ModelFile) -> bytes:
-        """The hash of the table of ``file``."""
+        """Return the hash of the table of ``file``."""
         return hashlib.sha256(_TABLE_DOMAIN + file.sha256 + self.encode()).digest()
 
     def encode(self) -> bytes:
-        """The size of the header, u64 big endian, and the hashes."""
+        """Encode the table: the size of the header (u64, big endian), then the hashes."""
         return self.head_bytes.to_bytes(_SIZE_BYTES, "big") + self.hashes
 
     @staticmethod
     def max_bytes(size: int) -> int:
-        """The most bytes of an encoded table of a file of ``size`` bytes."""
+        """Return the most bytes of an encoded table of a file of ``size`` bytes."""
         most = size // PIECE_BYTES + size // MIN_SLICE_BYTES + 2 * MAX_TENSORS
         return _SIZE_BYTES + HASH_BYTES * min(most, MAX_PIECES)
 
     @classmethod
     def of_head(cls, head: bytes, count: int) -> "PieceTable":
-        """The table of a file of ``count`` pieces of which only the header is here. The hashes of other pieces are ``UNKNOWN``."""
+        """Return the table of a file of ``count`` pieces with only the header here.
+
+        The hashes of other pieces are ``UNKNOWN``.
+        """
         hasher = Hasher(cut(len(head), ()))
         hasher.update(head)
         known = hasher.table(len(head)).hashes
@@ -157,7 +175,10 @@ class PieceTable:
 
     @classmethod
     def decode(cls, data: bytes, size: int) -> "PieceTable":
-        """Read the table of a file of ``size`` bytes from an untrusted source. Raises ``IntegrityError`` if the file has no such table."""
+        """Read the table of a file of ``size`` bytes from an untrusted source.
+
+        Raises ``IntegrityError`` if the file cannot have such a table.
+        """
         head_bytes, hashes = int.from_bytes(data[:_SIZE_BYTES], "big"), data[_SIZE_BYTES:]
         table = cls(head_bytes, hashes)
         fewest = len(cut(size, ())) - 1
@@ -173,17 +194,21 @@ class PieceTable:
 
 
 def has_bit(bits: bytes | bytearray, number: int) -> bool:
-    """Whether bit ``number`` is set; bits beyond the end are not."""
+    """Return whether bit ``number`` is set; bits beyond the end are not."""
     return number // 8 < len(bits) and bool(bits[number // 8] & 1 << number % 8)
 
 
 def listing_of(tables: Mapping[bytes, bytes]) -> bytes:
-    """The listing of a model's files: the SHA-256 of each, in order, followed by the hash of its table. ``tables`` maps one to the other."""
+    """Return the listing of a model's files: the SHA-256 of each, in order, and the hash of its
+    table.
+
+    ``tables`` maps the first to the second.
+    """
     return b"".join(sha256 + table for sha256, table in sorted(tables.items()))
 
 
 def listing_hash(listing: bytes) -> bytes:
-    """The pieces hash of the model whose files are listed."""
+    """Return the pieces hash of the model with this listing of files."""
     return hashlib.sha256(_LISTING_DOMAIN + listing).digest()
 
 
@@ -198,7 +223,9 @@ class Hasher:
         self._position = 0
 
     def update(self, data: bytes) -> None:
-        """Add the next bytes of the file; those beyond its last piece count for the hash of the whole only."""
+        """Add the next bytes of the file. Bytes beyond its last piece count only for the hash of
+        the whole.
+        """
         self._whole.update(data)
         view = memoryview(data)
         while view and len(self._hashes) < len(self._starts) - 1:
@@ -217,15 +244,16 @@ class Hasher:
         return self._whole.digest()
 
     def table(self, head_bytes: int) -> PieceTable:
-        """The table of the pieces."""
+        """Return the table of the pieces."""
         return PieceTable(head_bytes, b"".join(self._hashes))
 
 
 class Tables:
     """The tables of the pieces of files, on disk in ``folder``, by the SHA-256 of the file.
 
-    Tables that this machine made from whole files, or that a pieces hash covers, are *known*. Others are *claimed* by a peer: they can
-    contradict another source, but do not make its bytes trusted by themselves.
+    A table is *known* if this machine made it from a whole file, or a pieces hash covers it. Other
+    tables are *claimed* by a peer. They can contradict another source, but they do not make its
+    bytes trusted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -233,15 +261,15 @@ class Tables:
         self._kept: dict[tuple[bytes, str], PieceTable] = {}
 
     def known(self, file: ModelFile) -> PieceTable | None:
-        """The known table of a file; None if there is none."""
+        """Return the known table of a file; None if there is none."""
         return self._get(file, _KNOWN)
 
     def claimed(self, file: ModelFile) -> PieceTable | None:
-        """The table that was claimed last; None if there is none."""
+        """Return the table that was claimed last; None if there is none."""
         return self._get(file, _CLAIMED)
 
     def add(self, file: ModelFile, table: PieceTable) -> None:
-        """Keep a known table; on a full disk only as long as the process runs."""
+        """Keep a known table. If the disk is full, keep it only as long as the process runs."""
         self._put(file, table, _KNOWN)
         self.forget_claim(file)
 
@@ -250,7 +278,7 @@ class Tables:
         self._put(file, table, _CLAIMED)
 
     def listing(self, model: bytes, files: Sequence[ModelFile]) -> bytes:
-        """The listing of a model of these files; empty if it is not known."""
+        """Return the listing of a model of these files; empty if it is not known."""
         known = {file.sha256: table.hash(file) for file in files if (table := self.known(file)) is not None}
         if len(known) == len({file.sha256 for file in files}):
             return listing_of(known)
@@ -268,7 +296,7 @@ class Tables:
         return self._folder / f"{model.hex()}.listing"
 
     def forget_claim(self, file: ModelFile) -> None:
-        """Forget a claimed table: it turned out wrong, or is not needed any more."""
+        """Forget a claimed table, which was wrong or is no longer needed."""
         self._kept.pop((file.sha256, _CLAIMED), None)
         with suppress(OSError):
             self._path(file, _CLAIMED).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Serves the weights that this machine has to members of the swarm, at a lower priority than its sessions."""
+"""Serve this machine's weights to members of the swarm, at a lower priority than its sessions."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from swarmnet_protocols.wire import weights_pb2 as pb
 _log = logging.getLogger(__name__)
 
 AT_ONCE = 2
-"""Replies that are sent at the same time, to all peers together; streams take turns."""
+"""Most replies at the same time, to all peers together. Streams take turns."""
 TURN_S = 3.0
-"""Seconds after which a turn ends although the peer has not taken the reply.
+"""Seconds until a turn ends even if the peer has not taken the reply.
 
-With more, peers that do not read keep others waiting; with less, more replies share a slow uplink with the sessions.
-"""
+With more, peers that do not read keep others waiting. With less, more replies share a slow uplink
+with the sessions."""
 BUSY_SHARE = 0.25
-"""Share of the time in which weights are sent while sessions are open."""
+"""Largest share of time for sending weights while sessions are open."""
 
 
 class Library(Protocol):
@@ -40,21 +40,26 @@ class Library(Protocol):
         """The hash of the model's manifest."""
 
     def document(self, what: pb.What, file: bytes) -> bytes:
-        """A table, the bits of the pieces that are here, the listing or the manifest; empty if it is not here."""
+        """Return a table, the bits of the present pieces, the listing or the manifest; empty if not
+        here.
+        """
 
     def place(self, file: bytes, start: int, end: int) -> tuple[Path, int] | None:
-        """Where the bytes [start, end) of a file are, and the size of the whole file; None unless all these bytes are here and verified."""
+        """Return where the bytes [start, end) of a file are, and the size of the whole file.
+
+        None unless all these bytes are here and verified.
+        """
 
 
 class Standing(IntEnum):
-    """How a stream took its last reply. The next turn goes to the lowest."""
+    """How a stream took its last reply. The lowest standing gets the next turn."""
 
     TOOK = 0
     """Within its turn."""
     NEW = 1
-    """It has had none."""
+    """It has had no reply."""
     LEFT = 2
-    """Not within its turn: it waits for those that read."""
+    """Not within its turn. It waits until streams that read have had theirs."""
 
 
 class SendTurn:
@@ -72,7 +77,7 @@ class SendTurn:
 
 
 class SendTurns:
-    """Turns to send: ``AT_ONCE`` at a time, first by standing, then in the order of asking."""
+    """Turns to send: ``AT_ONCE`` at a time, by standing, then in the order of asking."""
 
     def __init__(self) -> None:
         self._free = AT_ONCE
@@ -81,7 +86,7 @@ class SendTurns:
 
     @contextlib.asynccontextmanager
     async def take(self, standing: Standing) -> AsyncIterator[SendTurn]:
-        """A turn, while the context is open and for at most ``TURN_S``."""
+        """Take a turn while the context is open, for at most ``TURN_S``."""
         loop = asyncio.get_running_loop()
         if self._free:
             self._free -= 1
@@ -115,7 +120,11 @@ class WeightServer:
     """The handler of ``WEIGHTS``. Each peer has few streams, each stream one reply at a time."""
 
     def __init__(self, library: Library, is_busy: Callable[[], bool]) -> None:
-        """``is_busy``: whether sessions are open; while they are, weights are sent at most ``BUSY_SHARE`` of the time."""
+        """Create the handler of ``library``.
+
+        While ``is_busy`` says that sessions are open, weights are sent at most ``BUSY_SHARE`` of
+        the time.
+        """
         self._library = library
         self._is_busy = is_busy
         self._turns = SendTurns()
@@ -139,7 +148,9 @@ class WeightServer:
                         await asyncio.sleep(took_s * (1 / BUSY_SHARE - 1))
 
     async def _answer(self, request: pb.WeightsRequest) -> tuple[int, bytes]:
-        """Size of what was asked for, and the bytes. Raises ``Refusal`` for another model."""
+        """Return the size of the requested item, and the bytes. Raises ``Refusal`` for another
+        model.
+        """
         if request.manifest != self._library.model:
             raise Refusal(refusal_pb2.REASON_WRONG_MODEL, "the weights of this model are not here")
         start, end = request.offset, request.offset + request.length
