@@ -1,12 +1,14 @@
-"""Certificates: signed statements that a peer is a member of a swarm, in which roles, and until
-when.
+"""Certificates: signed statements that a peer is a member of a swarm, with roles and an end.
 
 A certificate names its peer, and libp2p authenticates the peer's id on every connection. So no
-other peer can use the certificate.
+other peer can use the certificate. The life of a certificate:
 
-A renewal contains the certificate that first admitted its peer, and is valid only while the keys
-behind that first admission are trusted, whichever issuers renewed it since. When a stolen key is
-removed from the swarm file, every membership that goes back to it ends.
+1. An issuer makes it with :func:`issue`.
+2. Other peers check it with :func:`open_certificate`.
+3. A renewal contains the certificate that first admitted its peer. The renewal is valid only while
+   the keys behind that first admission are trusted, whoever renewed it since.
+4. It ends at its own time. If a stolen key is removed from the swarm file, every membership that
+   goes back to that key ends, too.
 """
 
 import secrets
@@ -25,7 +27,7 @@ ID_BYTES = 16
 MAX_PEER_CHARS = 128
 MAX_CERTIFICATE_BYTES = 1024
 CLOCK_SKEW_S = 600
-"""Seconds that a certificate is dated back. The issuer's and the verifier's clocks may each be five
+"""Seconds that a certificate is dated back, because issuer's and verifier's clocks may each be five
 minutes off."""
 
 _KIND = b"swarmnet-certificate-1"
@@ -43,12 +45,12 @@ class Certificate:
     not_after: int
     id: bytes
     invite: bytes
-    """Id of the invite that was redeemed for it or for its first predecessor; empty without one."""
+    """Id of the invite redeemed for this certificate or its first predecessor; empty without
+    one."""
     issuer: bytes
     """Public key that signed it."""
     admitted_by: tuple[bytes, ...] = ()
-    """Keys behind the first admission: of the issuer that admitted the peer, and of the signer of
-    its invite."""
+    """Keys behind the first admission: the issuer's, and the key that signed the invite."""
     admitted_at: float = 0.0
     """Unix time of the first admission."""
     first: bytes = b""
@@ -79,10 +81,10 @@ class Admittance:
 
 
 def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, lifetime_s: float) -> bytes:
-    """A sealed certificate that begins ``CLOCK_SKEW_S`` before ``now`` and ends ``lifetime_s``
+    """Return a sealed certificate, valid from ``CLOCK_SKEW_S`` before ``now`` for ``lifetime_s``
     after it.
 
-    Raises ``ValueError`` for a lifetime outside of [``MIN_LIFETIME_S``, ``MAX_LIFETIME_S``], and
+    Raises ``ValueError`` for a lifetime outside [``MIN_LIFETIME_S``, ``MAX_LIFETIME_S``], and
     without a role.
     """
     if not MIN_LIFETIME_S <= lifetime_s <= MAX_LIFETIME_S:
@@ -104,11 +106,10 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
 
 
 def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
-    """The certificate in ``data``, checked in all but the peer that shows it.
+    """Open the certificate in ``data``, and check everything except which peer shows it.
 
-    Raises ``IntegrityError`` for one that is not in canonical form or not signed by the key it
-    names, and ``NotAuthorised`` as
-    :func:`check_current`.
+    Raises ``IntegrityError`` if it is not in canonical form, or not signed by the key it names.
+    Raises ``NotAuthorised`` as :func:`check_current` does.
     """
     certificate = _open(data)
     check_current(certificate, rules=rules, now=now)
@@ -116,8 +117,10 @@ def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
 
 
 def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None:
-    """Raise ``NotAuthorised`` unless ``certificate`` is of the swarm of ``rules``, signed by
-    trusted keys, and valid at ``now``."""
+    """Raise ``NotAuthorised`` unless ``certificate`` is valid at ``now`` in the swarm of ``rules``.
+
+    Trusted keys must have signed it.
+    """
     if certificate.swarm != rules.swarm:
         raise NotAuthorised("the certificate is of another swarm", hint=_ASK_FOR_INVITE)
     if not rules.trusts(certificate.issuer, now):
@@ -141,8 +144,10 @@ def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None
 
 
 def _open(data: bytes) -> Certificate:
-    """The certificate in ``data`` and the one inside it. Signatures and form are checked, not
-    signers and times."""
+    """Open the certificate in ``data`` and the one inside it.
+
+    Signatures and form are checked, but not signers and times.
+    """
     message, issuer = unseal(_KIND, pb.Certificate, data, max_body_bytes=MAX_CERTIFICATE_BYTES)
     roles = roles_from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
@@ -175,14 +180,17 @@ def _open(data: bytes) -> Certificate:
 
 
 def roles_to_wire(roles: Iterable[Role]) -> list[str]:
-    """Roles as a message has them: in ascending order, each once."""
+    """Return roles for a message: in ascending order, each once."""
     wanted = set(roles)
     return [f"ROLE_{role.name}" for role in Role if role in wanted]
 
 
 def roles_from_wire(numbers: Iterable[int]) -> frozenset[Role]:
-    """The roles of a message. Raises ``IntegrityError`` if there is none, or if they are not as
-    :func:`roles_to_wire` writes them."""
+    """Return the roles of a message.
+
+    Raises ``IntegrityError`` if there are none, or if :func:`roles_to_wire` would write them
+    differently.
+    """
     listed = list(numbers)
     roles = frozenset(role for role in Role if pb.Role.Value(f"ROLE_{role.name}") in listed)
     if not roles or [pb.Role.Value(name) for name in roles_to_wire(roles)] != listed:

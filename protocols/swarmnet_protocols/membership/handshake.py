@@ -1,12 +1,12 @@
-"""The membership handshake: two peers of a private swarm prove their membership before any other
-protocol.
+"""The membership handshake: two peers of a private swarm prove their membership to each other.
 
-To this peer, every other peer is in one of these states:
+The handshake comes before any other protocol. For this peer, every other peer is in one of these
+states:
 
 1. **Unknown.** This peer refuses the other peer's streams and DHT calls before it reads a byte,
    except handshake and admission streams.
 2. **Pending.** A handshake stream is open and one Hello is missing. Hello contains a certificate
-   and the serials of the sender's revocation lists; the opener sends first. This peer's own
+   and the serials of the sender's revocation lists. The opener sends first. This peer's own
    handshakes are tasks that all callers of :meth:`Handshakes.ensure` share. A handshake that
    another peer opens takes a slot of ``Resource.PENDING_HANDSHAKES`` until its Hello arrives.
 3. **Admitted.** The certificate was accepted. Streams may be opened in both directions, and
@@ -15,14 +15,14 @@ To this peer, every other peer is in one of these states:
    that lacks a list fetches it under ``REVOCATIONS``.
 4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When
    one closes to make room, its peer stays admitted, because one of its streams may be on its way. A
-   stream to it needs a new handshake.
+   new stream to it needs a new handshake.
 5. **Expelled.** The certificate has ended or was revoked, or the peer sent an invalid revocation
    list. Each of its streams is refused with the reason, and a revoked peer gets the list that names
    it. Then it is unknown.
 
 Hello also names the serial of the sender's swarm file. A peer with an older file asks for the newer
-file in its own Hello before it judges the sender: the sender's certificate may be signed by a key
-that only the newer file names. The file proves itself, and only members get it.
+one in its own Hello, before it judges the sender. Only the newer file may name the key that signed
+the sender's certificate. The file proves itself, and only members get it.
 
 An admitted peer in state 3 without a stream is forgotten and becomes unknown. A public swarm has no
 certificates and no handshakes.
@@ -75,33 +75,33 @@ from swarmnet_protocols.wire.roles import name_roles
 _log = logging.getLogger(__name__)
 
 MAX_STREAMS = 256
-"""Handshake streams kept open. Beyond these one is closed; its two peers repeat the handshake
-before their next stream."""
+"""Most handshake streams kept open. Beyond this, one is closed, and its two peers repeat the
+handshake before their next stream."""
 MAX_STREAMS_PER_PEER = 4
-"""Handshake streams kept open with one peer."""
+"""Most handshake streams kept open with one peer."""
 MAX_WITHOUT_STREAM = 4096
-"""Peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``: a stream of
-theirs may be on its way."""
+"""Most peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``. A
+stream of such a peer may be on its way."""
 HELLO_PAUSE_S = 0.5
-"""Seconds between two messages that are read from one handshake stream. Bounds the signatures
-checked for one peer."""
+"""Seconds between two messages read from one handshake stream. With less, one peer can make this
+one check more signatures."""
 
 HandshakeStream = TypedStream[pb.HandshakeMessage, pb.HandshakeMessage]
 
 
 class AdmittedPeer:
-    """A peer whose certificate was accepted, and the streams that are open with it."""
+    """A peer whose certificate was accepted, with its open streams."""
 
     def __init__(self, member: Member, certificate: Certificate | None, reservation: Reservation) -> None:
         self.member = member
         self.certificate = certificate
         self.handshake_streams: dict[Stream, None] = {}
         self.streams: dict[Stream, None] = {}
-        """Streams of other protocols, closed when the membership ends."""
+        """Streams of other protocols. They close when the membership ends."""
         self.timer: asyncio.TimerHandle | None = None
-        """Fires when the certificate is to be checked again."""
+        """Timer for the next check of the certificate."""
         self.serials: dict[bytes, int] = {}
-        """Serial of each revocation list that the peer has, by the signer's key."""
+        """Signer's key → serial of the revocation list that the peer has."""
         self.hello_received = asyncio.Event()
         self._reservation = reservation
 
@@ -119,7 +119,8 @@ class AdmittedPeer:
 
 class Handshakes:
     """The handshakes of one peer, and the check that every other stream passes. Made by
-    :meth:`run`."""
+    :meth:`run`.
+    """
 
     def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
         self._transport = transport
@@ -137,8 +138,7 @@ class Handshakes:
         self._fetching: set[PeerId] = set()
         """Peers whose revocation lists are being fetched."""
         self._files_asked: OrderedDict[PeerId, int] = OrderedDict()
-        """The serial of the newest swarm file that each peer was asked for, the last peer at the
-        end."""
+        """Peer → serial of the newest swarm file it was asked for, the last peer at the end."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
     @classmethod
@@ -146,8 +146,10 @@ class Handshakes:
     async def run(
         cls, transport: Transport, membership: Membership, timing: Timing
     ) -> AsyncIterator["Handshakes"]:
-        """Answer handshakes while the context is open. ``transport`` is the one below
-        :class:`GuardedTransport`."""
+        """Answer handshakes while the context is open.
+
+        ``transport`` is the one below :class:`GuardedTransport`.
+        """
         handshakes = cls(transport, membership, timing)
         await HANDSHAKE.serve(transport, handshakes._answer, handshakes._timing)
         await REVOCATIONS.serve(transport, handshakes._serve_revocations, handshakes._timing)
@@ -167,7 +169,8 @@ class Handshakes:
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
         """Raise ``NotAuthorised`` unless ``peer`` is admitted with a role that may open
-        ``protocol``."""
+        ``protocol``.
+        """
         if not self.membership.is_public:
             check_role(self._admitted_peer(peer).member, protocol.roles, protocol)
 
@@ -177,8 +180,10 @@ class Handshakes:
             check_role(self.membership.me, protocol.served_by, protocol)
 
     async def wait_outgoing(self, peer: PeerId) -> None:
-        """Wait for a running handshake that this peer has opened to ``peer``: a stream of ``peer``
-        may arrive before its Hello is processed."""
+        """Wait for a running handshake that this peer has opened to ``peer``.
+
+        A stream of ``peer`` may arrive before its Hello is processed.
+        """
         outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
         if outgoing and peer not in self._admitted:
             await asyncio.wait(outgoing)
@@ -187,8 +192,8 @@ class Handshakes:
     async def admitting(self, stream: Stream, protocol: ProtocolSpec) -> AsyncIterator[None]:
         """Check an incoming stream, and track it while the context is open.
 
-        Refuses the stream with the reason and raises ``NotAuthorised`` if its opener may not open
-        ``protocol``.
+        If its opener may not open ``protocol``, refuses the stream with the reason and raises
+        ``NotAuthorised``.
         """
         await self.wait_outgoing(stream.peer)
         try:
@@ -203,9 +208,9 @@ class Handshakes:
             self.untrack(stream)
 
     def track(self, stream: Stream) -> None:
-        """Refuse ``stream`` when the membership of its other side ends, until :meth:`untrack`.
+        """Refuse ``stream`` when the other side's membership ends, until :meth:`untrack`.
 
-        Raises ``NotAuthorised`` when that has ended already.
+        Raises ``NotAuthorised`` when it has ended already.
         """
         if not self.membership.is_public:
             self._admitted_peer(stream.peer).streams[stream] = None
@@ -219,8 +224,8 @@ class Handshakes:
     async def ensure(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> None:
-        """Complete a handshake with ``peer``, unless one is open, before a stream under
-        ``protocol``.
+        """Complete a handshake with ``peer`` before a stream under ``protocol``, unless one is
+        open.
 
         Raises ``NotAuthorised`` with the side that refused and the reason, ``Refused`` when
         ``peer`` has reached a resource limit, and ``PeerUnreachable`` within ``deadline_s``.
@@ -237,8 +242,9 @@ class Handshakes:
         check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
 
     async def wait_revocations_known(self, peer: PeerId) -> None:
-        """Wait until the last Hello of ``peer``, which is admitted, names all revocation lists that
-        this peer has."""
+        """Wait until the last Hello of ``peer``, an admitted peer, names all of this peer's
+        revocation lists.
+        """
         admitted = self._admitted_peer(peer)
         while self.membership.revocations.newer_than(admitted.serials):
             admitted.hello_received.clear()
@@ -253,8 +259,10 @@ class Handshakes:
     # ---- the handshake -----------------------------------------------------------------------------------
 
     def _outgoing_handshake(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
-        """The handshake with ``peer`` that is running, or a new one. It continues when its callers
-        are cancelled."""
+        """Return the running handshake with ``peer``, or start one.
+
+        It continues when its callers are cancelled.
+        """
         key = (peer, addresses)
         if key not in self._outgoing:
             task = self._outgoing[key] = self._spawn(self._open(peer, addresses))
@@ -310,7 +318,9 @@ class Handshakes:
         await self._receive_updates(admitted, handshake)
 
     async def _receive(self, handshake: HandshakeStream) -> pb.Hello:
-        """The next Hello. Raises ``NotAuthorised`` when the other side does not admit this peer."""
+        """Return the next Hello. Raises ``NotAuthorised`` when the other side does not admit this
+        peer.
+        """
         try:
             message, payload = await handshake.receive()
             if message.HasField("revoked"):
@@ -329,8 +339,9 @@ class Handshakes:
         return message.hello
 
     async def _with_newer_file(self, handshake: HandshakeStream, hello: pb.Hello) -> pb.Hello:
-        """``hello``, or the next one after the newer swarm file that its sender has was asked
-        for."""
+        """Return ``hello``, or, if its sender has a newer swarm file, ask for it and return the
+        next Hello.
+        """
         peer = handshake.stream.peer
         if not self._is_file_wanted(peer, hello):
             return hello
@@ -338,8 +349,10 @@ class Handshakes:
         return await self._receive(handshake)
 
     def _is_file_wanted(self, peer: PeerId, hello: pb.Hello) -> bool:
-        """Whether to ask the sender of ``hello`` for its swarm file: once for each serial, as it
-        may have none."""
+        """Tell whether to ask the sender of ``hello`` for its swarm file.
+
+        It is asked once for each serial, since it may have no file.
+        """
         has_newer = hello.file_serial > max(self.membership.rules.serial, self._files_asked.get(peer, 0))
         if hello.swarm != self.membership.rules.swarm or self.membership.adopt is None or not has_newer:
             return False
@@ -350,7 +363,7 @@ class Handshakes:
         return True
 
     async def _send_file(self, handshake: HandshakeStream) -> None:
-        """Send the swarm file to a member that asked for it, and Hello again."""
+        """Send the swarm file to a member that asked for it, then Hello again."""
         if (read := self.membership.swarm_file) is not None:
             with contextlib.suppress(ConfigError):
                 await handshake.send(pb.HandshakeMessage(swarm_file=pb.SwarmFile()), read())
@@ -358,7 +371,8 @@ class Handshakes:
 
     def _admit(self, peer: PeerId, hello: pb.Hello) -> AdmittedPeer:
         """Admit ``peer``, or update what it has shown. Raises ``NotAuthorised`` if it is not a
-        member."""
+        member.
+        """
         if hello.swarm != self.membership.rules.swarm:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(hello.certificate)
@@ -392,8 +406,11 @@ class Handshakes:
             self._evict_one_of(list(self._streams)[:-1])
 
     def _evict_one_of(self, streams: Sequence[Stream]) -> None:
-        """Close the oldest handshake stream of a peer with no other stream, or else the oldest. Its
-        peer stays admitted."""
+        """Close the oldest handshake stream of a peer with no other stream, or else the oldest of
+        all.
+
+        Its peer stays admitted.
+        """
         stream = next((each for each in streams if not self._streams[each].streams), streams[0])
         self._without_stream[stream.peer] = None
         self._close_stream(self._streams[stream], stream)
@@ -439,8 +456,8 @@ class Handshakes:
             self._close_stream(admitted, stream)
 
     def _on_membership_change(self) -> None:
-        """Check every admitted peer after this peer's certificate, the rules or the revocation
-        lists changed.
+        """Check every admitted peer again, after this peer's certificate, rules or revocation lists
+        changed.
 
         Peers that stay admitted get a new Hello.
         """
@@ -449,8 +466,10 @@ class Handshakes:
         self._send_hellos()
 
     async def _send_hellos_periodically(self) -> None:
-        """Announce the revocation lists again: a peer may have missed an announcement, or failed to
-        fetch a list."""
+        """Announce the revocation lists again and again.
+
+        A peer may have missed an announcement, or failed to fetch a list.
+        """
         while True:
             await asyncio.sleep(self.membership.rules.revocation_refresh_s)
             self._send_hellos()
@@ -494,7 +513,7 @@ class Handshakes:
         admitted.end(self._refusal(reason))
 
     async def _refuse(self, stream: Stream, error: NotAuthorised) -> None:
-        """Refuse a handshake stream; a peer that was revoked gets the list that names it."""
+        """Refuse a handshake stream. A revoked peer gets the list that names it."""
         try:
             if isinstance(error, Revoked):
                 await self._send(stream, pb.HandshakeMessage(revoked=pb.Revoked()), error.revocation_list)
@@ -505,8 +524,10 @@ class Handshakes:
         return Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=self.membership.clock())
 
     async def _send(self, stream: Stream, message: pb.HandshakeMessage, payload: bytes = b"") -> None:
-        """Send ``message``; a stream whose other side does not read is closed, or messages would
-        queue without bound."""
+        """Send ``message``. If the other side does not read, the stream is closed.
+
+        Otherwise messages would queue without bound.
+        """
         try:
             await HANDSHAKE.accept(stream, self._timing).send(message, payload)
         except DeadlineExceeded:
@@ -543,7 +564,8 @@ class Handshakes:
 
     async def _fetch_revocations(self, peer: PeerId) -> None:
         """Ask ``peer`` for the lists that this peer lacks. A peer that sends anything else is
-        expelled."""
+        expelled.
+        """
         try:
             deadline_s = self._timing.chunk_s
             lists = await REVOCATIONS.open(self._transport, peer, self._timing, deadline_s=deadline_s)
@@ -573,14 +595,14 @@ class Handshakes:
         del self._tasks[task]
         if task.cancelled() or (error := task.exception()) is None:
             return
-        if isinstance(error, SwarmnetError):  # of a handshake: its callers get it too
+        if isinstance(error, SwarmnetError):  # the callers of the handshake get it, too
             _log.debug("handshake: %s", error)
         else:
             _log.error("handshake", exc_info=error)
 
 
 class GuardedStream(StreamWrapper):
-    """A stream that is tracked by ``handshakes`` until it is closed."""
+    """A stream that ``handshakes`` tracks until it is closed."""
 
     def __init__(self, stream: Stream, handshakes: Handshakes) -> None:
         super().__init__(stream)
@@ -593,27 +615,29 @@ class GuardedStream(StreamWrapper):
 
 
 class GuardedTransport(TransportWrapper):
-    """``transport``, with a handshake before every stream that is opened and a check of every
-    stream that comes in."""
+    """A transport that makes a handshake before every outgoing stream and checks every incoming
+    one.
+    """
 
     def __init__(self, transport: Transport, handshakes: Handshakes) -> None:
         super().__init__(transport)
         self._handshakes = handshakes
 
     async def died(self) -> None:
-        """As promised by ``Transport``; raises ``NotAuthorised`` when the membership of this peer
-        has ended."""
+        """Wait as ``Transport.died`` does.
+
+        Raises ``NotAuthorised`` when the membership of this peer has ended.
+        """
         if self._handshakes.membership.is_public:
             await self._transport.died()
         else:
             await race(self._transport.died(), self._handshakes.membership.ended())
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
-        """As promised by ``Transport``; a stream that its opener may not open is refused before a
-        byte of it is read.
+        """Serve as ``Transport.serve`` does, but refuse streams whose opener may not open them.
 
-        Raises ``NotAuthorised`` when this peer has no role that may serve ``protocol``: every other
-        peer would refuse it.
+        Such a stream is refused before a byte is read. Raises ``NotAuthorised`` when this peer has
+        no role that may serve ``protocol``, since every other peer would refuse it.
         """
         self._handshakes.check_serving(protocol)
 
@@ -626,8 +650,10 @@ class GuardedTransport(TransportWrapper):
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
     ) -> Stream:
-        """As promised by ``Transport``; also raises ``NotAuthorised`` when either side refuses the
-        other, and ``Refused`` when ``peer`` has reached a resource limit.
+        """Open a stream as ``Transport.open`` does, after a handshake.
+
+        Also raises ``NotAuthorised`` when either side refuses the other, and ``Refused`` when
+        ``peer`` has reached a resource limit.
         """
         await self._handshakes.ensure(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         stream = await self._transport.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
@@ -639,7 +665,9 @@ class GuardedTransport(TransportWrapper):
 
 
 def not_admitted(refused: Refused, now: float) -> NotAuthorised:
-    """The error for a peer that does not admit this one, with a hint about the clock if the two
-    clocks differ."""
+    """Return the error for a peer that does not admit this one.
+
+    It hints at the clock if the two clocks differ.
+    """
     advice = clock_advice(refused.unix_time - now) if refused.unix_time else ""
     return NotAuthorised(str(refused), hint=advice or "ask the owner of the swarm for an invite")

@@ -1,8 +1,12 @@
 """Invites: strings that a newcomer exchanges for its first certificate.
 
-An authority signs a grant, which names the public key of the invite; the string contains the grant
-and the private key. A newcomer signs its own peer id with that private key, so nothing that an
-issuer or an eavesdropper sees admits another peer.
+1. An authority signs a grant, which names the public key of the invite. The string contains the
+   grant and the private key.
+2. The newcomer signs its own peer id with the private key and sends the result to an issuer.
+3. The issuer checks it and answers with a certificate.
+
+The request works for one peer id only. So nothing that an issuer or an eavesdropper sees admits
+another peer.
 """
 
 import base64
@@ -31,7 +35,8 @@ from swarmnet_protocols.wire.roles import Role
 PREFIX = "swn1"
 MAX_USES = 10_000
 MAX_VALID_S = MAX_LIFETIME_S
-"""Longest lifetime of an invite, in seconds. Bounds how long its revocation must be kept."""
+"""Longest lifetime of an invite in seconds. It bounds how long a revocation of the invite must be
+kept."""
 MAX_BOOTSTRAPS = 8
 MAX_ADDRESS_CHARS = 512
 MAX_GRANT_BYTES = 1024
@@ -44,8 +49,11 @@ _PROOF = b"swarmnet-redeem-1"
 
 @dataclass(frozen=True)
 class InviteTerms:
-    """The grant of an invite. ``not_after``: Unix time in seconds; ``peer``: the only peer that may
-    redeem it; None: any."""
+    """The terms of an invite.
+
+    ``not_after`` is a Unix time in seconds. ``peer`` is the only peer that may redeem it; None:
+    any.
+    """
 
     roles: frozenset[Role]
     not_after: int
@@ -66,7 +74,9 @@ class Grant:
 
 @dataclass(frozen=True)
 class Invite:
-    """A string that was read: the grant, the seed of the private key, and addresses to join at."""
+    """The content of an invite string: the grant, the seed of the private key, and addresses to
+    join at.
+    """
 
     grant: Grant
     sealed_grant: bytes
@@ -75,10 +85,10 @@ class Invite:
 
 
 def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
-    """An invite with ``terms``, signed by ``key``. The newcomer joins at the first
-    ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``.
+    """Return an invite with ``terms``, signed by ``key``.
 
-    Raises ``ValueError`` without a role, and for a number of uses outside of [1, ``MAX_USES``].
+    The newcomer joins at the first ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``. Raises
+    ``ValueError`` without a role, and for a number of uses outside [1, ``MAX_USES``].
     """
     if not terms.roles or not 1 <= terms.uses <= MAX_USES:
         raise ValueError(f"an invite needs a role and 1 to {MAX_USES} uses")
@@ -98,15 +108,15 @@ def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Seq
 
 
 def is_invite(text: str) -> bool:
-    """Whether ``text`` begins as an invite does."""
+    """Return whether ``text`` begins as an invite does."""
     return text.lstrip().startswith(PREFIX)
 
 
 def read_invite(text: str, *, now: float) -> Invite:
-    """The invite in a pasted string; white space is ignored.
+    """Read the invite in a pasted string, ignoring white space.
 
-    Raises ``ConfigError`` for one that is incomplete or changed, and ``NotAuthorised`` for one that
-    has expired at ``now``. Its signer is not checked: that needs the swarm file.
+    Raises ``ConfigError`` for an incomplete or changed invite, and ``NotAuthorised`` for one that
+    has expired at ``now``. The signer is not checked, since that needs the swarm file.
     """
     damaged = ConfigError("the invite is damaged", hint="copy all of it again, from swn1 to the end")
     text = "".join(text.split())
@@ -136,17 +146,16 @@ def read_invite(text: str, *, now: float) -> Invite:
 
 
 def redemption(invite: Invite, peer: PeerId) -> pb.Redeem:
-    """The message that lets ``peer`` redeem ``invite`` at an issuer."""
+    """Return the message that lets ``peer`` redeem ``invite`` at an issuer."""
     proof = _key(invite.seed).sign(_proof_bytes(invite.grant.id, peer))
     return pb.Redeem(grant=invite.sealed_grant, proof=proof)
 
 
 def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float) -> Grant:
-    """The grant that ``peer`` redeems, checked in all but its number of uses. ``peer`` is the id
-    that the transport has authenticated.
+    """Return the grant that ``peer`` redeems, checked except for its number of uses.
 
-    Raises ``IntegrityError`` for a damaged request and ``NotAuthorised`` for one that ``peer`` may
-    not make.
+    ``peer`` is the id that the transport has authenticated. Raises ``IntegrityError`` for a damaged
+    request, and ``NotAuthorised`` for one that ``peer`` may not make.
     """
     grant = _open_grant(request.grant)
     if grant.swarm != rules.swarm:

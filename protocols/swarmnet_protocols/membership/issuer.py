@@ -1,5 +1,6 @@
-"""An issuer: exchanges invites and expiring certificates for new certificates, and records each on
-disk."""
+"""An issuer: exchange invites and expiring certificates for new certificates, and record each on
+disk.
+"""
 
 import contextlib
 import sqlite3
@@ -35,7 +36,7 @@ CREATE TABLE IF NOT EXISTS issued (
 
 @dataclass(frozen=True)
 class Issued:
-    """A peer that was admitted, its invite, and the newest certificate that goes back to it."""
+    """An admitted peer, its invite, and its newest certificate."""
 
     peer: PeerId
     invite: bytes
@@ -46,10 +47,10 @@ class Issued:
 
 
 class IssuedCertificates:
-    """Which peers redeemed which invites, in one SQLite file (0600). A method returns once its
-    change is on disk.
+    """Records of which peers redeemed which invites, in one SQLite file (0600).
 
-    Methods raise ``OutOfResources`` when the file cannot be read or written.
+    A method returns once its change is on disk. Methods raise ``OutOfResources`` when the file
+    cannot be read or written.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -58,7 +59,7 @@ class IssuedCertificates:
     @classmethod
     @contextmanager
     def open(cls, directory: Path) -> Iterator["IssuedCertificates"]:
-        """The records in ``directory``. Raises ``ConfigError`` for a file in another format."""
+        """Open the records in ``directory``. Raises ``ConfigError`` for a file in another format."""
         path = directory / ISSUED_NAME
         try:
             path.touch(mode=0o600)
@@ -72,7 +73,7 @@ class IssuedCertificates:
             ) from error
 
     def members(self) -> Sequence[Issued]:
-        """Every peer that was admitted, oldest first."""
+        """Return every admitted peer, the oldest first."""
         with self._transaction():
             rows = self._connection.execute(
                 "SELECT peer, invite, roles, first_at, certificate FROM issued ORDER BY first_at, peer, invite"
@@ -88,8 +89,10 @@ class IssuedCertificates:
         return _read(row) if row else None
 
     def record(self, issued: Issued, *, uses: int | None) -> bool:
-        """Record a certificate. False, and no change, if ``uses`` other peers have redeemed the
-        invite. ``uses`` None: no limit."""
+        """Record a certificate, unless ``uses`` other peers have redeemed the invite.
+
+        Returns whether it was recorded. ``uses`` None: no limit.
+        """
         with self._transaction("IMMEDIATE"):
             if uses is not None:
                 (used,) = self._connection.execute(
@@ -106,7 +109,7 @@ class IssuedCertificates:
 
     @contextmanager
     def _transaction(self, kind: str = "DEFERRED") -> Iterator[None]:
-        """A transaction. Raises ``OutOfResources`` when the file cannot be read or written."""
+        """Run a transaction. Raises ``OutOfResources`` when the file cannot be read or written."""
         try:
             self._connection.execute(f"BEGIN {kind}")
             try:
@@ -124,16 +127,18 @@ class IssuedCertificates:
 
 @dataclass(frozen=True)
 class IssuerConfig:
-    """The means of an issuer: a key that the rules trust, the folder of its records, and the swarm
-    file that it hands out."""
+    """What an issuer needs: a key that the rules trust, a folder for records, and the swarm file it
+    sends.
+    """
 
     key: Signer
     folder: Path
     swarm_file: bytes
 
     def certify(self, membership: Membership) -> None:
-        """Give ``membership`` a certificate by this key, in all roles, unless it has one that is
-        not due for renewal."""
+        """Give ``membership`` a certificate by this key in all roles, if it needs one or a renewal
+        is due.
+        """
         with contextlib.suppress(NotAuthorised):
             membership.check()
             if not membership.certificate or membership.clock() < (membership.renew_at or 0.0):
@@ -152,11 +157,11 @@ class IssuerConfig:
 class Issuer:
     """Signs certificates with a key that the rules of the swarm trust.
 
-    Issuers do not share records: an invite has its number of uses at each of them.
+    Issuers do not share records, so each issuer allows the full number of uses of an invite.
     """
 
     def __init__(self, key: Signer, rules: Rules, issued: IssuedCertificates, *, now: float) -> None:
-        """Raises ``ConfigError`` for a key that the swarm file does not name."""
+        """Set up the issuer. Raises ``ConfigError`` for a key that the swarm file does not name."""
         if not rules.trusts(key.public_key, now):
             raise ConfigError(
                 "this key may not issue certificates for this swarm",
@@ -167,17 +172,19 @@ class Issuer:
         self._issued = issued
 
     def redeem(self, request: pb.Redeem, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """A sealed certificate for ``peer``, the id that the transport has authenticated.
+        """Return a sealed certificate for ``peer``, the id that the transport has authenticated.
 
-        A peer that redeems an invite twice gets a certificate twice, which counts as one use.
-        Raises ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
+        A peer that redeems an invite twice gets two certificates, which count as one use. Raises
+        ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
         """
         grant = check_redemption(request, peer, self._rules, revocations, now)
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
 
     def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """The successor of a certificate of ``peer`` that is still valid. Raises ``NotAuthorised``
-        or ``IntegrityError``."""
+        """Return the successor of a certificate of ``peer`` that is still valid.
+
+        Raises ``NotAuthorised`` or ``IntegrityError``.
+        """
         certificate = open_certificate(sealed, rules=self._rules, now=now)
         admit(self._rules, certificate, peer, ANY_ROLE, revocations, now)
         renewal = Admittance(peer, certificate.roles, certificate.invite, first=certificate.first or sealed)
@@ -200,8 +207,10 @@ class Issuer:
         return sealed
 
     def _is_fresh(self, sealed: bytes, now: float) -> bool:
-        """Whether a certificate can be returned again: a peer that asks often costs no signature
-        and no write."""
+        """Tell whether a certificate is new enough to be returned again.
+
+        A peer that asks often then costs no signature and no write.
+        """
         try:
             return now < open_certificate(sealed, rules=self._rules, now=now).renew_at
         except NotAuthorised:
@@ -211,10 +220,10 @@ class Issuer:
 def check_redemption(
     request: pb.Redeem, peer: PeerId, rules: Rules, revocations: Revocations, now: float
 ) -> Grant:
-    """The grant that ``peer`` may redeem, unless it is used up. ``peer`` is the id that the
-    transport has authenticated.
+    """Return the grant that ``peer`` may redeem, if it has uses left.
 
-    Raises ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
+    ``peer`` is the id that the transport has authenticated. Raises ``NotAuthorised`` if it may not,
+    and ``IntegrityError`` for a damaged request.
     """
     grant = open_redemption(request, peer, rules=rules, now=now)
     if revocations.revokes_invite(grant.id):

@@ -1,5 +1,6 @@
-"""Membership of peers: the decision over any peer, and the membership of this peer with its
-certificate and revocation lists."""
+"""Membership: decide whether a peer is a member, and keep this peer's certificate and revocation
+lists.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 CERTIFICATE_NAME = "certificate"
 REVOCATIONS_NAME = "revocations"
 CLOCK_CHECK_S = 600.0
-"""Longest sleep, in seconds, before the clock is read again: it may be set meanwhile."""
+"""Longest sleep in seconds before the clock is read again, since somebody may set it."""
 _ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
 _ASK_FOR_ROLE = "ask the owner of the swarm for an invite with that role"
 _SEALED_BYTES = 256
@@ -37,7 +38,7 @@ _SEALED_BYTES = 256
 
 
 class Revoked(NotAuthorised):
-    """A peer, its certificate or its invite is on ``revocation_list``, which is sealed."""
+    """A peer, its certificate or its invite is on ``revocation_list``, a sealed list."""
 
     def __init__(self, message: str, revocation_list: bytes) -> None:
         super().__init__(message, hint="ask the owner of the swarm")
@@ -55,23 +56,23 @@ class Member:
 
 
 class Membership:
-    """The proof of this peer's membership, and the rules for that of others.
+    """The proof of this peer's membership, and the rules for other peers.
 
     With a ``folder``, certificate and revocation lists outlive the process.
     """
 
     def __init__(self, rules: Rules, peer: PeerId, clock: Clock, *, folder: Path | None = None) -> None:
-        """Raises ``ConfigError`` if ``folder`` cannot be read."""
+        """Load certificate and lists from ``folder``. Raises ``ConfigError`` if it cannot be read."""
         self.rules = rules
         self.peer = peer
         self.clock = clock
         self.listeners: list[Callable[[], None]] = []
-        """Called when the certificate, the rules or the revocations have changed."""
+        """Callbacks for a change of the certificate, the rules or the revocations."""
         self.adopt: Callable[[bytes], Rules] | None = None
         """Stores a newer swarm file and returns its rules. Raises ``ConfigError`` or
-        ``IntegrityError`` for one that is invalid or older."""
+        ``IntegrityError`` for an invalid or older file."""
         self.swarm_file: Callable[[], bytes] | None = None
-        """Reads the swarm file that the rules come from. Raises ``ConfigError`` when it cannot."""
+        """Reads the swarm file that the rules come from. Raises ``ConfigError`` if that fails."""
         self.certificate = b""
         """The sealed certificate of this peer; empty without one."""
         self._own: Certificate | None = None
@@ -82,8 +83,7 @@ class Membership:
 
     @property
     def is_public(self) -> bool:
-        """Whether every peer is a member and no key can revoke one: then there are no
-        handshakes."""
+        """Whether every peer is a member and no key can revoke one. Then there are no handshakes."""
         return self.rules.admission is Admission.OPEN and not self.rules.keys
 
     @property
@@ -93,12 +93,11 @@ class Membership:
 
     @property
     def me(self) -> Member:
-        """This peer as a member, by the same decision as any other. Raises ``NotAuthorised`` if it
-        is none.
+        """Return this peer as a member, by the same decision as for any other peer.
 
-        A list that revoked this peer before its certificate was issued is outdated: no issuer
-        certifies a revoked peer. Peers that have the newer list admit this one, and hand the list
-        over.
+        A list that revoked this peer before its certificate was issued is outdated, because no
+        issuer certifies a revoked peer. Peers with the newer list admit this peer and hand the list
+        over. Raises ``NotAuthorised`` if this peer is not a member.
         """
         if self._own is None:
             self._own = self.open(self.certificate)
@@ -117,7 +116,7 @@ class Membership:
         _ = self.me
 
     async def ended(self) -> NoReturn:
-        """Wait until this peer is not a member. Raises ``NotAuthorised`` with the reason."""
+        """Wait until this peer is no longer a member. Raises ``NotAuthorised`` with the reason."""
         changed = asyncio.Event()
         self.listeners.append(changed.set)
         try:
@@ -131,11 +130,10 @@ class Membership:
             self.listeners.remove(changed.set)
 
     def open(self, sealed: bytes) -> Certificate | None:
-        """The certificate that a peer shows; None for an empty one. Raises ``NotAuthorised`` for an
-        invalid one.
+        """Open the certificate that a peer shows; None for an empty one.
 
-        Where members need no certificate, an expired or untrusted one counts as none; a damaged one
-        never does.
+        Where members need no certificate, an expired or untrusted one counts as none. A damaged one
+        never does. Raises ``NotAuthorised`` for an invalid certificate.
         """
         if not sealed:
             return None
@@ -149,7 +147,7 @@ class Membership:
             return None
 
     def admit(self, peer: PeerId, certificate: Certificate | None) -> Member:
-        """``peer`` as a member, in any role. Raises as :func:`admit`."""
+        """Return ``peer`` as a member in any role. Raises as :func:`admit` does."""
         return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
 
     def take_swarm_file(self, data: bytes) -> None:
@@ -166,11 +164,10 @@ class Membership:
             self._notify_listeners()
 
     def take_certificate(self, sealed: bytes) -> None:
-        """Replace the certificate of this peer. Raises ``NotAuthorised`` for one that is invalid or
-        for another peer.
+        """Replace the certificate of this peer.
 
-        Raises ``OutOfResources`` when it cannot be written; it is used all the same, for the life
-        of the process.
+        Raises ``NotAuthorised`` for a certificate that is invalid or for another peer. Raises
+        ``OutOfResources`` if it cannot be written; this process uses it anyway.
         """
         certificate = self.open(sealed)
         if certificate is None or certificate.peer != self.peer:
@@ -187,8 +184,10 @@ class Membership:
                 ) from error
 
     def take_revocations(self, sealed: Iterable[bytes]) -> None:
-        """Take the sealed lists that are newer. Raises ``IntegrityError`` or ``NotAuthorised`` if
-        one is invalid."""
+        """Take the sealed lists that are newer.
+
+        Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid.
+        """
         old = self.revocations
         updated = old.updated(sealed, rules=self.rules, now=self.clock())
         if updated is old:
@@ -239,12 +238,13 @@ def admit(
     revocations: Revocations,
     now: float,
 ) -> Member:
-    """``peer`` as a member with at least one of the roles ``needed``.
+    """Return ``peer`` as a member with at least one of the roles ``needed``.
 
-    ``peer`` is the id that the transport has authenticated.
+    - ``peer``: the id that the transport has authenticated.
+    - ``certificate``: the result of ``open_certificate``. Where members need none, a certificate
+      that is not valid at ``now`` is ignored.
 
-    ``certificate`` comes from ``open_certificate``. In a swarm where members need none, a
-    certificate that is not valid at ``now`` is ignored. Raises ``Revoked`` if a list names it, and
+    Raises ``Revoked`` if a list names the peer, its certificate or its invite. Raises
     ``NotAuthorised`` with the reason if ``peer`` is not a member or lacks the roles.
     """
     if certificate is not None and not rules.needs_certificate and not _is_current(certificate, rules, now):
@@ -282,7 +282,7 @@ def admit(
 
 
 def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:
-    """Raise ``NotAuthorised`` unless ``member`` has one of ``roles``, which ``protocol`` needs."""
+    """Raise ``NotAuthorised`` unless ``member`` has one of ``roles``, as ``protocol`` needs."""
     if not member.roles & roles:
         raise NotAuthorised(
             f"{protocol.id} is for {name_roles(roles)}; {member.peer} is in the swarm as {name_roles(member.roles)}",
@@ -299,6 +299,6 @@ def _is_current(certificate: Certificate, rules: Rules, now: float) -> bool:
 
 
 def _read_file(path: Path, max_bytes: int) -> bytes:
-    """At most ``max_bytes`` of a file. A signature is not valid for a truncated one."""
+    """Read at most ``max_bytes`` of a file. The signature of a truncated file is not valid."""
     with path.open("rb") as file:
         return file.read(max_bytes)

@@ -1,9 +1,10 @@
 """Revocation lists: peers, certificates and invites that end before they expire.
 
-Every authority and issuer signs its own list. Each signer's list with the highest serial is valid,
-and every entry of a valid list is revoked. So two signers that revoke at the same time do not
-overwrite each other. Once everything that an entry revokes has expired, the entry leaves the list
-with the next signature.
+1. Every authority and issuer signs its own list. For each signer, the list with the highest serial
+   is valid.
+2. Every entry of any valid list is revoked. So two signers that revoke at the same time do not
+   overwrite each other.
+3. Once everything that an entry revokes has expired, the next signature drops the entry.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,8 +28,7 @@ MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
 KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
 """Seconds that an entry stays on a list. An issuer without the list may renew a revoked
-certificate, or redeem a revoked invite, up to its end, and the new certificate lives as long
-again."""
+certificate, or redeem a revoked invite, until its end. The new certificate lives as long again."""
 
 _KIND = b"swarmnet-revocations-1"
 
@@ -41,26 +41,26 @@ class RevokedIds:
     certificates: frozenset[bytes] = frozenset()
     invites: frozenset[bytes] = frozenset()
     since: Mapping[PeerId | bytes, int] = field(default_factory=dict)
-    """Unix time at which each entry was revoked; unknown for an entry that is missing here."""
+    """Entry → Unix time of its revocation. A missing entry has no known time."""
 
     def in_order(self) -> tuple[PeerId | bytes, ...]:
-        """All entries in the order of the message."""
+        """Return all entries in the order of the message."""
         return (*sorted(self.peers), *sorted(self.certificates), *sorted(self.invites))
 
     def adding(
         self, *, peers: frozenset[PeerId] = frozenset(), invites: frozenset[bytes] = frozenset()
     ) -> "RevokedIds":
-        """These entries and the given entries. A given entry that was here already gets a new
-        date."""
+        """Return these entries and the given ones. A given entry that is here already gets a new
+        date.
+        """
         since = {each: then for each, then in self.since.items() if each not in {*peers, *invites}}
         return RevokedIds(self.peers | peers, self.certificates, self.invites | invites, since)
 
     def still_needed(self, now: float, *, peers_for_ever: bool) -> "RevokedIds":
-        """The entries that stay on the list at ``now``, all dated: an entry without a date was
-        revoked just now.
+        """Return the entries that stay on the list at ``now``, all with a date.
 
-        ``peers_for_ever``: keep every peer, for a swarm whose members need no certificate that
-        expires.
+        An entry without a date counts as revoked just now. ``peers_for_ever`` keeps every peer, for
+        a swarm whose members need no certificate that expires.
         """
         since = {each: self.since.get(each, int(now)) for each in self.in_order()}
         kept = {each for each, then in since.items() if now < then + KEPT_S}
@@ -94,11 +94,11 @@ class Revocations:
 
     @property
     def serials(self) -> Mapping[bytes, int]:
-        """The serial of every signer's list, by its key."""
+        """Return signer's key → serial of its list."""
         return {signer: each.serial for signer, each in self._lists.items()}
 
     def newer_than(self, serials: Mapping[bytes, int]) -> tuple[bytes, ...]:
-        """The sealed lists that a peer with these ``serials`` lacks."""
+        """Return the sealed lists that a peer with these ``serials`` lacks."""
         return tuple(
             self._lists[signer].sealed
             for signer in sorted(self._lists)
@@ -106,9 +106,9 @@ class Revocations:
         )
 
     def updated(self, sealed: Iterable[bytes], *, rules: Rules, now: float) -> "Revocations":
-        """These lists, updated with those in ``sealed`` that are newer; ``self`` if none is.
+        """Return these lists, updated with the newer ones of ``sealed``; ``self`` if none is newer.
 
-        Raises what :func:`open_list` raises if one is invalid; then none is taken.
+        If a list is invalid, raises what :func:`open_list` raises, and takes none.
         """
         opened = [open_list(data, rules=rules, now=now) for data in sealed]
         if not any(each.replaces(self._lists.get(each.signer)) for each in opened):
@@ -116,16 +116,15 @@ class Revocations:
         return Revocations([*self._lists.values(), *opened])
 
     def of(self, signer: bytes) -> RevocationList | None:
-        """The list of one signer."""
+        """Return the list of one signer."""
         return self._lists.get(signer)
 
     def trusted(self, *, rules: Rules, now: float) -> "Revocations":
-        """The lists whose signers ``rules`` trust at ``now``."""
+        """Return the lists whose signers ``rules`` trust at ``now``."""
         return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
     def pardoning(self, peer: PeerId, since: float) -> "Revocations":
-        """These lists without entries of ``peer`` that are dated, and older than Unix time
-        ``since``."""
+        """Return these lists without entries of ``peer`` that are dated before Unix time ``since``."""
         return Revocations(
             replace(each, revoked=replace(each.revoked, peers=each.revoked.peers - {peer}))
             if 0 < each.revoked.since.get(peer, 0) < since
@@ -134,8 +133,10 @@ class Revocations:
         )
 
     def find_revocation(self, peer: PeerId, certificate: Certificate | None) -> tuple[str, bytes] | None:
-        """Why ``peer`` with ``certificate`` is revoked, and the sealed list that says so; None if
-        it is not."""
+        """Return why ``peer`` with ``certificate`` is revoked, and the sealed list that says so.
+
+        None if it is not revoked.
+        """
         for each in self._lists.values():
             if peer in each.revoked.peers:
                 return "this peer was revoked", each.sealed
@@ -150,7 +151,7 @@ class Revocations:
 
 
 def sign_list(revoked: RevokedIds, *, serial: int, swarm: bytes, key: Signer) -> bytes:
-    """A sealed list. Raises ``ValueError`` if it has more than ``MAX_ENTRIES``."""
+    """Return a sealed list. Raises ``ValueError`` if it has more than ``MAX_ENTRIES``."""
     if len(revoked.in_order()) > MAX_ENTRIES:
         raise ValueError(f"a revocation list has {MAX_ENTRIES} entries at most")
     message = pb.RevocationList(
@@ -165,9 +166,11 @@ def sign_list(revoked: RevokedIds, *, serial: int, swarm: bytes, key: Signer) ->
 
 
 def open_list(data: bytes, *, rules: Rules, now: float) -> RevocationList:
-    """The list in ``data``. Raises ``IntegrityError`` for one that is damaged or over the limits,
-    and ``NotAuthorised`` for one of another swarm or of a signer that ``rules`` do not trust at
-    ``now``."""
+    """Open the list in ``data``.
+
+    Raises ``IntegrityError`` if it is damaged or over the limits. Raises ``NotAuthorised`` if it is
+    of another swarm, or of a signer that ``rules`` do not trust at ``now``.
+    """
     message, signer = unseal(_KIND, pb.RevocationList, data, max_body_bytes=MAX_LIST_BYTES)
     if message.swarm != rules.swarm:
         raise NotAuthorised("the revocation list is of another swarm")

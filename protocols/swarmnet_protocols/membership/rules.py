@@ -14,7 +14,7 @@ MIN_LIFETIME_S = 3600
 MAX_LIFETIME_S = 90 * 24 * 3600
 """Longest lifetime of a certificate, in seconds."""
 MAX_KEYS = 16
-"""Most keys that a swarm file may trust to sign, of its authority and issuers together."""
+"""Most signing keys that a swarm file may trust, of its authority and issuers together."""
 
 
 class Admission(StrEnum):
@@ -30,17 +30,17 @@ class Admission(StrEnum):
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits for each peer on each host; None leaves a limit to the host."""
+    """Limits for each peer on each host. None lets the host decide."""
 
     sessions: int | None = None
     passes: int | None = None
     cache_bytes: int | None = None
-    """Keys and values in the caches of its sessions."""
+    """Bytes of keys and values in the caches of its sessions."""
     adapter_bytes: int | None = None
     positions_per_s: int | None = None
-    """Average rate, for each block of a host."""
+    """Average positions per second, for each block of a host."""
     bytes_per_s: int | None = None
-    """Average rate, for each direction."""
+    """Average bytes per second, in each direction."""
 
     def to_dict(self) -> dict[str, int | None]:
         return asdict(self)
@@ -54,7 +54,7 @@ class Rules:
     """Id of the swarm, 32 bytes."""
     admission: Admission
     keys: Mapping[bytes, float] = field(default_factory=dict)
-    """Public keys that may sign certificates, grants and revocations, each with the Unix time until which it may."""
+    """Public keys that may sign certificates, grants and revocations → Unix time of their end."""
     anyone: frozenset[Role] = ANY_ROLE
     """With ``OPEN``: the roles of a peer without a certificate."""
     allow: Mapping[PeerId, frozenset[Role]] = field(default_factory=dict)
@@ -69,9 +69,9 @@ class Rules:
     """Manifest hashes of the models that the swarm serves; empty: any model."""
 
     names: Mapping[str, bytes] = field(default_factory=dict)
-    """The manifest hashes of models, by the names that the swarm file gives them."""
+    """Name of a model in the swarm file → manifest hash."""
     pieces_hashes: Mapping[bytes, bytes] = field(default_factory=dict)
-    """The pieces hashes of models, by the hash of the manifest: see ``fetching/pieces.py``."""
+    """Manifest hash → pieces hash (``fetching/pieces.py``)."""
 
     def check_model(self, name: str, manifest: bytes) -> None:
         """Raise ``NotAuthorised`` for a model that the swarm does not serve."""
@@ -87,8 +87,9 @@ class Rules:
         return self.admission is Admission.CERTIFICATE
 
     def trusts(self, key: bytes, now: float) -> bool:
-        """Whether the signature of ``key`` is valid at Unix time ``now``.
+        """Tell whether a signature of ``key`` is valid at Unix time ``now``.
 
-        A key that is listed with an end is valid until then. A key that is not listed never was: it may have been stolen.
+        A listed key is valid until its end. A key that is not listed was never valid, since it may
+        have been stolen.
         """
         return now < self.keys.get(key, -math.inf)

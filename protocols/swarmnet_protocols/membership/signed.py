@@ -1,4 +1,4 @@
-"""Signed messages in one canonical encoding: what certificates, grants and revocation lists are sealed in."""
+"""Signed messages in one canonical encoding, for certificates, grants and revocation lists."""
 
 from typing import Protocol, TypeVar
 
@@ -25,7 +25,10 @@ class Signer(Protocol):
 
 
 def seal(kind: bytes, body: Message, signer: Signer) -> bytes:
-    """``body``, signed by ``signer`` together with ``kind``: a signature of one kind is not valid for another."""
+    """Return ``body``, signed by ``signer`` together with ``kind``.
+
+    A signature of one kind is not valid for another.
+    """
     data = body.SerializeToString(deterministic=True)
     signature = signer.sign(_signed_bytes(kind, data))
     message = pb.Signed(body=data, signer=signer.public_key, signature=signature)
@@ -33,9 +36,10 @@ def seal(kind: bytes, body: Message, signer: Signer) -> bytes:
 
 
 def unseal(kind: bytes, body_type: type[M], data: bytes, *, max_body_bytes: int) -> tuple[M, bytes]:
-    """The body in ``data`` and the public key that signed it; whether that key is trusted is up to the caller.
+    """Return the body in ``data`` and the public key that signed it.
 
-    Raises ``IntegrityError`` if ``data`` is too large, not in canonical form, of another kind, or not signed by that key.
+    The caller decides whether to trust that key. Raises ``IntegrityError`` if ``data`` is too
+    large, not in canonical form, of another kind, or not signed by that key.
     """
     if len(data) > max_body_bytes + _ENVELOPE_BYTES:
         raise IntegrityError(f"a signed message of {len(data)} bytes is too large")
@@ -46,7 +50,10 @@ def unseal(kind: bytes, body_type: type[M], data: bytes, *, max_body_bytes: int)
 
 
 def decode(kind: type[M], data: bytes) -> M:
-    """The message in ``data``. Raises ``IntegrityError`` unless ``data`` is its canonical encoding, without unknown fields."""
+    """Decode the message in ``data``.
+
+    Raises ``IntegrityError`` unless ``data`` is its canonical encoding, without unknown fields.
+    """
     message = kind()
     try:
         message.ParseFromString(data)
