@@ -185,7 +185,8 @@ class Transport(Protocol):
         """Return when the transport has failed and carries no stream any more."""
 
     async def is_connected(self, peer: PeerId) -> bool:
-        """Tell whether ``peer`` is connected, as far as is known, so that a stream needs no dial."""
+        """Tell whether ``peer`` is connected, as far as is known, so that a stream needs no
+        dial."""
 
     async def serve(self, protocol: ProtocolSpec, handler: Handler) -> None:
         """Serve streams under ``protocol`` until the transport closes, each in a task."""

@@ -87,7 +87,8 @@ def peer_id_of(public_key: bytes) -> PeerId:
 
 
 def public_key_of(peer: PeerId) -> bytes:
-    """Return the raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without one."""
+    """Return the raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without
+    one."""
     number = 0
     for digit in peer[:MAX_PEER_ID_CHARS]:
         number = number * len(_BASE58) + _BASE58.index(digit)

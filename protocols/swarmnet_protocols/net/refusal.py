@@ -57,7 +57,8 @@ class Refusal(SwarmnetError):
 
 
 class Refused(StreamEnded):
-    """The other side, ``peer``, refused the stream. The attributes come from its :class:`Refusal`."""
+    """The other side, ``peer``, refused the stream. The attributes come from its
+    :class:`Refusal`."""
 
     def __init__(self, peer: str, refusal: pb.Refusal) -> None:
         """Take the fields of a peer's message, and drop what is invalid.

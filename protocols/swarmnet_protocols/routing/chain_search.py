@@ -419,7 +419,8 @@ class _Path(NamedTuple):
 
     @property
     def key(self) -> tuple[PeerId, bool, float, bool]:
-        """The state of the path. The search keeps the cheapest path of each state at each boundary."""
+        """The state of the path. The search keeps the cheapest path of each state at each
+        boundary."""
         return self.host.peer, self.host.is_hop, self.factor, self.is_final
 
     def may_end(self, boundary: int) -> bool:
@@ -534,7 +535,8 @@ def _cheapest_entry(
 
 
 class Bans:
-    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears it."""
+    """Hosts that failed recently. A failure after a ban doubles the next ban; a success clears
+    it."""
 
     def __init__(self) -> None:
         self._failed: dict[PeerId, tuple[float, float]] = {}

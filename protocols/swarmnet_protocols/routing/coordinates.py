@@ -84,7 +84,8 @@ class Coordinate:
 
 
 def read_coordinate(numbers: Sequence[float]) -> Coordinate | None:
-    """Read a coordinate that a peer sent as ``numbers``; None if their count or range is invalid."""
+    """Read a coordinate that a peer sent as ``numbers``; None if their count or range is
+    invalid."""
     if len(numbers) != DIMENSIONS + 3:
         return None
     *position, height_s, adjustment_s, error = numbers

@@ -146,7 +146,8 @@ class _Change:
 
 
 def _improve(blocks: Sequence["_Block"], most_loads: int | None) -> None:
-    """Make changes in the order of gain per load, until none gains or ``most_loads`` are used up."""
+    """Make changes in the order of gain per load, until none gains or ``most_loads`` are used
+    up."""
     left = math.inf if most_loads is None else most_loads
     found = {number: block.best_change() for number, block in enumerate(blocks)}
     while left > 0:
@@ -228,7 +229,8 @@ class _Block:
         return remote
 
     def _excess(self, loads: Floats) -> Floats:
-        """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[..., P]``."""
+        """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[...,
+        P]``."""
         excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
         return excess
 
@@ -241,7 +243,8 @@ class _Block:
             self.hold[expert, peer] = True
 
     def best_change(self) -> _Change | None:
-        """Return the change that lowers the cost most or fills free memory; None if there is none."""
+        """Return the change that lowers the cost most or fills free memory; None if there is
+        none."""
         found = [
             change
             for change in (self._copy(), self._exchange(), self._exchange_with_trunk())

@@ -18,7 +18,8 @@ INCOMPATIBLE = "incompatible"
 
 @dataclass(frozen=True)
 class HostInfo:
-    """A host with the blocks [start, end). Both are 0 for a host that serves only routed experts."""
+    """A host with the blocks [start, end). Both are 0 for a host that serves only routed
+    experts."""
 
     peer: PeerId
     start: int

@@ -175,7 +175,8 @@ class Look:
 
 
 def may_switch(look: Look, memory: Remembered, *, now: float) -> bool:
-    """Check whether the host could switch at all. Only then does the caller read the other models."""
+    """Check whether the host could switch at all. Only then does the caller read the other
+    models."""
     return (
         look.mine.may_switch and now >= memory.relocated_at + PAUSE_S and may_leave_model(look.own, look.mine)
     )

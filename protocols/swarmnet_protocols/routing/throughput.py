@@ -101,7 +101,8 @@ def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
 
 
 def throughput(claims: Iterable[Claim], blocks: int) -> float:
-    """Return the tokens per second of the hosts of ``claims`` together; 0 if a block has no host."""
+    """Return the tokens per second of the hosts of ``claims`` together; 0 if a block has no
+    host."""
     return Supply(blocks, claims).throughput()
 
 

@@ -198,12 +198,14 @@ class SubnetSlots:
 
 
 def subnet_of(address: str) -> str:
-    """Return the subnet (/24 or /48) of a multiaddr, or of its relay; empty without an IP address."""
+    """Return the subnet (/24 or /48) of a multiaddr, or of its relay; empty without an IP
+    address."""
     return _network_of(address, _SUBNET_BITS)
 
 
 def host_of(address: str) -> str:
-    """Return the host of a multiaddr: an IPv4 address or an IPv6 /64; empty without an IP address."""
+    """Return the host of a multiaddr: an IPv4 address or an IPv6 /64; empty without an IP
+    address."""
     return _network_of(address, _HOST_BITS)
 
 

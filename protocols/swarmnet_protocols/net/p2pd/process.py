@@ -154,7 +154,8 @@ async def log_output(process: asyncio.subprocess.Process) -> None:
 
 
 def listening_at(listen: str, addresses: Sequence[str]) -> str:
-    """Return ``listen`` with the chosen port instead of 0, from the ``addresses`` p2pd listens on."""
+    """Return ``listen`` with the chosen port instead of 0, from the ``addresses`` p2pd listens
+    on."""
     match listen.split("/"):
         case ["", family, host, kind, "0", *rest]:
             for address in addresses:
