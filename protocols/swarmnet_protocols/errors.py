@@ -1,7 +1,7 @@
 """The exceptions of the project, named for what failed.
 
-An error that the user may see has a ``hint``: one sentence on what to do next. Exceptions of libp2p, the operating system and model
-libraries are converted where they arise.
+An error that the user may see has a ``hint``: one sentence on what to do next. Exceptions of
+libp2p, the operating system and model libraries are converted where they arise.
 """
 
 from collections.abc import Sequence
@@ -54,10 +54,13 @@ class NoRoute(Unreachable):
         missing_experts: str = "",
         message: str = "",
     ) -> None:
-        """``missing``: spans of blocks. ``among_trusted``: hosts outside the trusted list were not considered.
+        """Describe blocks without a live host.
 
-        ``missing_experts``: the routed experts for which a host of some of these blocks waits, as ``block:experts``.
-        ``message``: what to say instead of that no host serves these blocks.
+        - ``missing``: spans of blocks.
+        - ``among_trusted``: hosts outside the trusted list were not considered.
+        - ``missing_experts``: routed experts that a host of some of these blocks waits for, as
+          ``block:experts``.
+        - ``message``: replaces the message that no host serves these blocks.
         """
         whose = "no trusted host" if among_trusted else "no host"
         what = message or f"{whose} serves blocks {_spans(missing)}"
@@ -76,7 +79,10 @@ class NoRoute(Unreachable):
 
 
 class HostsBusy(NoRoute):
-    """All hosts of some blocks have refused work because of their load. After ``retry_after_s`` each block has a host that may take more."""
+    """All hosts of some blocks have refused work because of their load.
+
+    After ``retry_after_s`` each block has a host that may take more.
+    """
 
     def __init__(self, missing: Sequence[tuple[int, int]], wait_s: float) -> None:
         super().__init__(

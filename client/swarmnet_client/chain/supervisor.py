@@ -217,7 +217,7 @@ class ChainSupervisor:
                 self._fail(live, Unreachable(f"{live.peer} is about to stop"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
-        """Whether a leaving hop has rested: no step waits for it, or has for a while."""
+        """Whether a leaving hop may go: no step waits for it, and none has waited for a while."""
         asked_s = asyncio.get_running_loop().time() - live.leaving_since
         return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 

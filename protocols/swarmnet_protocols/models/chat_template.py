@@ -1,7 +1,7 @@
-"""Renders the chat templates of models in a separate process, with limits on time, memory and output.
+"""Renders chat templates in a separate process, with limits on time, memory and output.
 
-A template is a program written by the publisher of the model. The process that runs it (``chat_template_process.py``) holds none of this
-process's secrets, and can be killed.
+A template is a program by the publisher of the model. The process that runs it
+(``chat_template_process.py``) holds no secrets of this process, and can be killed.
 """
 
 import atexit
@@ -26,24 +26,26 @@ from swarmnet_protocols.machine.platform import APART
 from swarmnet_protocols.models.chat_template_process import LENGTH, MEMORY_BYTES, memory_limit
 
 MAX_CHARS = 8 << 20
-"""Characters of a rendered conversation at most, by default."""
+"""Most characters of a rendered conversation, by default."""
 CPU_S = 2
-"""Seconds of processor time that one rendering may take, rounded up to whole seconds of the process."""
+"""Seconds of processor time that one rendering may take, rounded up to whole seconds of the
+process."""
 START_S = 120.0
 """Seconds that the process may take to start, also on a busy machine."""
 RENDER_S = 30.0
-"""Seconds of wall-clock time that one rendering may take. The limit of processor time, ``CPU_S``, is usually reached first."""
+"""Seconds of wall-clock time that one rendering may take. The limit of processor time, ``CPU_S``,
+is usually reached first."""
 _PROGRAM = Path(__file__).with_name("chat_template_process.py")
 _EXTRA_BYTES = 1 << 16
-"""Bytes of a reply beside its text."""
+"""Bytes of a reply in addition to its text."""
 _WATCH_S = 0.02
 """Period at which the use of processor and memory is checked."""
 _ESCAPED_BYTES = 12
-"""Bytes of one character in the reply at most: the reply is JSON in ASCII."""
+"""Most bytes of one character in the reply, which is JSON in ASCII."""
 
 
 _PROBE = "f3b1 9c77 e2d5"
-"""A text of a user that no template writes by itself."""
+"""A user's text that no template writes by itself."""
 
 
 class TemplateFailed(ConfigError):
@@ -51,7 +53,8 @@ class TemplateFailed(ConfigError):
 
 
 class TemplateRefused(TemplateFailed):
-    """A chat template raised an error for these messages, for example for a role that the model does not know."""
+    """A chat template raised an error for these messages, for example for a role that the model
+    does not know."""
 
 
 def prepare_rendering() -> None:
@@ -66,11 +69,13 @@ def render_chat(
     add_generation_prompt: bool,
     max_chars: int = MAX_CHARS,
 ) -> str:
-    """Render ``messages`` with the chat template of ``tokenizer``, as ``apply_chat_template(tokenize=False)`` does.
+    """Render ``messages`` with the chat template of ``tokenizer``, as
+    ``apply_chat_template(tokenize=False)`` does.
 
     Thread-safe. Blocks for some tenths of a millisecond; the first call, until the process has
     started. Raises ``TemplateRefused`` if the template raises an error or leaves out what the user
-    wrote, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars`` characters.
+    wrote, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars``
+    characters.
     """
     try:
         template = tokenizer.get_chat_template()
@@ -224,7 +229,8 @@ class _Limits:
 def _exchange(
     process: subprocess.Popen[bytes], request: bytes, limits: "_Limits", max_bytes: int
 ) -> dict[str, str]:
-    """Write ``request`` and read the reply, which is checked like network input: a template may have taken over the process."""
+    """Write ``request`` and read the reply, which is checked like network input: a template may
+    have taken over the process."""
     ended, watch = threading.Event(), psutil.Process(process.pid)
     watcher = threading.Thread(target=_kill_beyond, args=(process, watch, limits, ended), daemon=True)
     watcher.start()
@@ -254,8 +260,8 @@ def _kill_beyond(
 ) -> None:
     """Kill ``process`` when it goes beyond ``limits``, unless ``ended`` comes first.
 
-    On Linux and macOS the process also limits itself through the kernel (``chat_template_process.py``), which is exact. This check, by
-    polling, works on every system.
+    On Linux and macOS the process also limits itself through the kernel
+    (``chat_template_process.py``), which is exact. This check, by polling, works on every system.
     """
     deadline = time.monotonic() + limits.wall_s
     used_s, used_bytes = _usage(watch)

@@ -1,7 +1,9 @@
-"""The program of the process in which ``chat_template.py`` renders: reads requests from stdin and writes replies to stdout.
+"""Renders chat templates in a process of its own, for ``chat_template.py``.
 
-Jinja's sandbox keeps a template from files and Python objects, but limits neither time nor memory. The parent process limits both, and on
-Linux and macOS so do resource limits of this process. This program imports nothing of swarmnet.
+It reads requests from stdin and writes replies to stdout. Jinja's sandbox keeps a template from
+files and Python objects, but limits neither time nor memory. The parent process limits both; on
+Linux and macOS, resource limits of this process do so too. This program imports nothing of
+swarmnet.
 """
 
 import json
@@ -70,7 +72,8 @@ if sys.platform == "win32":
 else:
 
     def _kernel_limits() -> Callable[[int, int], None]:
-        """Set the limits that never change. Returns a function that limits the processor seconds and memory bytes of the next rendering."""
+        """Set the limits that never change. Returns a function that limits the processor seconds
+        and memory bytes of the next rendering."""
         for kind in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
             resource.setrlimit(kind, (0, 0))
         idle_bytes = 0
@@ -81,7 +84,8 @@ else:
             used = resource.getrusage(resource.RUSAGE_SELF)
             end_s = math.ceil(used.ru_utime + used.ru_stime) + cpu_s
             resource.setrlimit(resource.RLIMIT_CPU, (end_s, resource.RLIM_INFINITY))
-            if idle_bytes:  # macOS neither reports the size of the address space nor enforces a limit on it
+            # macOS neither reports the size of the address space nor enforces a limit on it
+            if idle_bytes:
                 resource.setrlimit(resource.RLIMIT_AS, (idle_bytes + memory_bytes, resource.RLIM_INFINITY))
 
         return limit_next

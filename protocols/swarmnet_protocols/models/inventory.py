@@ -18,7 +18,10 @@ from swarmnet_protocols.models.local_model import LocalModel
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model of which at least a part is on this machine. ``total_bytes`` is None where the size of the whole model is not known."""
+    """A model that is wholly or partly on this machine.
+
+    ``total_bytes`` is None if the size of the whole model is unknown.
+    """
 
     name: str
     present_bytes: int
@@ -26,7 +29,8 @@ class StoredModel:
 
 
 def note_model(model: LocalModel, cache_dir: Path) -> None:
-    """Note which files belong to a model, so that its files here can be listed and removed by its name."""
+    """Note which files belong to a model, so that its files here can be listed and removed by its
+    name."""
     files = {file.sha256.hex(): file.size for file in model.manifest.files}
     note = {"name": model.name, "manifest": model.manifest.hash.hex(), "files": files}
     with suppress(OSError):  # a full disk: the model is used all the same

@@ -1,4 +1,7 @@
-"""Models on disk: loads blocks, local layers or the whole with transformers, and checks hashes before a file is read."""
+"""Models on disk: loads blocks, local layers or the whole with transformers.
+
+Hashes are checked before a file is read.
+"""
 
 import contextlib
 import copy
@@ -38,14 +41,18 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 SETTLED_NS = 2_000_000_000
-"""Nanoseconds after a file's last change from which a further change is sure to alter its times, which file systems round."""
+"""Nanoseconds after which a further change of a file surely alters its times.
+
+File systems round times, so two changes within less could look like one.
+"""
 
 
 class LocalModel:
     """A model whose files are on disk, or are fetched when a part that needs them is loaded.
 
-    Loaded modules are in evaluation mode and require no gradients. A file is hashed before it is first read, and again only after it has
-    changed: every method raises ``IntegrityError``, which names the file, if a file or a piece of it does not have its hash.
+    Loaded modules are in evaluation mode and require no gradients. A file is hashed before its
+    first read, and again only after it has changed. Every method raises ``IntegrityError``, which
+    names the file, if a file or a piece does not have its hash.
     """
 
     def __init__(
@@ -58,7 +65,8 @@ class LocalModel:
         cache_dir: Path,
         progress: Progress | None = None,
     ) -> None:
-        """``cache_dir``: the folder of files that are derived from models, here and by other modules."""
+        """``cache_dir``: the folder of files that are derived from models, here and by other
+        modules."""
         self.name = name
         self.manifest = manifest
         self.path = path
@@ -66,9 +74,12 @@ class LocalModel:
         self._checkpoint = checkpoint
         self._progress = progress
         self._checked: dict[str, dict[str, int]] = {}
-        """The state in which each whole file had its hash, by name."""
+        """By name, the state that each whole file had when its hash was verified."""
         self._checked_pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
-        """The state in which partial files were left, whose pieces had all been verified, by noted hashes or not."""
+        """The state of each partial file when all its pieces were last verified.
+
+        The flag tells whether noted hashes were used.
+        """
         self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
         """Fetches the pieces of files that are not whole on this machine."""
 
@@ -87,7 +98,7 @@ class LocalModel:
 
     @property
     def precision(self) -> str:
-        """The format in which most weights of the blocks are stored: ``bf16``, ``q4_k``."""
+        """The storage format of most weights of the blocks: ``bf16``, ``q4_k``."""
         return self._checkpoint.precision
 
     def sizes(self, *blocks: BlockKey) -> WeightSizes:
@@ -102,7 +113,8 @@ class LocalModel:
         return max(range(start, end), key=lambda block: self.sizes(block).in_memory(4))
 
     def fetch(self) -> None:
-        """Download every file that is not on this machine as a whole. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        """Download every file that is not on this machine as a whole. Raises ``Unreachable``,
+        ``OutOfResources`` or ``IntegrityError``."""
         self._check(self._checkpoint.tensor_names)
 
     @property
@@ -112,7 +124,8 @@ class LocalModel:
 
     @property
     def present_files(self) -> tuple[ModelFile, ...]:
-        """The files that are on this machine as a whole or in part, and those that cannot be fetched from the hub."""
+        """The files that are wholly or partly on this machine, or cannot be fetched from the
+        hub."""
         return tuple(
             file
             for file in self.manifest.files
@@ -144,7 +157,10 @@ class LocalModel:
         return SharedWeights(self.manifest, self._checkpoint, self.parts, self._is_verified)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Hash again every file on this machine, or the pieces of it that are here. Pieces that have changed are forgotten, and fetched again when needed."""
+        """Hash again every file on this machine, or the pieces of it that are here.
+
+        Pieces that have changed are forgotten, and fetched again when needed.
+        """
         partial = self._partial_files
         for file in self.present_files:
             if file.name in partial:
@@ -166,7 +182,10 @@ class LocalModel:
             )
 
     def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:
-        """Fetch what is missing of these tensors, or of ``slices`` of them. Hash the files that contain them, and those without tensors, once each."""
+        """Fetch what is missing of these tensors, or of ``slices`` of them.
+
+        Hash the files that contain them, and the files without tensors, once each.
+        """
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
         fetched = self.parts.fetch(tensors, self._check_pieces, slices)
@@ -181,7 +200,10 @@ class LocalModel:
                 self._check_file(file, self._progress)
 
     def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
-        """Hash the pieces that are here, unless they were hashed before and have not changed since; forget those that have changed."""
+        """Hash the pieces that are here, unless they are unchanged since the last time.
+
+        Forget pieces that have changed.
+        """
         if self._checked_pieces.get(partial.path) == (partial.notes, _stamp(partial.path)):
             return
         mark = self._mark_of(partial.path, table.hash(partial.file))
@@ -190,7 +212,10 @@ class LocalModel:
             _mark(mark, partial.path)
 
     def _check_file(self, file: ModelFile, progress: Progress | None, *, again: bool = False) -> None:
-        """Hash a file, unless it was hashed on this machine before and has not changed since. ``again``: hash it in any case."""
+        """Hash a file, unless this machine hashed it before and it is unchanged.
+
+        ``again``: hash it in any case.
+        """
         path = self._checkpoint.path_of(file.name)
         mark, stamp = self._mark_of(path, file.sha256), _stamp_if_present(path)
         if again or not _is_marked(mark, path) or self.parts.tables.known(file) is None:
@@ -210,7 +235,8 @@ class LocalModel:
             self._checked[file.name] = stamp
 
     def _is_verified(self, file: ModelFile) -> bool:
-        """Whether a file is whole and was hashed, in this process or before, and has not changed since."""
+        """Whether a file is whole and was hashed, in this process or before, and has not changed
+        since."""
         path = self._checkpoint.path_of(file.name)
         stamp = _stamp_if_present(path)
         if stamp is None:
@@ -252,11 +278,17 @@ class LocalModel:
         quantized: "Precision | None" = None,
         experts: "ChosenExperts | None" = None,
     ) -> "nn.Module":
-        """The decoder stack of blocks [start, end), layers numbered from 0, without embeddings and final norm.
+        """Load the decoder stack of blocks [start, end), without embeddings and final norm.
 
-        Reads only the tensors of those blocks. ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are stored, in
-        ``PackedLinear`` and ``PackedExperts``; with ``quantized`` those of 16 and 32 bits are rounded to that precision.
-        ``experts``: of the blocks that it lists, only these routed experts are fetched and loaded; computing another one raises ``LookupError``. Raises ``ConfigError`` if the model has no such blocks.
+        Layers are numbered from 0. Only tensors of these blocks are read.
+
+        - ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are
+          stored, in ``PackedLinear`` and ``PackedExperts``.
+        - ``quantized``: 16 and 32-bit weights of these are rounded to this precision.
+        - ``experts``: for each listed block, fetch and load only these routed experts. Computing
+          another one raises ``LookupError``.
+
+        Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
         from swarmnet_protocols.quantization.products import load_products
@@ -283,10 +315,11 @@ class LocalModel:
         device: "torch.device",
         quantized: "Precision | None" = None,
     ) -> "nn.Module":
-        """The module of routed experts of one block, with the weights of these only: ``compute_expert`` computes with it.
+        """Load the module of routed experts of one block, with these experts only, for
+        ``compute_expert``.
 
-        No other tensor of the block is fetched or loaded. Matrices stay as they are stored, or are rounded as in ``load_span``. Raises ``ConfigError``
-        if the block has no such experts.
+        No other tensor of the block is fetched or loaded. Matrices stay as they are stored, or are
+        rounded as in ``load_span``. Raises ``ConfigError`` if the block has no such experts.
         """
         from swarmnet_protocols.models.partial_model import build_experts
         from swarmnet_protocols.quantization.packed_experts import experts_modules
@@ -315,10 +348,12 @@ class LocalModel:
     def expert_reader(
         self, block: int, *, device: "torch.device", quantized: "Precision | None" = None
     ) -> "Callable[[Collection[int]], Mapping[str, ExpertMatrices]]":
-        """Reads the matrices of some routed experts of one block, by the name of the weight in the block's module: ``down_proj``.
+        """Return a function that reads matrices of routed experts of one block, by weight name
+        (``down_proj``).
 
-        For experts that are read again and again: what does not depend on them is prepared here. Raises ``ConfigError`` as ``load_experts``; reading
-        raises what fetching raises, and ``IntegrityError``.
+        It is for experts that are read again and again: what does not depend on them is prepared
+        here. Raises ``ConfigError`` as ``load_experts``. Reading raises what fetching raises, and
+        ``IntegrityError``.
         """
         from swarmnet_protocols.models.partial_model import build_experts
 
@@ -350,7 +385,8 @@ class LocalModel:
         return expert_counts(self.config)
 
     def _experts_tensors(self, block: int, model: "PreTrainedModel") -> list[str]:
-        """The tensors of the routed experts of a block: their matrices, and biases and norms if they have such."""
+        """The tensors of the routed experts of a block: their matrices, and biases and norms if
+        they have such."""
         names = self.manifest.tensors[block]
         places = self._checkpoint.expert_places(names, block, model)
         return [name for name in names if name in places or ".experts." in name or "_exps." in name]
@@ -364,11 +400,16 @@ class LocalModel:
         labels: int | None = None,
         packed: bool = False,
     ) -> "PreTrainedModel":
-        """The architecture's CausalLM with embeddings, norm and head, whose layers are those that ``stand_ins`` returns.
+        """Load the CausalLM with embeddings, norm and head; ``stand_ins`` replaces its layers.
 
-        ``stand_ins`` is called with the model's own layers on the meta device. With ``labels`` it is the architecture's sequence classifier
-        of ``labels`` classes; a head that the checkpoint lacks is initialised. ``packed`` as in ``load_span``: such embeddings and heads have no
-        ``weight`` and cannot be trained. Raises ``ConfigError`` if transformers has no such class.
+        - ``stand_ins``: called with the model's own layers on the meta device. Returns the layers
+          to use.
+        - ``labels``: load the architecture's sequence classifier of this many classes instead. A
+          head that the checkpoint lacks is initialised.
+        - ``packed``: as in ``load_span``. Packed embeddings and heads have no ``weight`` and cannot
+          be trained.
+
+        Raises ``ConfigError`` if transformers has no such class.
         """
         from torch import nn
 
@@ -415,7 +456,8 @@ class LocalModel:
         return self._checkpoint.tokenizer()
 
     def end_ids(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-        """The ids of the tokens that end an answer: one set for every program that generates. ``tokenizer`` is the model's own."""
+        """The ids of the tokens that end an answer: one set for every program that generates.
+        ``tokenizer`` is the model's own."""
         from swarmnet_protocols.models.end_tokens import end_ids
 
         generation, config = self._checkpoint.generation_config(), self.config
@@ -438,7 +480,10 @@ def _is_marked(mark: Path, path: Path) -> bool:
 
 
 def _mark(mark: Path, path: Path) -> None:
-    """Mark the file as verified, unless its last change is so recent that a further one could leave its times as they are."""
+    """Mark the file as verified, unless it changed very recently.
+
+    A further change might then leave its times as they are.
+    """
     stamp = _stamp(path)
     if time.time_ns() - max(stamp["modified_ns"], stamp["changed_ns"]) > SETTLED_NS:
         with contextlib.suppress(
@@ -448,7 +493,10 @@ def _mark(mark: Path, path: Path) -> None:
 
 
 def _stamp(path: Path) -> dict[str, int]:
-    """Size, times and inode of the file, at least one of which changes with its content: no program can set ``st_ctime``."""
+    """Return size, times and inode of the file. At least one changes with its content.
+
+    No program can set ``st_ctime``.
+    """
     stat = path.stat()
     return {
         "size": stat.st_size,
@@ -499,7 +547,8 @@ def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[
     tensors: dict[BlockKey, list[str]] = {"local_layers": [], **{block: [] for block in range(blocks)}}
     for name in checkpoint.tensor_names:
         block = checkpoint.naming.block_of(name)
-        # Some checkpoints have blocks beyond the last, for multi-token prediction, which generation does not use.
+        # Some checkpoints have blocks beyond the last, for multi-token prediction, which generation
+        # does not use.
         if block is None or block < blocks:
             tensors["local_layers" if block is None else block].append(name)
     missing: Sequence[BlockKey] = [key for key, names in tensors.items() if not names]

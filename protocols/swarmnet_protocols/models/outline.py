@@ -1,4 +1,7 @@
-"""Fetches the outline of a model, everything but its weights, from peers: for swarms whose file names the model's hash, where the hub does not answer."""
+"""Fetches the outline of a model, everything except its weights, from peers.
+
+This is for swarms whose file names the model's hash, when the hub does not answer.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -21,7 +24,8 @@ _SMALL = (*METADATA_PATTERNS, INDEX_NAME)
 
 
 async def fetch_outline(peers: SwarmPeers, name: str, model: bytes, cache_dir: Path) -> None:
-    """Fetch the outline of the model with this manifest hash from peers, so that ``find_outline`` finds ``name`` without the hub.
+    """Fetch the outline of the model with this manifest hash from peers, so that ``find_outline``
+    finds ``name`` without the hub.
 
     Raises ``Unreachable`` if no peer has all of it.
     """
@@ -62,7 +66,8 @@ async def _fetch_small(peers: SwarmPeers, model: bytes, file: ModelFile) -> byte
 
 
 async def _fetch_head(peers: SwarmPeers, model: bytes, file: ModelFile, cache_dir: Path) -> None:
-    """Fetch the header of a weight file. It counts as verified only by a known table of pieces, or by the hash of the whole file."""
+    """Fetch the header of a weight file. It counts as verified only by a known table of pieces, or
+    by the hash of the whole file."""
     tables = Tables(cache_dir / "pieces")
     await peers.tables(model, [file], tables)
     table = tables.known(file) or tables.claimed(file)
@@ -78,7 +83,8 @@ async def _fetch_head(peers: SwarmPeers, model: bytes, file: ModelFile, cache_di
 def find_outline(
     name: str, repository: str, revision: str | None, cache_dir: Path
 ) -> tuple[Path, HubFiles] | None:
-    """The folder or gguf file of a model whose outline came from peers, and where its weights are fetched; None without an outline."""
+    """The folder or gguf file of a model whose outline came from peers, and where its weights are
+    fetched; None without an outline."""
     folder = _folder(name, cache_dir)
     with suppress(OSError, IntegrityError):
         manifest = Manifest.from_json((folder / _MANIFEST_NAME).read_bytes())

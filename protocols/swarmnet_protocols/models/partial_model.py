@@ -1,7 +1,10 @@
-"""Builds parts of a transformers model: the decoder layers of some blocks, or everything except them.
+"""Builds parts of a transformers model: the decoder layers of some blocks, or everything except
+them.
 
-The architecture's own class is instantiated as a whole on the meta device, which takes no memory, so that every layer and the rotary
-embedding are configured from the whole config. Then the unwanted parts are removed, and the weights of the rest are loaded.
+1. The architecture's own class is instantiated as a whole on the meta device, which takes no
+   memory. So the whole config configures every layer and the rotary embedding.
+2. The unwanted parts are removed.
+3. The weights of the rest are loaded.
 """
 
 import copy
@@ -37,11 +40,16 @@ StateDict = dict[str, Any]
 
 _BUILT_IN_ATTENTION = (None, "eager", "sdpa")
 _BUILT_IN_EXPERTS = (None, "eager", "batched_mm", "grouped_mm")
-"""Implementations that are part of transformers and torch. For any other name, transformers downloads a kernel from the hub, or imports an
-installed package."""
+"""Experts implementations that are part of transformers and torch.
+
+For any other name, transformers downloads a kernel from the hub, or imports an installed package.
+"""
 
 EMBEDDING_SCALE = "embedding_multiplier"
-"""The attribute by which Granite's decoder stacks multiply their inputs, whether these are ids or embeddings. Clients multiply; hosts do not."""
+"""The attribute that Granite's decoder stacks multiply their inputs by, ids or embeddings alike.
+
+Clients multiply; hosts do not.
+"""
 _KNOWN_OBSTACLES = {
     "index_topk": "its sparse attention keeps an index beside keys and values",
     "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
@@ -49,7 +57,8 @@ _KNOWN_OBSTACLES = {
     "attention_chunk_size": "its layers attend to chunks of the sequence",
     "hc_mult": "several residual streams run between its layers",
 }
-"""Settings of a config that, unless they are 0, mean that a layer needs more than the outputs of the layer before; and what it needs."""
+"""Settings of a config that, unless they are 0, mean that a layer needs more than the outputs of
+the layer before; and what it needs."""
 _META = torch.device("meta")
 _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
 """Initialisers that ``TorchFunctionMode`` intercepts. The others call these, or are rare."""
@@ -58,7 +67,8 @@ _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.unifo
 def causal_class(config: "PretrainedConfig") -> type:
     """The CausalLM class of an architecture.
 
-    Raises ``ConfigError`` if there is none, or if the config selects an attention or experts implementation that is not built in.
+    Raises ``ConfigError`` if there is none, or if the config selects an attention or experts
+    implementation that is not built in.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -77,7 +87,8 @@ def causal_class(config: "PretrainedConfig") -> type:
 
 
 def _check_implementations(config: "PretrainedConfig") -> None:
-    """Refuse other implementations: a config may come from another peer, which must not choose the code that runs here."""
+    """Refuse other implementations: a config may come from another peer, which must not choose the
+    code that runs here."""
     for known, name in (
         (_BUILT_IN_ATTENTION, "_attn_implementation"),
         (_BUILT_IN_EXPERTS, "_experts_implementation"),
@@ -135,7 +146,8 @@ def _of_layers(config: "PretrainedConfig", name: str) -> set[int]:
 
 
 def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
-    """The class of an architecture's decoder stack, and the names of its embeddings and its final norm.
+    """The class of an architecture's decoder stack, and the names of its embeddings and its final
+    norm.
 
     Raises ``ConfigError`` unless it consists of these and layers.
     """
@@ -165,7 +177,8 @@ def _no_blocks(config: "PretrainedConfig", reason: str) -> ConfigError:
 
 
 def _ends_of(base: Any) -> tuple[str, str] | None:
-    """The names of a decoder stack's embeddings and final norm; None if it has other parts than these, layers and rotary embeddings."""
+    """The names of a decoder stack's embeddings and final norm; None if it has other parts than
+    these, layers and rotary embeddings."""
     children = {name: child for name, child in base.named_children() if not name.startswith("rotary_emb")}
     if not isinstance(children.pop("layers", None), nn.ModuleList) or len(children) != 2:
         return None
@@ -177,8 +190,9 @@ def _ends_of(base: Any) -> tuple[str, str] | None:
 def max_positions(config: "PretrainedConfig") -> int:
     """The most positions of a sequence.
 
-    Where transformers changes the rotary embedding of all positions with the length of the sequence (LongRoPE, Ding et al., 2024;
-    dynamic NTK), sequences end before that length: every host would have to compute their earlier positions again.
+    Where transformers changes the rotary embedding of all positions with the length of the sequence
+    (LongRoPE, Ding et al., 2024; dynamic NTK), sequences end before that length: every host would
+    have to compute their earlier positions again.
     """
     longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -197,7 +211,8 @@ def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilder":
-    """A builder of the decoder stack of blocks [start, end): no embeddings, no final norm, layers numbered from 0."""
+    """A builder of the decoder stack of blocks [start, end): no embeddings, no final norm, layers
+    numbered from 0."""
     cls, ends = decoder_stack(config)
     return ModelBuilder(_stripped_class(cls, partial(_keep_span, start=start, end=end, ends=ends)), config)
 
@@ -212,7 +227,10 @@ def _keep_span(model: Any, *, start: int, end: int, ends: tuple[str, str]) -> No
 
 
 def build_experts(config: "PretrainedConfig", block: int) -> "ModelBuilder":
-    """A builder of the decoder stack of one block, of which only the module of routed experts is left. Raises ``ConfigError`` if it has none."""
+    """Return a builder of one block's decoder stack with only the module of routed experts left.
+
+    Raises ``ConfigError`` if the block has no such module.
+    """
     cls, ends = decoder_stack(config)
 
     def strip(model: Any) -> None:
@@ -246,10 +264,12 @@ def _keep_only(module: nn.Module, path: str) -> None:
 def build_local_layers(
     config: "PretrainedConfig", on_layers: Callable[[nn.ModuleList], None], *, labels: int | None = None
 ) -> "ModelBuilder":
-    """A builder of the model without its layers. ``on_layers`` is called with the layers, on the meta device.
+    """A builder of the model without its layers. ``on_layers`` is called with the layers, on the
+    meta device.
 
-    The model is the CausalLM, or with ``labels`` the sequence classifier of ``labels`` classes, whose head is initialised if the checkpoint
-    has none. Raises ``ConfigError`` if transformers has no such class for the architecture.
+    The model is the CausalLM, or with ``labels`` the sequence classifier of ``labels`` classes,
+    whose head is initialised if the checkpoint has none. Raises ``ConfigError`` if transformers has
+    no such class for the architecture.
     """
     decoder_stack(config)
 
@@ -263,7 +283,8 @@ def build_local_layers(
 
 
 def _classifier_class(config: "PretrainedConfig") -> type:
-    """The sequence classifier of an architecture. Raises ``ConfigError`` if transformers has none."""
+    """The sequence classifier of an architecture. Raises ``ConfigError`` if transformers has
+    none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -285,7 +306,8 @@ def keep_layers(model: Any, start: int, end: int) -> None:
 
 
 def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
-    """A class whose constructor makes an object of ``cls`` and applies ``strip`` to it, before it has weights."""
+    """A class whose constructor makes an object of ``cls`` and applies ``strip`` to it, before it
+    has weights."""
 
     def init(self: Any, config: "PretrainedConfig") -> None:
         made = type(self)
@@ -304,7 +326,8 @@ def _install_packed(
     experts: Mapping[str, ExpertMatrices],
     products: Products,
 ) -> None:
-    """Replace modules by packed ones, and merged weights of experts by matrices. Two modules with tied weights share one packed matrix."""
+    """Replace modules by packed ones, and merged weights of experts by matrices. Two modules with
+    tied weights share one packed matrix."""
     weights = dict(weights)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
     for target, source in list(tied.items()):
@@ -355,12 +378,17 @@ class ModelBuilder:
         device: torch.device,
         products: Products | None = None,
     ) -> nn.Module:
-        """The model in evaluation mode, without gradients. ``state_dict`` is called with an empty copy on the meta device.
+        """Load the model in evaluation mode, without gradients.
 
-        Tensors go to ``device`` one by one, so that the CPU's memory never holds a whole span that is for an accelerator.
-        Linear modules and embeddings whose weights ``state_dict`` returns as ``PackedTensor`` are replaced by packed ones, which compute with
-        ``products``, and merged weights of experts that it returns as ``ExpertMatrices`` by ``PackedExperts``.
-        Raises ``IntegrityError`` if a weight is missing or has another shape, and ``ConfigError`` if one is not used.
+        ``state_dict`` is called with an empty copy on the meta device. Tensors go to ``device`` one
+        by one, so that the CPU's memory never holds a whole span that is for an accelerator.
+
+        - Weights returned as ``PackedTensor``: their linear modules and embeddings are replaced by
+          packed ones, which compute with ``products``.
+        - Weights returned as ``ExpertMatrices``: ``PackedExperts`` replace the merged weights.
+
+        Raises ``IntegrityError`` if a weight is missing or has another shape, and ``ConfigError``
+        if a weight is not used.
         """
         weights = state_dict(self.empty())
         packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
@@ -395,7 +423,8 @@ class ModelBuilder:
                 f"the checkpoint has the tensor {min(unused)[:200]!r}, which {self._cls.__name__} of transformers does not use",
                 hint="without it answers would be wrong; a newer transformers may know the model",
             )
-        # The default name is "None": PEFT writes it into adapters, and looks it up on the hub when it saves one.
+        # The default name is "None": PEFT writes it into adapters, and looks it up on the hub when
+        # it saves one.
         model.name_or_path = model.config.name_or_path = ""
         loaded: nn.Module = model.to(device).requires_grad_(False)
         return loaded
@@ -430,7 +459,8 @@ def _keep_blocks(config: "PretrainedConfig", start: int, end: int) -> None:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Turn off transformers' progress bar and its report of missing and unexpected weights, which ``load`` checks itself."""
+    """Turn off transformers' progress bar and its report of missing and unexpected weights, which
+    ``load`` checks itself."""
     from transformers.utils import logging
 
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -445,10 +475,13 @@ def _quietly() -> Iterator[None]:
 
 
 class _SkipInitialisation(TorchFunctionMode):
-    """Makes ``torch.nn.init`` skip tensors on the meta device, and ``torch.arange`` and ``torch.tensor`` use the CPU instead of that device.
+    """Makes initialisation cheap on the meta device.
 
-    torch computes both on the meta device in Python, and imports a computer algebra system for the shapes: 35 MB, and one second for
-    30 blocks. The ranges, from which rotary embeddings are initialised, are short. A concatenation of tensors on both devices is on the meta device.
+    ``torch.nn.init`` skips tensors there. ``torch.arange`` and ``torch.tensor`` use the CPU
+    instead: on the meta device torch computes them in Python, and imports a computer algebra system
+    for the shapes. That takes 35 MB, and one second for 30 blocks. Rotary embeddings are
+    initialised from short ranges. Tensors of both devices concatenate to a tensor on the meta
+    device.
     """
 
     def __torch_function__(

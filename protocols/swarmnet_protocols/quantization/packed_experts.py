@@ -90,12 +90,12 @@ class PackedExperts:
 def compute_experts(
     module: ExpertsModule, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The sum of the outputs of the experts ``ids`` [T, k] of each row of ``hidden`` [T, D], times
-    their ``weights`` [T, k]: [T, D].
+    """Return the weighted sum [T, D] of the outputs of the chosen experts.
 
-    Experts are added in the order of their numbers, as in transformers' eager forward, whether this
-    machine or a peer computes them. The id ``num_experts`` means no expert. Raises ``LookupError``
-    for an expert that neither this machine nor a peer has.
+    Row t of ``hidden`` [T, D] goes to the experts ``ids`` [T, k], with ``weights`` [T, k]. Experts
+    are added in the order of their numbers, as in transformers' eager forward, whether this machine
+    or a peer computes them. The id ``num_experts`` means no expert. Raises ``LookupError`` for an
+    expert that neither this machine nor a peer has.
     """
     if hasattr(module, "record_choice"):
         module.record_choice(ids)
@@ -146,10 +146,10 @@ def has_expert(module: ExpertsModule, expert: int) -> bool:
 
 
 def chosen_experts(parent: nn.Module, module: ExpertsModule, hidden: torch.Tensor) -> set[int]:
-    """The experts that the router of a block would choose for ``hidden``, the inputs of the module
-    ``parent`` that has router and experts.
+    """Return the experts that the router of a block would choose for ``hidden``.
 
-    Only the experts are not computed. Raises ``TypeError`` if ``parent`` takes other inputs.
+    ``parent`` is the module with router and experts; ``hidden`` are its inputs. The experts are not
+    computed. Raises ``TypeError`` if ``parent`` takes other inputs.
     """
     found: set[int] = set()
 

@@ -146,9 +146,10 @@ class PackedTensor:
         return PackedTensor(PackedTensor.joined(found).segments, self.inputs)
 
     def select_columns(self, columns: torch.Tensor) -> "PackedTensor":
-        """The matrix whose columns are those with these indices: a permutation [columns].
+        """Return the matrix with these columns: a permutation [columns] of their indices.
 
-        Where whole blocks change places, their bytes do. Otherwise the order is kept in ``inputs``.
+        If whole blocks change places, their bytes are moved. Otherwise the order is kept in
+        ``inputs``.
         """
         if self.inputs is not None:
             columns = self.inputs.argsort()[columns]

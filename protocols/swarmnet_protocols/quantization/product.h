@@ -1,7 +1,8 @@
 /* Products of a few rows of float32 with a matrix whose rows may be packed (unpack.h).
  *
- * A product of one row takes as long as reading the matrix from memory, so packed weights are read as they are stored, and unpacked
- * into the processor's cache, a few outputs at a time. Sums are float32. A sum does not depend on the other rows of the product. */
+ * A product of one row takes as long as reading the matrix from memory. So packed weights are read as
+ * they are stored, and unpacked into the processor's cache, a few outputs at a time. Sums are float32.
+ * A sum does not depend on the other rows of the product. */
 
 #ifndef SWARMNET_PRODUCT_H
 #define SWARMNET_PRODUCT_H
@@ -25,8 +26,8 @@ typedef struct {
     int64_t first, end;
 } range;
 
-/* WIDTH: floats of one vector register. The sums of OUTPUTS outputs for half of TILE_ROWS rows fit into the registers, and so do those
- * of half of the outputs for all rows. */
+/* WIDTH: floats of one vector register. The registers hold the sums of OUTPUTS outputs for half of
+ * TILE_ROWS rows, or of half the outputs for all rows. */
 #if defined __AVX512F__
 enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
 #elif defined __AVX__
@@ -36,8 +37,9 @@ enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
 #else
 enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
 #endif
-/* Columns that are unpacked at a time, a multiple of every format's block. A model chooses the width of its rows, so a row must not have
- * to fit on the stack of a thread: OUTPUTS times these floats are 64 KiB. With fewer, short pieces cost more than they save. */
+/* Columns that are unpacked at a time, a multiple of every format's block. OUTPUTS times these floats
+ * take 64 KiB on a thread's stack. Whole rows might not fit: a model chooses their width. With fewer
+ * columns, short pieces cost more than they save. */
 enum { COLUMNS = 4096 };
 typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
@@ -53,12 +55,14 @@ static inline float sum_of(floats x) {
     return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
 }
 
-/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows, both compile-time constants, so that the sums stay in
- * registers. There are enough sums to hide the latency of one. A sum does not depend on what else is in its tile. Rows of x are pitch
- * floats apart. With add, the sums are added to out.
+/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows. Both are compile-time
+ * constants, so that the sums stay in registers. There are enough sums to hide the latency of one.
+ * A sum does not depend on what else is in its tile. Rows of x are pitch floats apart. With add, the
+ * sums are added to out.
  *
- * Weights are prefetched from the given number of floats ahead (0: no prefetch), because memory would otherwise be idle during the
- * arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
+ * Weights are prefetched from the given number of floats ahead (0: no prefetch). Otherwise memory
+ * would be idle during the arithmetic of several rows. A prefetch beyond the end of the weights has no
+ * effect. */
 static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch,
                                                        int64_t size, const int outputs, const int rows, int add,
                                                        float *out, int64_t stride) {

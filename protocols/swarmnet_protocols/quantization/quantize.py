@@ -80,8 +80,7 @@ def quantize_if_wanted(matrix: PackedTensor, precision: Precision | None, weight
 
 
 def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:
-    """``matrix``, for which ``can_be_quantized`` holds, rounded to one of the formats of
-    ``PRECISIONS``.
+    """Round ``matrix`` to one of the formats of ``PRECISIONS``. Requires ``can_be_quantized``.
 
     A few rows at a time are expanded to float32.
     """
@@ -195,11 +194,11 @@ def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
 
 
 def _affine(weights: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales d and minima m [n], neither below 0, of w = d q - m, with codes q from 0 to ``top``,
-    for groups [32, n].
+    """Return scales d and minima m [n], neither below 0, for groups [32, n].
 
-    For each candidate in ``_TOPS``, weights are rounded to codes, and d and m are the linear
-    regression of the weights on the codes; the candidate of least squared error is taken.
+    They mean w = d q - m, with codes q from 0 to ``top``. For each candidate in ``_TOPS``, weights
+    are rounded to codes, and d and m are the linear regression of the weights on the codes. The
+    candidate with the least squared error wins.
     """
     least, most = weights.amin(0).clamp_(max=0), weights.amax(0)
     sum_x, sum_xx = _sum(weights), _sum(weights * weights)

@@ -1,8 +1,11 @@
-/* Weights of gguf's quantised formats as float32, block by block, with the values that gguf's own Python code gives: the order of
- * operations is the same, and everything but the last one is exact in float32.
+/* Unpacks weights of gguf's quantised formats to float32, block by block.
  *
- * The loops have constant bounds and no branches, so that compilers vectorise them. gcc does not vectorise conversions from half, and makes
- * scalar code of loops that take bytes apart, except for AVX-512: for these there are intrinsics, which are up to eight times as fast. */
+ * The values equal those of gguf's own Python code: the order of operations is the same, and every
+ * operation except the last is exact in float32.
+ *
+ * The loops have constant bounds and no branches, so that compilers vectorise them. gcc does not
+ * vectorise conversions from half, and makes scalar code of loops that take bytes apart, except for
+ * AVX-512. These two use intrinsics, which are up to eight times as fast. */
 
 #ifndef SWARMNET_UNPACK_H
 #define SWARMNET_UNPACK_H
@@ -64,7 +67,7 @@ static inline void unpack_bf16(const uint8_t *in, int64_t count, float *out) {
     }
 }
 
-/* Eight weights of four bits, which are shifted by so many bits in a byte each: scale * (weight - zero) + plus. */
+/* Eight weights of four bits, each shifted by this many bits in its byte: scale * (weight - zero) + plus. */
 static inline void eight_weights(const uint8_t *in, int shift, int zero, float scale, float plus, float *restrict out) {
 #if defined __AVX2__
     __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
@@ -102,7 +105,7 @@ static inline void eight_with_bit(const uint8_t *in, int shift, const uint8_t *h
 #endif
 }
 
-/* Eight weights of two bits, which are shifted by so many bits in a byte each: scale * weight - minus. */
+/* Eight weights of two bits, each shifted by this many bits in its byte: scale * weight - minus. */
 static inline void eight_of_two_bits(const uint8_t *in, int shift, float scale, float minus, float *restrict out) {
 #if defined __AVX2__
     __m256i weights = _mm256_srli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)in)), shift);
@@ -251,7 +254,8 @@ static inline void unpack_q6_k(const uint8_t *in, int64_t blocks, float *restric
     }
 }
 
-/* 32 weights in 16 bytes, which are places in a table of signed bytes: first the low four bits of all bytes, then the high ones. */
+/* 32 weights in 16 bytes, each an index into a table of signed bytes: first the low four bits of all
+ * bytes, then the high ones. */
 static inline void unpack_places(const uint8_t *in, const int8_t *table, float scale, float *restrict out) {
     uint8_t weights[32];
 #if defined __AVX2__

@@ -1,4 +1,7 @@
-"""The interface of a model's files on disk, which safetensors directories and gguf files implement, and hashing of files."""
+"""The interface of a model's files on disk, and hashing of files.
+
+Safetensors directories and gguf files implement it.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,19 +22,22 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 1 << 20
 OpenedFiles = dict[str, tuple[tuple[int, ...], Any]]
-"""The state of a file on disk when it was opened, and what the checkpoint keeps of it, by the name of the file."""
+"""By file name: the file's state on disk when it was opened, and what the checkpoint keeps of
+it."""
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
-"""Exceptions that transformers raises for a config that describes no model. RuntimeError includes NotImplementedError."""
+"""Exceptions that transformers raises for a config that describes no model. RuntimeError includes
+NotImplementedError."""
 
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """How a checkpoint names the tensors of a block. The groups of ``pattern`` are the text before the block's number, the number, and the rest.
+    """How a checkpoint names the tensors of a block.
 
-    ``renames`` maps prefixes of tensor names to the prefixes that transformers uses; the first that matches applies. A tensor with no such
-    prefix is not part of the language model but, say, of a vision tower. None: names stay as they are, and all tensors are the language
-    model's.
+    - ``pattern``: its groups are the text before the block's number, the number, and the rest.
+    - ``renames``: maps prefixes of tensor names to transformers' prefixes; the first match applies.
+      A tensor without such a prefix is not part of the language model but, say, of a vision tower.
+      None: names stay as they are, and all tensors are the language model's.
     """
 
     pattern: re.Pattern[str]
@@ -63,17 +69,34 @@ class WeightForm:
     """The form in which weights are read."""
 
     device: "torch.device"
-    """The device to which packed weights are moved one by one as they are read. An accelerator gets 16-bit weights as ordinary tensors."""
+    """The device that receives packed weights one by one as they are read.
+
+    An accelerator gets 16-bit weights as ordinary tensors.
+    """
     packed: bool = False
-    """Whether quantised and 16-bit weights of linear modules, embeddings and experts stay packed, if transformers does not change their values."""
+    """Whether weights stay packed, if transformers does not change their values.
+
+    This holds for quantised and 16-bit weights of linear modules, embeddings and experts.
+    """
     quantized: "Precision | None" = None
-    """The precision to which packed weights of 16 and 32 bits are rounded, if ``can_be_quantized`` holds for them."""
+    """The precision to round packed 16 and 32-bit weights to, if ``can_be_quantized`` holds for
+    them.
+    """
     experts: "ChosenExperts" = field(default_factory=dict)
-    """The experts to read, by block; of blocks that are not listed, all. If not empty, experts are read one by one, packed or not."""
+    """The experts to read, by block. Blocks that are not listed are read with all experts.
+
+    If not empty, experts are read one by one, packed or not.
+    """
     places: "Mapping[str, ExpertPlace] | None" = None
-    """The places of the tensors with weights of experts, if they are known: finding them takes longer than reading a small expert."""
+    """The places of the tensors with weights of experts, or None if unknown.
+
+    Finding them takes longer than reading a small expert.
+    """
     opened: "OpenedFiles | None" = None
-    """Where files stay open for the next read, whose tensors get memory of their own; None: files are closed after this one, and may stay mapped into memory."""
+    """Holds files open for the next read; their tensors then get memory of their own.
+
+    None: files are closed after this read, and may stay mapped into memory.
+    """
 
 
 @dataclass(frozen=True)
@@ -82,18 +105,20 @@ class WeightSizes:
 
     stored_bytes: int = 0
     expanded_bytes: int = 0
-    """Bytes in the files of tensors that no packed format holds: they are expanded when loaded."""
+    """Bytes in the files of tensors without a packed format. They are expanded when loaded."""
     expanded_weights: int = 0
     """The number of weights in these tensors."""
     formats: tuple[str, ...] = ()
     """The names of their formats."""
 
     def in_memory(self, item_bytes: int) -> int:
-        """Return the bytes of all tensors in memory, where an expanded weight has ``item_bytes``."""
+        """Return the bytes of all tensors in memory, where an expanded weight has
+        ``item_bytes``."""
         return self.stored_bytes - self.expanded_bytes + self.expanded_weights * item_bytes
 
     def notice(self, of: str, dtype: "torch.dtype") -> str:
-        """Return a sentence on the memory that ``of`` take, a plural; empty if nothing is expanded."""
+        """Return a sentence on the memory that ``of`` take, a plural; empty if nothing is
+        expanded."""
         if not self.formats:
             return ""
         names = f"{', '.join(self.formats)} {'is' if len(self.formats) == 1 else 'are'}"
@@ -107,19 +132,23 @@ def _size(count: int) -> str:
 
 
 class ModelCheckpoint(Protocol):
-    """Weights, config and tokenizer of a model on disk. Headers are checked when it is opened; tensors are read one by one."""
+    """Weights, config and tokenizer of a model on disk.
+
+    Headers are checked when it is opened; tensors are read one by one.
+    """
 
     @property
     def root(self) -> Path:
-        """The directory to which the paths of ``files`` are relative."""
+        """The directory that the paths of ``files`` are relative to."""
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file of the model, including those that are not on disk yet."""
+        """Every file of the model, even if it is not on disk yet."""
 
     @property
     def known(self) -> Known:
-        """Files whose size and hash the hub, or a manifest from peers, has listed. They may not be on disk yet."""
+        """Files whose size and hash the hub, or a manifest from peers, has listed. They may not be
+        on disk yet."""
 
     @property
     def hub(self) -> "HubFiles | None":
@@ -129,43 +158,52 @@ class ModelCheckpoint(Protocol):
         """Where a file is, which may be on disk as a whole or in pieces."""
 
     def layout(self, file: str) -> Layout:
-        """Where the tensors of a file are, from its header, which must be on disk. Raises ``IntegrityError`` if it is damaged."""
+        """Where the tensors of a file are, from its header, which must be on disk. Raises
+        ``IntegrityError`` if it is damaged."""
 
     def fetch(self, files: Iterable[str]) -> None:
-        """Download those of ``files`` that are not on disk as a whole. Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``."""
+        """Download the given files unless they are on disk as a whole.
+
+        Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
+        """
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """The tensors of the language model; not those of towers for images or sound."""
+        """The tensors of the language model, without towers for images or sound."""
 
     @property
     def naming(self) -> BlockNaming: ...
 
     @property
     def precision(self) -> str:
-        """The format in which most weights of the blocks are stored, in lower case: ``bf16``, ``q4_k``."""
+        """The storage format of most weights of the blocks, in lower case: ``bf16``, ``q4_k``."""
 
     def holders(self, names: Iterable[str]) -> set[str]:
         """The files that contain these tensors."""
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
-        """The sizes of these tensors, from headers alone; of tensors that all stay packed, none."""
+        """Return the sizes of these tensors, from headers alone. Empty if all of them stay
+        packed."""
 
     @property
     def config_tensors(self) -> tuple[str, ...]:
         """Tensors whose values are part of the config."""
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
-        """The config of the language model. ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right."""
+        """Return the config of the language model.
+
+        ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right.
+        """
 
     def check_kind(self) -> None:
-        """Raise ``ConfigError``, which says what the files are, unless they are a model for text."""
+        """Raise ``ConfigError``, which says what the files are, unless they are a model for
+        text."""
 
     def check_complete(self, build: "Callable[[], Any]") -> None:
-        """Raise ``ConfigError``, which names it, for a tensor that the model would not use, or a
-        tokenizer that is not read.
+        """Raise ``ConfigError`` for a tensor that the model would not use, or a tokenizer that is
+        not read.
 
-        ``build`` makes the whole CausalLM without values.
+        The error names the tensor. ``build`` makes the whole CausalLM without values.
         """
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -173,23 +211,29 @@ class ModelCheckpoint(Protocol):
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens that the files name as ends of an answer, beside those of the config, the generation config and the tokenizer."""
+        """Tokens that the files name as ends of an answer.
+
+        The ends in the config, the generation config and the tokenizer are not repeated here.
+        """
 
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """These tensors by the names that transformers uses, blocks numbered from ``first_block``.
+        """Return these tensors by transformers' names, with blocks numbered from ``first_block``.
 
-        ``model``, which may be on the meta device, is the model that will load them. ``form`` says which weights stay packed: those of linear
-        modules and embeddings are returned as ``PackedTensor``, those of routed experts as ``ExpertMatrices``.
+        ``model`` will load them, and may be on the meta device. ``form`` says which weights stay
+        packed: linear modules and embeddings become ``PackedTensor``, routed experts become
+        ``ExpertMatrices``.
         """
 
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
     ) -> "dict[str, ExpertPlace]":
-        """The place in ``model`` of each of these tensors that holds weights of routed experts; other tensors are left out."""
+        """Return the place in ``model`` of each tensor with weights of routed experts. Others are
+        left out.
+        """
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:
@@ -198,7 +242,8 @@ def sha256_of(path: Path, progress: Progress | None) -> bytes:
 
 
 def hash_pieces(path: Path, starts: Sequence[int], progress: Progress | None) -> Hasher:
-    """Hash a file as a whole and by the pieces that begin at ``starts``. Raises ``IntegrityError`` if it cannot be read."""
+    """Hash a file as a whole and by the pieces that begin at ``starts``. Raises ``IntegrityError``
+    if it cannot be read."""
     hasher = Hasher(starts)
     try:
         total = path.stat().st_size

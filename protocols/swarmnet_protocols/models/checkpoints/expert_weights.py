@@ -1,7 +1,8 @@
-"""Where the tensors of a checkpoint belong in modules of routed experts, and the matrices of single experts that they become.
+"""Where a checkpoint's tensors belong in modules of routed experts, and the matrices they become.
 
-Checkpoints store a tensor for each matrix of each expert, or one for all experts; gate and up projection together or apart; rows or columns
-first. Which of these a family uses is taken from transformers' own conversion of its checkpoints, so that no family needs code here.
+Checkpoints differ: a tensor for each matrix of each expert, or one for all experts; gate and up
+projection together or apart; rows or columns first. transformers' own conversion tells which of
+these a family uses, so no family needs code here.
 """
 
 import re
@@ -18,16 +19,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ChosenExperts = Mapping[int, Collection[int]]
-"""The numbers of the wanted experts, by the number of their block. Of blocks that are not listed, all experts are wanted."""
+"""The numbers of the wanted experts, by block. All experts are wanted of blocks that are not
+listed.
+"""
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where a tensor belongs: ``parameter`` names the merged weight in the model, and the tensor is part ``part`` of ``parts`` of its rows.
+    """Where a tensor belongs in the model.
 
-    ``expert`` is the number of its expert; None if the tensor has the matrices of all ``count`` experts, one after another along its first dimension.
+    - ``parameter``: the merged weight in the model.
+    - ``part`` of ``parts``: the share of the weight's rows that the tensor holds.
+    - ``expert``: the number of its expert. None if it has the matrices of all ``count`` experts,
+      one after another along its first dimension.
     """
 
     parameter: str
@@ -42,7 +48,7 @@ class ExpertPlace:
 
     @property
     def weight(self) -> str:
-        """The name that the matrix of one expert would have in a linear module: that of a part, ``up_proj``, if the tensor is one."""
+        """The name that one expert's matrix, or part of it, has in a linear module: ``up_proj``."""
         path, _, own = self.parameter.rpartition(".")
         parts = own.removesuffix("_proj").split("_")
         return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
@@ -52,7 +58,8 @@ class ExpertPlace:
         return self.expert is None or self.expert in wanted
 
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
-        """Each wanted expert in the tensor, and its slice of the first dimension. ``wanted`` None: all experts."""
+        """Each wanted expert in the tensor, and its slice of the first dimension. ``wanted`` None:
+        all experts."""
         if self.expert is not None:
             if wanted is None or self.expert in wanted:
                 yield self.expert, slice(None)
@@ -87,7 +94,10 @@ class ExpertPlaces:
             self._names = dict.fromkeys(model.state_dict(), True)
 
     def of(self, name: str) -> ExpertPlace | None:
-        """The place of the tensor with this name in a safetensors checkpoint; None if it holds no weights of experts, or transformers converts it in another way."""
+        """Return the place of a tensor of a safetensors checkpoint.
+
+        None if it holds no weights of experts, or transformers converts it in another way.
+        """
         if not self._modules:
             return None
         from transformers.core_model_loading import rename_source_key
@@ -133,7 +143,7 @@ class ExpertPlaces:
 
 
 def _only_merges(operations: Iterable[Any]) -> bool:
-    """Whether a conversion puts matrices of experts side by side and, of each expert, the rows of several one after another."""
+    """Whether a conversion only joins experts side by side, and joins rows within each expert."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     match list(operations):
@@ -145,7 +155,8 @@ def _only_merges(operations: Iterable[Any]) -> bool:
 
 
 class ExpertReader:
-    """Reads the matrices of the chosen experts. The parts of a matrix are joined as soon as all of them have been read."""
+    """Reads the matrices of the chosen experts. The parts of a matrix are joined as soon as all of
+    them have been read."""
 
     def __init__(
         self,
@@ -154,7 +165,10 @@ class ExpertReader:
         chosen: ChosenExperts,
         device: "torch.device",
     ) -> None:
-        """``places`` are those of all tensors of experts, whose blocks ``block_of`` tells. ``device`` is where the matrices go."""
+        """``places``: the places of all expert tensors. ``block_of`` returns a tensor's block.
+
+        The matrices go to ``device``.
+        """
         self._places = places
         self._wanted = {
             name: chosen.get(block) if (block := block_of(name)) is not None else None for name in places
@@ -174,11 +188,12 @@ class ExpertReader:
         self._found.setdefault(place.parameter, {})
 
     def has_wanted(self, name: str) -> bool:
-        """Whether a tensor is of an expert that is wanted, or of no expert."""
+        """Whether a tensor belongs to a wanted expert, or to no expert."""
         return name not in self._places or any(True for _ in self._places[name].slices(self._wanted[name]))
 
     def read(self, name: str, matrix_of: Callable[[slice], PackedTensor]) -> None:
-        """Read the wanted experts of a tensor. ``matrix_of`` returns the matrix in a slice of its first dimension.
+        """Read the wanted experts of a tensor. ``matrix_of`` returns the matrix in a slice of its
+        first dimension.
 
         Raises ``IntegrityError`` for parts of a matrix that do not fit together.
         """
@@ -197,7 +212,8 @@ class ExpertReader:
                 self._found[place.parameter][expert] = matrix.loaded(self._device)
 
     def finish(self) -> dict[str, dict[int, Matrix]]:
-        """The matrices, by parameter and number of the expert. Raises ``IntegrityError`` if one is missing."""
+        """The matrices, by parameter and number of the expert. Raises ``IntegrityError`` if one is
+        missing."""
         for parameter, expected in self._expected.items():
             if missing := expected - self._found[parameter].keys():
                 raise IntegrityError(f"the checkpoint lacks expert {min(missing)} of {parameter}")
@@ -207,7 +223,9 @@ class ExpertReader:
 def wanted_slices(
     places: Mapping[str, ExpertPlace], block_of: Callable[[str], int | None], chosen: ChosenExperts
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """For each tensor of which only a part is wanted: its number of equal slices, and the wanted slices."""
+    """Return, for each tensor that is only partly wanted, its number of equal slices and the wanted
+    ones.
+    """
     found = {}
     for name, place in places.items():
         block = block_of(name)

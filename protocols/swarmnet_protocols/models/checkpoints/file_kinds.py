@@ -11,7 +11,7 @@ from pathlib import Path
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 
 HEAD_BYTES = 64
-"""Bytes from which ``misfit_of`` knows a file."""
+"""Leading bytes of a file that ``misfit_of`` needs to recognise it."""
 _AGAIN = "download it again"
 _OTHER = "choose another file of the model, such as Q4_K_M or Q8_0"
 _LAYOUT = "use the model's Hugging Face layout"
@@ -82,7 +82,8 @@ _TYPE_WORDS = {
     "vocab": ("has a vocabulary and no weights", _OWN_FILE),
     "controlvector": ("is a control vector, not a model", _OWN_FILE),
 }
-"""By ``general.type``: what a file is, and what to do. In files without that key, other keys tell."""
+"""By ``general.type``: what a file is, and what to do. In files without that key, other keys
+tell."""
 _EMBEDDING = re.compile(r".*bert.*|.*-embed(ding)?|t5encoder")
 """Architectures of models whose outputs are embeddings."""
 _OTHER_KINDS = {
@@ -103,7 +104,8 @@ def failed_download(path: Path, head: bytes) -> SwarmnetError | None:
 
 
 def misfit_of(path: Path, head: bytes) -> SwarmnetError | None:
-    """Return the error for a file that is no gguf file of a version that is read; None if it may be.
+    """Return the error for a file that is not a gguf file of a supported version; None if it may be
+    one.
 
     ``head``: its first ``HEAD_BYTES``.
     """

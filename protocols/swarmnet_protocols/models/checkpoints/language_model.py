@@ -1,7 +1,8 @@
-"""The language model in a multimodal one: its config, and its CausalLM class where transformers has none.
+"""The language model in a multimodal model: its config, and its CausalLM class.
 
-For prompts of text, the language model computes exactly what the whole model does: the towers for images and sound only compute embeddings
-that replace those of some tokens.
+The class is made here where transformers has none. For text prompts, the language model computes
+exactly what the whole model does: the towers for images and sound only compute embeddings that
+replace some tokens' embeddings.
 """
 
 import copy
@@ -31,9 +32,10 @@ def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def headed_class(config: "PretrainedConfig") -> type | None:
-    """A CausalLM class for the text part of a multimodal model whose architecture has none: its decoder stack and ``lm_head``.
+    """Return a CausalLM class for the text part of a multimodal model, for architectures without
+    one.
 
-    None if ``config`` is not such a part.
+    It has the decoder stack and ``lm_head``. None if ``config`` is not such a part.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -59,7 +61,8 @@ def _headed(stack: Any) -> type:
     namespace = {
         "__init__": init,
         "__module__": __name__,
-        "forward": LlamaForCausalLM.forward,  # it calls ``self.model`` and ``self.lm_head``, and nothing that is Llama's
+        # it calls ``self.model`` and ``self.lm_head``, and nothing that is Llama's
+        "forward": LlamaForCausalLM.forward,
         "base_model_prefix": "model",
         "config_class": stack.config_class,
         "_tied_weights_keys": {"lm_head.weight": "model.embed_tokens.weight"},

@@ -1,7 +1,9 @@
-"""Weights that a safetensors checkpoint has quantised: the tensors that hold them, and how they become packed matrices.
+"""Quantised weights in safetensors checkpoints: their tensors, and how these become packed
+matrices.
 
-A weight w has the value by which its format is defined, in float32: w = scale * code in FP8 and MXFP4
-(OCP Microscaling Formats v1.0), w = scale * (code - zero point) in AWQ and GPTQ. Activations are not quantised, so their scales are not read.
+A weight w has the float32 value that its format defines: w = scale * code in FP8 and MXFP4 (OCP
+Microscaling Formats v1.0), w = scale * (code - zero point) in AWQ and GPTQ. Activations are not
+quantised, so their scales are not read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,12 +29,17 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store quantised weights: the weight ``X`` + ``weight`` of the model is in the tensors ``X`` + each of ``parts``."""
+    """A way to store quantised weights.
+
+    The weight ``X`` + ``weight`` of the model is in the tensors ``X`` + part, for each of
+    ``parts``.
+    """
 
     precision: str
     parts: tuple[str, ...]
     pack: Callable[[Tensors], PackedTensor]
-    """The matrix; raises ``ValueError`` or ``RuntimeError`` for tensors of other shapes or types than the format has."""
+    """The matrix; raises ``ValueError`` or ``RuntimeError`` for tensors of other shapes or types
+    than the format has."""
     weight: str = ".weight"
     optional: tuple[str, ...] = ()
     is_expanded: bool = False
@@ -41,7 +48,8 @@ class Scheme:
     """Whether a weight of three dimensions has its last two in the other order in the model."""
 
     def weights(self, names: Iterable[str], slice_of: Callable[[str], Any]) -> "list[StoredWeight]":
-        """The quantised weights among tensors. ``slice_of`` returns the slice of a safetensors file that has a tensor."""
+        """The quantised weights among tensors. ``slice_of`` returns the slice of a safetensors file
+        that has a tensor."""
         known = set(names)
         found = []
         for name in sorted(known):
@@ -66,7 +74,10 @@ class Scheme:
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """A quantised weight in a file, which transformers reads like a lazy slice: ``weight[...]`` reads and dequantises the values."""
+    """A quantised weight in a file.
+
+    transformers reads it like a lazy slice: ``weight[...]`` reads and dequantises the values.
+    """
 
     scheme: Scheme
     name: str
@@ -94,7 +105,8 @@ class StoredWeight:
 
 
 def scheme_of(settings: Mapping[str, Any]) -> Scheme:
-    """The scheme that a model's ``quantization_config`` describes. Raises ``ConfigError`` if it is not supported."""
+    """The scheme that a model's ``quantization_config`` describes. Raises ``ConfigError`` if it is
+    not supported."""
     method = str(settings.get("quant_method", ""))[:100]
     match method:
         case "fp8" if settings.get("expert_dtype", "fp8") == "fp8":
@@ -124,13 +136,14 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _has_small_groups(settings: Mapping[str, Any]) -> bool:
-    """Whether groups of weights that share a scale are no multiple of ``INT4``'s blocks."""
+    """Whether the groups that share a scale are not multiples of ``INT4``'s blocks."""
     size = settings.get("group_size", settings.get("q_group_size", -1))
     return isinstance(size, int) and size > 0 and size % _INT4_BLOCK > 0
 
 
 def _block_of(size: Any) -> tuple[int, int] | None:
-    """The rows and columns that share a scale; None if the config has no such block. Raises ``ConfigError`` unless they are sizes."""
+    """The rows and columns that share a scale; None if the config has no such block. Raises
+    ``ConfigError`` unless they are sizes."""
     match size:
         case None:
             return None
@@ -140,7 +153,8 @@ def _block_of(size: Any) -> tuple[int, int] | None:
 
 
 def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTensor:
-    """Codes [rows, columns] and one scale for the matrix, one for each row, or one for each ``block`` of rows and columns."""
+    """Codes [rows, columns] and one scale for the matrix, one for each row, or one for each
+    ``block`` of rows and columns."""
     codes, scales = tensors
     rows, columns = codes.shape
     if codes.dtype != torch.float8_e4m3fn:
@@ -160,7 +174,8 @@ def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTenso
 
 
 def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
-    """Codes [experts, rows, blocks, 16], two a byte, the first in the low digits, and exponents [experts, rows, blocks]: the experts' rows."""
+    """Codes [experts, rows, blocks, 16], two a byte, the first in the low digits, and exponents
+    [experts, rows, blocks]: the experts' rows."""
     codes, exponents = tensors
     if codes.dtype != torch.uint8 or exponents.dtype != torch.uint8 or codes.shape != (*exponents.shape, 16):
         raise ValueError(f"codes {tuple(codes.shape)} and exponents {tuple(exponents.shape)}")
@@ -170,13 +185,15 @@ def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
 
 
 def _pack_awq(tensors: Tensors) -> PackedTensor:
-    """Codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]: AWQ's layout for GEMM."""
+    """Codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]: AWQ's
+    layout for GEMM."""
     codes, zeros, scales = tensors
     return _pack_int4(_digits(codes, _AWQ_NIBBLES).T, _digits(zeros, _AWQ_NIBBLES).T, scales.T)
 
 
 def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
-    """Codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales [groups, rows], and the group of each column."""
+    """Codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales
+    [groups, rows], and the group of each column."""
     codes, zeros, scales, *rest = tensors
     matrix = _digits(codes.T, _NIBBLES)
     zeros, scales = (_digits(zeros, _NIBBLES) + zeros_from).T, scales.T
@@ -188,7 +205,8 @@ def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
 
 
 def _pack_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> PackedTensor:
-    """Codes [rows, columns], and zero points and scales [rows, groups], where a group is ``columns / groups`` neighbouring columns."""
+    """Codes [rows, columns], and zero points and scales [rows, groups], where a group is ``columns
+    / groups`` neighbouring columns."""
     rows, columns = codes.shape
     if zeros.shape != scales.shape or len(scales) != rows or columns % max(1, scales.shape[1]):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Models in a directory of Hugging Face layout, config.json and safetensors files: checks headers, and reads tensors and tokenizer."""
+"""Models in Hugging Face layout: config.json and safetensors files in a directory.
+
+This module checks headers, and reads tensors and tokenizer.
+"""
 
 import json
 import math
@@ -48,7 +51,10 @@ METADATA_PATTERNS = (
     "chat_template.jinja",
 )
 TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files whose settings transformers passes to the tokenizer's class as arguments. Some are paths, which the class opens."""
+"""Files whose settings transformers passes to the tokenizer's class.
+
+Some settings are paths that the class opens.
+"""
 _METADATA = frozenset({*METADATA_PATTERNS, INDEX_NAME})
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
@@ -76,12 +82,16 @@ _STACKS = {
     "model.": "model.",
     "backbone.": "backbone.",
 }
-"""Prefixes of the tensors of a decoder stack, and the prefixes that they have in the language model alone. Those of multimodal models come first."""
+"""Prefixes of a decoder stack's tensors, and the prefixes they have in the language model alone.
+
+Prefixes of multimodal models come first.
+"""
 _HEADS = {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head.", "score.": "score."}
 
 
 def naming_of(names: Collection[str]) -> BlockNaming:
-    """How a checkpoint with tensors of these names names those of its language model."""
+    """Return how a checkpoint with tensors of these names names the tensors of its language
+    model."""
     for stack, own in _STACKS.items():
         pattern = re.compile(rf"^({re.escape(stack)}layers\.)(\d+)(\..+)$")
         if any(pattern.match(name) for name in names):
@@ -90,7 +100,8 @@ def naming_of(names: Collection[str]) -> BlockNaming:
 
 
 def read_header(path: Path) -> Layout:
-    """Where the tensors of a safetensors file are. Raises ``IntegrityError`` unless its header is valid and matches the file's size."""
+    """Where the tensors of a safetensors file are. Raises ``IntegrityError`` unless its header is
+    valid and matches the file's size."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -160,10 +171,13 @@ def _is_no_path(key: str, value: object) -> bool:
 
 
 class SafetensorsCheckpoint:
-    """``ModelCheckpoint`` of a directory. Raises ``IntegrityError`` if a file is missing or damaged."""
+    """``ModelCheckpoint`` of a directory. Raises ``IntegrityError`` if a file is missing or
+    damaged."""
 
     def __init__(self, root: Path, hub: HubFiles | None = None) -> None:
-        """``hub``: the commit on the hub from which missing weight files are fetched when they are needed."""
+        """``hub``: the commit on the hub that has the missing weight files. They are fetched when
+        needed.
+        """
         self.root = root
         self.hub = hub
         self.known: Known = {}
@@ -238,7 +252,8 @@ class SafetensorsCheckpoint:
         return {self._file_of[name] for name in names}
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
-        """Sizes of 4-bit weights whose groups no packed format holds, as far as headers are here."""
+        """Sizes of 4-bit weights whose groups no packed format holds, as far as headers are
+        here."""
         scheme = self._scheme
         if scheme is None or not scheme.is_expanded:
             return WeightSizes()
@@ -288,7 +303,8 @@ class SafetensorsCheckpoint:
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         config = self._config()
-        if self._scheme is not None:  # transformers would look for packages that multiply with such weights
+        # transformers would look for packages that multiply with such weights
+        if self._scheme is not None:
             del config.quantization_config
         return config
 
@@ -340,12 +356,16 @@ class SafetensorsCheckpoint:
                     hint="put its tokenizer.json there",
                 ) from error
         tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(self.root)
-        if vocabulary := getattr(tokenizer, "vocab_file", None):  # saving the tokenizer copies this file
+        # saving the tokenizer copies this file
+        if vocabulary := getattr(tokenizer, "vocab_file", None):
             tokenizer.vocab_file = str(self.root / Path(vocabulary).name)
         return tokenizer
 
     def _lay_out_tokenizer(self, folder: Path) -> None:
-        """Link the tokenizer's files into ``folder``, with copies of the settings that omit what could name other files of this machine."""
+        """Link the tokenizer's files into ``folder``.
+
+        Settings are copied without anything that could name other files of this machine.
+        """
         for name in METADATA_PATTERNS:
             path = file_of(self.root, name)
             if path is None:
@@ -360,10 +380,11 @@ class SafetensorsCheckpoint:
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Lazy slices: transformers reads each one when it copies it into the model, so that no span is in memory twice.
+        """Return lazy slices, which transformers reads one by one as it copies them into the model.
 
-        Weights that stay packed are read at once: quantised ones; matrices of 16-bit numbers on the CPU; and, with ``form.quantized``, matrices of
-        16 and 32 bits on any device.
+        So no span is in memory twice. Weights that stay packed are read at once: quantised ones,
+        16-bit matrices on the CPU and, with ``form.quantized``, 16 and 32-bit matrices on any
+        device.
         """
         import torch
         from safetensors import SafetensorError, safe_open
@@ -453,10 +474,11 @@ class SafetensorsCheckpoint:
 def _reading_sentencepiece() -> Iterator[None]:
     """Have transformers read a ``tokenizer.model`` without the package sentencepiece.
 
-    transformers parses such a file with protobuf, and asks for the package only by habit. The package
-    would bring a second OpenMP library into this process.
+    transformers parses such a file with protobuf, and asks for the package only by habit. The
+    package would bring a second OpenMP library into this process.
     """
-    # ``from transformers import`` gives the module's function of the same name until the module is loaded.
+    # ``from transformers import`` gives the module's function of the same name until the module is
+    # loaded.
     convert_slow_tokenizer: Any = import_module("transformers.convert_slow_tokenizer")
     with _SENTENCEPIECE:
         asked = convert_slow_tokenizer.requires_backends
@@ -468,9 +490,11 @@ def _reading_sentencepiece() -> Iterator[None]:
 
 
 class _CopiedTensor:
-    """A tensor in a file, in place of safetensors' own slice ``tensor``: what is read has memory of its own.
+    """A tensor in a file, in place of safetensors' own slice ``tensor``: what is read has memory of
+    its own.
 
-    safetensors maps the file, whose pages count as memory of this process for as long as it is open.
+    safetensors maps the file, whose pages count as memory of this process for as long as it is
+    open.
     """
 
     def __init__(self, path: Path, span: tuple[int, int], tensor: Any) -> None:
@@ -504,7 +528,8 @@ def _state_of(path: Path) -> tuple[int, ...]:
 
 
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files of a directory, and the file of each tensor by its index. ``has_single``: the hub has ``SINGLE_NAME``."""
+    """The safetensors files of a directory, and the file of each tensor by its index.
+    ``has_single``: the hub has ``SINGLE_NAME``."""
     index = file_of(root, INDEX_NAME)
     if index is None:
         if not has_single and file_of(root, SINGLE_NAME, has_weights=True) is None:

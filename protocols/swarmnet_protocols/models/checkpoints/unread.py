@@ -15,9 +15,10 @@ from swarmnet_protocols.errors import ConfigError
 UNUSED = re.compile(
     r"rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$|position_ids$"  # computed
     r"|^(score|lm_head)\.weight$|^(model\.)?mtp\."  # heads of other tasks
-    r"|\.(input|activation|output|[qkv])_(scale|zero_point)$"  # for rounding activations, which are not rounded here
+    # for rounding activations, which are not rounded here
+    r"|\.(input|activation|output|[qkv])_(scale|zero_point)$"
 )
-"""Tensors without which a model computes the same."""
+"""Tensors that do not change what a model computes."""
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|image|audio|speech|sound|video|mm|multi_modal|projectors?|connector|merger|resampler)([._]|$)"
 )
@@ -41,7 +42,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
 }
-"""Settings that change answers and that no tensor shows, and the values with which they do not."""
+"""Settings that change answers although no tensor shows it, and the values that change nothing."""
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "minimax_m2": {"scoring_func": "sigmoid"},
@@ -50,10 +51,11 @@ _IMPLIED: Mapping[str, Mapping[str, Any]] = {
 
 
 def check_settings(config: Any, settings: Mapping[str, Any], build: Callable[[], Any]) -> None:
-    """Raise ``ConfigError`` for a setting that changes answers and that the class does not read.
+    """Raise ``ConfigError`` for a setting that changes answers but that the class does not read.
 
-    ``settings`` are those of the file, of the language model alone; ``config`` is made of them, and
-    ``build`` makes the model without values.
+    - ``settings``: the file's settings of the language model alone.
+    - ``config``: made of these settings.
+    - ``build``: makes the model without values.
     """
     known = type(config)()
     implied = _IMPLIED.get(config.model_type, {})
@@ -98,7 +100,8 @@ def _source_of(model: Any) -> str:
 
 
 def check_tensors(others: Iterable[str], *, is_multimodal: bool) -> None:
-    """Raise ``ConfigError`` for a tensor outside the language model that is not known to be spare."""
+    """Raise ``ConfigError`` for a tensor outside the language model that is not known to be
+    spare."""
     for name in others:
         if not UNUSED.search(name) and not (is_multimodal and _TOWERS.search(name)):
             raise ConfigError(

@@ -227,8 +227,10 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
     ),
 }
-"""By ``general.architecture``. Models for images and text are read as models for text, in which all
-axes of a position are the same."""
+"""Architectures by ``general.architecture``.
+
+Models for images and text run as text-only models; all axes of a position are then the same.
+"""
 
 
 def row_of(architecture: str) -> Architecture:

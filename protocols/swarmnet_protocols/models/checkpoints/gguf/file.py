@@ -49,20 +49,25 @@ _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:(gate|up|down|gate_up)_exps|(gate|up|
 
 
 _READING = 5
-"""The version of the code by which configs and tokenizers are read: copies that another one has made are not used."""
+"""Version of the code that reads configs and tokenizers. Copies made by another version are
+ignored.
+"""
 METADATA_BYTES = 32 << 20
 """Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
 
 
 class GgufCheckpoint:
-    """``ModelCheckpoint`` of a gguf file or of all parts of one. Raises ``IntegrityError`` if a file is damaged.
+    """``ModelCheckpoint`` of a gguf file, or of all parts of a split one.
 
-    transformers takes seconds to read a config or a tokenizer from gguf, so both are cached in Hugging Face layout under
-    ``metadata_dir``, which is for this version of the file only. A cached copy that has changed is made again.
+    transformers takes seconds to read a config or a tokenizer from gguf. So both are cached in
+    Hugging Face layout under ``metadata_dir``, which belongs to this version of the file only. A
+    cached copy that has changed is made again. Raises ``IntegrityError`` if a file is damaged.
     """
 
     def __init__(self, paths: Sequence[Path], metadata_dir: Path, hub: HubFiles | None = None) -> None:
-        """``paths``: the file, or all parts in their order. ``hub``: the commit on the hub from which what is missing of them is fetched."""
+        """``paths``: the file, or all parts in order. ``hub``: the commit on the hub that has
+        missing pieces.
+        """
         self.naming = _NAMING
         self.root = paths[0].parent
         self.files = tuple(path.name for path in paths)
@@ -89,7 +94,11 @@ class GgufCheckpoint:
         return self._paths[file]
 
     def layout(self, file: str) -> Layout:
-        """Parsing the vocabulary in a header takes tenths of a second, so the layout is kept as long as the header stays the same."""
+        """Return where the tensors of a file are.
+
+        Parsing the vocabulary in a header takes tenths of a second. So the layout is kept as long
+        as the header stays the same.
+        """
         path = self._paths[file]
         if file in self._parsed:
             digest, layout = self._parsed[file]
@@ -221,7 +230,10 @@ class GgufCheckpoint:
         )
 
     def _cached(self, part: str, make: Callable[[], Any]) -> Path:
-        """The directory in which ``part`` is cached, named by its hash. It is made on first use, and renamed into place when it is complete."""
+        """Return the directory that caches ``part``, named by its hash.
+
+        It is made on first use, and renamed into place when it is complete.
+        """
         from transformers import __version__
 
         prefix = f"{part}-{__version__}-{_READING}-"
@@ -230,7 +242,8 @@ class GgufCheckpoint:
                 return cached
             shutil.rmtree(cached)
         self._metadata_dir.mkdir(parents=True, exist_ok=True)
-        # The tokenizer is saved by native code, whose error for a full disk cannot be told from others.
+        # The tokenizer is saved by native code, whose error for a full disk cannot be told from
+        # others.
         if shutil.disk_usage(self._metadata_dir).free < METADATA_BYTES:
             raise OutOfResources(
                 f"{self._metadata_dir} has too little free space for the config and the tokenizer of {self.path.name}",
@@ -251,7 +264,10 @@ class GgufCheckpoint:
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Weights by their recipes. They are dequantised, unless they stay packed and only the order of their rows changes."""
+        """Return weights by their recipes.
+
+        They are dequantised, unless they stay packed and only the order of their rows changes.
+        """
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
 
         made = self._recipes(model, first_block)
@@ -282,7 +298,8 @@ class GgufCheckpoint:
         form: WeightForm,
         opened: Mapping[str, BinaryIO],
     ) -> tuple[str, Any]:
-        """The weight by its recipe, packed if it can be, with its name in ``model`` or in the whole."""
+        """The weight by its recipe, packed if it can be, with its name in ``model`` or in the
+        whole."""
         import numpy as np
         import torch
 
@@ -355,7 +372,8 @@ class GgufCheckpoint:
         return quantize_if_wanted(matrix, quantized, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The weights in float32. Raises ``ConfigError`` for a format that gguf's Python code does not read."""
+        """The weights in float32. Raises ``ConfigError`` for a format that gguf's Python code does
+        not read."""
         from gguf import GGMLQuantizationType, dequantize
 
         try:
@@ -374,7 +392,8 @@ def _hash_of_head(path: Path, size: int) -> bytes:
 
 
 def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":
-    """The next bytes of a file, part of the tensor ``name``. Raises ``IntegrityError`` if it ends before."""
+    """The next bytes of a file, part of the tensor ``name``. Raises ``IntegrityError`` if it ends
+    before."""
     import numpy as np
 
     data = np.empty(size, np.uint8)
@@ -384,7 +403,10 @@ def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":
 
 
 def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor | None":
-    """A matrix as it is stored, from its bytes [rows, bytes of a row]; None for a tensor that is no matrix of a packed format."""
+    """Return a matrix as it is stored, from its bytes [rows, bytes of a row].
+
+    None unless the tensor is a matrix in a packed format.
+    """
     import numpy as np
     import torch
 

@@ -222,9 +222,9 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the split model one of whose files has this name.
+    """Return the names of all parts of the split model that has a file called ``name``.
 
-    Only ``name`` if it is no name of a part.
+    Only ``name`` if it is not the name of a part.
     """
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
@@ -233,12 +233,10 @@ def part_names(name: str) -> list[str]:
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """Return the paths of all parts of a split model, one of which is given.
+    """Return the paths of all parts of the split model that ``path`` is a part of.
 
-    Only ``path`` if it is a whole model.
-
-    Raises ``ConfigError`` if a part is missing in its folder, and the errors of ``file_of`` and
-    ``read_header``.
+    Only ``path`` if it is a whole model. Raises ``ConfigError`` if a part is missing in its folder,
+    and the errors of ``file_of`` and ``read_header``.
     """
     names = part_names(path.name)
     if len(names) == 1 or read_header(path)[0].get("split.count", 1) in (0, 1):

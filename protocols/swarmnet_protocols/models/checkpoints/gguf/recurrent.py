@@ -55,7 +55,7 @@ def value_head_size(header: Header) -> int:
 
 
 def _by_key_head(config: Any, rows: "Array") -> "Array":
-    """Rows of value heads in transformers' order: those of the first key head come first.
+    """Reorder rows of value heads for transformers, grouped by key head.
 
     Files have the first value head of every key head, then the second of every key head.
     """

@@ -1,4 +1,5 @@
-"""Tokenizers in gguf files, as llama.cpp reads them: the same ids for the same text, or a refusal."""
+"""Tokenizers in gguf files, as llama.cpp reads them: the same ids for the same text, or a
+refusal."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,8 +20,10 @@ ENDS = frozenset({
     "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]",
     "<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>", "<|file_sep|>",
 })  # fmt: skip
-"""Tokens with which models end turns, messages, texts or a middle that they fill in, as llama.cpp
-knows them (llama-vocab.cpp, ``special_eog_ids``)."""
+"""Tokens that end turns, messages, texts or filled-in middles, as in llama.cpp.
+
+See llama-vocab.cpp, ``special_eog_ids``.
+"""
 _CONTROL_NAMES = (ENDS - {"</s>"}) | {
     "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "<|code_prefix|>", "<|prefix|>",
     "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "<|code_suffix|>", "<|suffix|>",
@@ -29,8 +32,8 @@ _CONTROL_NAMES = (ENDS - {"</s>"}) | {
 """Control tokens whatever type the file gives them: text does not contain them by chance. An
 ``</s>`` of another type is the end of an HTML element, which many vocabularies have."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text before
-it is split."""
+"""Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text
+before it is split."""
 _HINT = "use the model's Hugging Face layout"
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
@@ -54,11 +57,10 @@ def check_tokenizer(fields: Mapping[str, Any]) -> None:
 
 
 def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a gguf file, whose header is known to be sound.
+    """Return the tokenizer of a gguf file whose header was checked.
 
-    ``header``: its keys. ``rows``: how many tokens have embeddings; None if that is not known.
-
-    Raises ``ConfigError`` if the file has none, or one whose ids would not be those of llama.cpp.
+    ``header``: its keys. ``rows``: how many tokens have embeddings; None if unknown. Raises
+    ``ConfigError`` if the file has no tokenizer, or one whose ids would differ from llama.cpp's.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
 
@@ -117,7 +119,7 @@ def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTo
 
 
 def _distinct(tokens: list[str], rows: int | None) -> list[str]:
-    """The tokens, with names for those that have none."""
+    """Return the tokens, with made-up names for tokens without a name of their own."""
     named = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
     if len(set(named)) < len(named):
         raise ConfigError("its tokenizer has a token twice")
@@ -208,7 +210,10 @@ def _with_spaces(
     *,
     has_prefix: bool,
 ) -> "Tokenizer":
-    """A tokenizer in which spaces are part of the text. ``has_prefix``: one precedes each text."""
+    """Return a tokenizer that treats spaces as part of the text.
+
+    ``has_prefix``: a space precedes each text.
+    """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = fields["tokens"][fields.get("unk_token_id", 0)]

@@ -1,7 +1,7 @@
-"""How tokenizers in gguf files split a text into words, by llama.cpp's names for the ways.
+"""How tokenizers in gguf files split a text into words, by llama.cpp's names.
 
-Expressions are those of llama.cpp (llama-vocab.cpp, ``llm_tokenizer_bpe``), in the syntax of
-Oniguruma. Each one splits what the ones before it have left, and matches stay whole.
+The expressions are llama.cpp's (llama-vocab.cpp, ``llm_tokenizer_bpe``), in the syntax of
+Oniguruma. Each splits what the ones before it have left, and matches stay whole.
 """
 
 from collections.abc import Mapping
