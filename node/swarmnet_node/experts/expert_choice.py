@@ -17,8 +17,7 @@ from swarmnet_protocols.net import PeerId
 
 ARRANGER_S = 600.0
 """Seconds after its last request during which one host decides alone which experts a peer holds. A
-host that sends more rows takes over sooner. A longer time lets a host that left block others; a
-shorter one lets two hosts undo each other's moves."""
+host that sends more rows takes over sooner. With less, two hosts could undo each other's moves."""
 PERIOD_S = 50.0
 """Seconds between two requests that a peer follows."""
 SHARE = 0.25

@@ -17,7 +17,7 @@ BURST_S = 4.0
 """Seconds of its rate that a client may use in one burst after a pause."""
 CONTINUED_WAITS = 2.0
 """How much longer a session may wait if it continues an answer, as a multiple of a new session's
-wait. More would exceed the time after which clients give a host up; less would waste more started
+wait. More would approach the time when clients give a host up; less would waste more started
 work."""
 
 

@@ -104,8 +104,10 @@ def status(data_dir: Path) -> NodeStatus:
 
 
 def finish(data_dir: Path, grace_s: float) -> None:
-    """Tell the node in ``data_dir`` to stop within ``grace_s``. Returns at once. Raises
-    ``Unreachable``."""
+    """Tell the node in ``data_dir`` to stop within ``grace_s``. Returns at once.
+
+    Raises ``ConfigError`` for a grace out of range, and ``Unreachable`` without a node.
+    """
     if not _is_grace(grace_s):
         raise ConfigError(
             f"a grace of {grace_s} s is not possible", hint=f"choose 0 to {MAX_GRACE_S:.0f} seconds"
@@ -114,7 +116,10 @@ def finish(data_dir: Path, grace_s: float) -> None:
 
 
 def pause(data_dir: Path) -> None:
-    """Have the node in ``data_dir`` free its memory. Returns at once. Raises ``Unreachable``."""
+    """Have the node in ``data_dir`` free its memory. Returns at once.
+
+    Raises ``Unreachable`` without a node.
+    """
     _call(data_dir, "Pause", control_pb2.PauseRequest(), control_pb2.PauseReply)
 
 

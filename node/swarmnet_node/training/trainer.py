@@ -132,8 +132,10 @@ class Trainer:
         return self._flat.data
 
     def load(self, parameters: Tensor) -> None:
-        """Replace the parameters by ``[n]`` float32. AdamW keeps its state. Raises
-        ``IntegrityError``."""
+        """Replace the parameters by ``[n]`` float32. AdamW keeps its state.
+
+        Raises ``IntegrityError`` for other shapes.
+        """
         with torch.no_grad():
             self._flat.copy_(check_flat(parameters, self.parameter_count))
 
