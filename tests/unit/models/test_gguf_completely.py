@@ -42,6 +42,7 @@ HARMLESS = {
 }
 """Changes after which the answer is the same, and why it must be."""
 DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "attention.head_count_kv": lambda own: own["attention.head_count"],
     "attention.key_length": lambda own: own["embedding_length"] // own["attention.head_count"],
     "attention.shared_kv_layers": lambda _: 0,
     "expert_gating_func": lambda own: 2 if "nextn_predict_layers" in own else 1,  # of GLM, of others
