@@ -32,7 +32,8 @@ _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
 
 def parse_hosts(text: str) -> tuple[PeerId, ...]:
-    """The peer ids in a comma-separated list. Raises ``ConfigError`` for text that is not a peer id."""
+    """The peer ids in a comma-separated list. Raises ``ConfigError`` for text that is not a peer
+    id."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if not PEER_ID.fullmatch(name):
@@ -43,7 +44,8 @@ def parse_hosts(text: str) -> tuple[PeerId, ...]:
 
 
 def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
-    """Write the addresses of this peer to the file ``addresses`` in its data directory, one a line. Raises ``OSError``."""
+    """Write the addresses of this peer to the file ``addresses`` in its data directory, one a line.
+    Raises ``OSError``."""
     text = "".join(f"{address}\n" for address in addresses)
     write_whole(data_dir / ADDRESSES_NAME, text.encode(), mode=0o644, durable=False)
 
@@ -61,7 +63,8 @@ def read_addresses(data_dir: Path) -> tuple[str, ...]:
 
 
 async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]]) -> None:
-    """Keep the file ``addresses`` like the ``current`` ones, until cancelled: networks come and go."""
+    """Keep the file ``addresses`` like the ``current`` ones, until cancelled: networks come and
+    go."""
     written = None
     while True:
         addresses = list(current())
@@ -75,7 +78,8 @@ async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]])
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
-    """Default listen addresses of this data directory: the ports of its last run, as far as they are free.
+    """Default listen addresses of this data directory: the ports of its last run, as far as they
+    are free.
 
     After a restart, the addresses that other peers know remain valid.
     """
@@ -146,7 +150,8 @@ def _parts(address: str) -> list[str]:
 
 
 def _check(parts: list[str], address: str, *, hint: str) -> None:
-    """Check HOST-KIND/HOST/tcp|udp/PORT; what follows (quic-v1, relays) is left to the transport."""
+    """Check HOST-KIND/HOST/tcp|udp/PORT; what follows (quic-v1, relays) is left to the
+    transport."""
     if len(parts) < 4 or not _is_host(parts[0], parts[1]):
         raise ConfigError(f"the address {address!r} has no valid host", hint=hint)
     if parts[2] not in {"tcp", "udp"} or not re.fullmatch(r"[0-9]{1,5}", parts[3]) or int(parts[3]) > 65535:

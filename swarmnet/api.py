@@ -76,7 +76,8 @@ class AutoSwarmModelForSequenceClassification:
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
     ) -> "SwarmModel":
-        """transformers' ForSequenceClassification of the model. ``score`` is new where the checkpoint has none.
+        """transformers' ForSequenceClassification of the model. ``score`` is new where the
+        checkpoint has none.
 
         The other arguments are as in ``AutoSwarmModelForCausalLM.from_pretrained``.
         """

@@ -1,7 +1,8 @@
-"""Logs on stderr: text for people, or one JSON object a line. All modules and libraries share one format.
+"""Logs on stderr: text for people, or one JSON object a line. All modules and libraries share one
+format.
 
-Modules log through ``logging`` with fields in ``extra``. Prompts, tokens and activations are never logged. Text that looks like an invite
-or a private key is replaced here.
+Modules log through ``logging`` with fields in ``extra``. Prompts, tokens and activations are never
+logged. Text that looks like an invite or a private key is replaced here.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 BURST = 20
 WINDOW_S = 10.0
-"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records as
-often as they like."""
+"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records
+as often as they like."""
 
 _NOISY = (
     "asyncio",
@@ -37,7 +38,8 @@ _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----
 
 
 def configure(*, log_format: LogFormat, level: LogLevel) -> None:
-    """Write log records from ``level`` upwards to stderr. A later call replaces this configuration."""
+    """Write log records from ``level`` upwards to stderr. A later call replaces this
+    configuration."""
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler, _Stderr):
@@ -60,12 +62,14 @@ class _Stderr(logging.Handler):
 
 
 class Throttle(logging.Filter):
-    """Passes ``BURST`` records of one line of code in ``WINDOW_S``, and logs later how many it dropped."""
+    """Passes ``BURST`` records of one line of code in ``WINDOW_S``, and logs later how many it
+    dropped."""
 
     def __init__(self) -> None:
         super().__init__()
         self._windows: dict[tuple[str, int], tuple[float, int]] = {}
-        """Start of the window and number of records in it, by file and line. Bounded by the places in the code that log."""
+        """Start of the window and number of records in it, by file and line. Bounded by the places
+        in the code that log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         place = record.pathname, record.lineno

@@ -43,7 +43,8 @@ def _of_user(find: Callable[..., Path]) -> Path:
 
 @contextmanager
 def locked_data_dir(data_dir: Path) -> Iterator[Path]:
-    """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process ends."""
+    """Lock ``data_dir``, created with mode 0700 if absent, until the context or the process
+    ends."""
     try:
         make_private(data_dir)
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)

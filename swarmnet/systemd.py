@@ -47,8 +47,8 @@ class Service:
     def install(self, text: str) -> None:
         """Write the unit, start it, and have systemd start it with the machine.
 
-        Raises ``ConfigError`` if another program wrote a unit of that name or the file cannot be written, and ``SwarmnetError`` if systemd
-        refuses.
+        Raises ``ConfigError`` if another program wrote a unit of that name or the file cannot be
+        written, and ``SwarmnetError`` if systemd refuses.
         """
         _require_systemd()
         self._check_ours()
@@ -66,7 +66,8 @@ class Service:
         self._systemctl("enable", "--now", "--no-block", self.unit)
 
     def uninstall(self) -> None:
-        """Stop and remove the unit. Raises ``ConfigError`` if another program wrote it, ``Unreachable`` if there is none."""
+        """Stop and remove the unit. Raises ``ConfigError`` if another program wrote it,
+        ``Unreachable`` if there is none."""
         _require_systemd()
         if not self.path.exists():
             raise Unreachable(f"there is no {self.path}", hint="see what there is: swarmnet service status")
@@ -111,7 +112,8 @@ class Service:
 
 
 def unit_text(arguments: Sequence[str], *, is_system: bool) -> str:
-    """The unit that runs ``swarmnet`` with these arguments. It runs in the current directory, so relative paths stay valid."""
+    """The unit that runs ``swarmnet`` with these arguments. It runs in the current directory, so
+    relative paths stay valid."""
     user = f"User={os.environ.get('SUDO_USER') or 'root'}\n" if is_system else ""
     target = "multi-user.target" if is_system else "default.target"
     command = " ".join(map(quote, [_program(), *arguments]))
@@ -150,7 +152,8 @@ WantedBy={target}
 
 
 def quote(argument: str) -> str:
-    """Quote an argument for ``ExecStart``, ``%`` and ``$`` included. Raises ``ConfigError`` for control characters, which no unit can hold."""
+    """Quote an argument for ``ExecStart``, ``%`` and ``$`` included. Raises ``ConfigError`` for
+    control characters, which no unit can hold."""
     if not argument.isprintable():
         raise ConfigError(f"{argument[:80]!r} cannot be in a unit", hint="leave out line breaks and controls")
     escaped = argument.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")

@@ -19,7 +19,8 @@ _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def parse_size_bytes(text: str) -> int:
-    """``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how to write one."""
+    """``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how to
+    write one."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError("write a size as 512MiB or 2GB")
@@ -38,7 +39,8 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """``80%`` as 0.8, or a size in bytes, which is above 1. Raises ``ValueError`` that says how to write one."""
+    """``80%`` as 0.8, or a size in bytes, which is above 1. Raises ``ValueError`` that says how to
+    write one."""
     percent = re.fullmatch(r"([0-9]{1,3})\s*%", text.strip())
     if percent is None:
         return float(parse_size_bytes(text))
@@ -71,7 +73,8 @@ def show_rate(bytes_per_s: float) -> str:
 
 
 def parse_duration_s(text: str) -> int:
-    """``90s``, ``30m``, ``12h``, ``7d`` or ``2w``. Raises ``ValueError`` that says how to write one."""
+    """``90s``, ``30m``, ``12h``, ``7d`` or ``2w``. Raises ``ValueError`` that says how to write
+    one."""
     match = re.fullmatch(r"([1-9][0-9]{0,6})([smhdw])", text.strip().lower())
     if match is None or int(match[1]) * _DURATIONS[match[2]] > MAX_DURATION_S:
         raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w; ten years are the most")
@@ -87,7 +90,8 @@ def show_duration(seconds: float) -> str:
 
 
 def _figures(number: float, digits: int = 3) -> str:
-    """``number`` rounded to that many significant digits, but never within its integer part and never with an exponent."""
+    """``number`` rounded to that many significant digits, but never within its integer part and
+    never with an exponent."""
     return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 

@@ -1,4 +1,5 @@
-"""One thread for every test, and options for longer and shorter sweeps: ``pytest tests/sim --seeds 1000 --first-seed 50``."""
+"""One thread for every test, and options for longer and shorter sweeps: ``pytest tests/sim --seeds
+1000 --first-seed 50``."""
 
 import gc
 import os
@@ -21,20 +22,23 @@ from tests.support.sample import Sample
 HANGS_AFTER_S = 600
 
 settings.register_profile("any machine", deadline=None)  # a busy machine is no failure
-settings.register_profile("thorough", deadline=None, max_examples=100_000)  # --hypothesis-profile thorough
+# --hypothesis-profile thorough
+settings.register_profile("thorough", deadline=None, max_examples=100_000)
 settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
-    """Models of tests are too small for two threads, and more threads than cores wait for each other."""
+    """Models of tests are too small for two threads, and more threads than cores wait for each
+    other."""
     if torch := sys.modules.get("torch"):  # a test that has not imported torch does not compute
         torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def watched() -> Iterator[None]:
-    """A test fails if it unpickles; a process that it starts ends if it unpickles or makes code of data."""
+    """A test fails if it unpickles; a process that it starts ends if it unpickles or makes code of
+    data."""
     sitecustomize.install(_refuse, sitecustomize.UNPICKLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)
@@ -43,8 +47,9 @@ def watched() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Native code of a test's own cache directory is copied from one that all tests share, if it was compiled there. Compiling takes half a
-    second of a core, and hundreds of tests have a cache directory of their own.
+    """Native code of a test's own cache directory is copied from one that all tests share, if it
+    was compiled there. Compiling takes half a second of a core, and hundreds of tests have a cache
+    directory of their own.
     """
     shared, real = pytestconfig.rootpath / ".pytest_cache" / "native", native_code._built
 
@@ -66,14 +71,16 @@ def _refuse(wrong: str) -> NoReturn:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """SIGINT interrupts the tests and their processes, even if a shell started the tests in the background with SIGINT ignored."""
+    """SIGINT interrupts the tests and their processes, even if a shell started the tests in the
+    background with SIGINT ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect tests without garbage collection. All million objects of imports and tests live until the end, and looking for garbage among
-    them takes two fifths of the time of this phase, which every process of ``make test`` repeats.
+    """Collect tests without garbage collection. All million objects of imports and tests live until
+    the end, and looking for garbage among them takes two fifths of the time of this phase, which
+    every process of ``make test`` repeats.
     """
     gc.disable()
     try:
@@ -84,7 +91,8 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests wait for processes as long as a busy machine needs; a test that hangs is ended after ``HANGS_AFTER_S``."""
+    """Slow tests wait for processes as long as a busy machine needs; a test that hangs is ended
+    after ``HANGS_AFTER_S``."""
     for item in items:
         if item.get_closest_marker("alone") and "e2e" not in item.path.parts:
             raise pytest.UsageError(

@@ -1,7 +1,8 @@
 """A test of a defence runs a second time with the defence off, and must fail then.
 
-``@defence("promise", off=...)`` at a test says what the defence promises and how to switch it off. A test may
-have several. ``make defences`` runs the second runs alone; ``-k`` chooses them by their promises.
+``@defence("promise", off=...)`` at a test says what the defence promises and how to switch it off.
+A test may have several. ``make defences`` runs the second runs alone; ``-k`` chooses them by their
+promises.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,8 +31,8 @@ class Defence(NamedTuple):
 def defence(promise: str, *, off: SwitchOff, **arguments: Any) -> Callable[[Test], Test]:
     """Run the test again with a defence off.
 
-    ``arguments`` choose parameters of the test: the first that match. A hypothesis test that gets all of its
-    arguments runs on this one example, because shrinking takes seconds.
+    ``arguments`` choose parameters of the test: the first that match. A hypothesis test that gets
+    all of its arguments runs on this one example, because shrinking takes seconds.
     """
 
     def decorate(test: Test) -> Test:
@@ -99,7 +100,8 @@ def _without(defence: Defence, items: list[pytest.Function]) -> pytest.Function:
 
 
 def _is_chosen(item: pytest.Function, arguments: dict[str, Any]) -> bool:
-    """Whether the item has these parameters. Values count as equal when they look the same: NaN does."""
+    """Whether the item has these parameters. Values count as equal when they look the same: NaN
+    does."""
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     return all(repr(parameters.get(name, value)) == repr(value) for name, value in arguments.items())
 

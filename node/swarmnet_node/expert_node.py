@@ -206,7 +206,7 @@ class ExpertNode(RunningNode):
                 times.append(now() - started)
         return min(times[1:]) / TRIAL_ROWS
 
-    # ---- other experts ---------------------------------------------------------------------------
+    # ---- other experts --------------------------------------------------------------------------
 
     def _on_rearrange(self, host: PeerId, loads: BlockExperts, drops: BlockExperts) -> None:
         now, service, last = asyncio.get_running_loop().time(), self._service, self._followed

@@ -385,7 +385,7 @@ class Node(RunningNode):
         add_counts(report.host, counters, self._host.session_pairs() if self._host else ())
         return report
 
-    # ---- the directory ---------------------------------------------------------------------------
+    # ---- the directory --------------------------------------------------------------------------
 
     def _log(self, event: str) -> None:
         start, end = self.span
@@ -417,7 +417,7 @@ class Node(RunningNode):
     def _take(self, choice: Choice) -> None:
         self.placed = replace(self.placed, span=(choice.start, choice.end), reason=choice.reason)
 
-    # ---- relocating ------------------------------------------------------------------------------
+    # ---- relocating -----------------------------------------------------------------------------
 
     @property
     def claim(self) -> Claim:
@@ -499,7 +499,8 @@ class Node(RunningNode):
         if self.capacity >= end - start:
             return
         claims: list[Claim] = []
-        with contextlib.suppress(SwarmnetError):  # the owner's limit counts even without the directory
+        # the owner's limit counts even without the directory
+        with contextlib.suppress(SwarmnetError):
             claims, _ = await self._claims.read(blocks=self.span)
         mine = Claim(self._dependencies.transport.peer_id, start, end, usual_speed(claims))
         outlook = Outlook([mine, *claims], blocks=self._hosting.total_blocks)
@@ -577,7 +578,7 @@ class Node(RunningNode):
         times = [await loop.run_in_executor(self._dependencies.executor, forward) for _ in range(4)]
         return max(min(times[1:]), MIN_STEP_S)
 
-    # ---- announcements ---------------------------------------------------------------------------
+    # ---- announcements --------------------------------------------------------------------------
 
     async def _keep_located(self) -> NoReturn:
         dependencies = self._dependencies

@@ -200,7 +200,7 @@ class Relocator:
     def _look_s(self) -> float:
         return LOOK_S * self._dependencies.rng.uniform(0.8, 1.2)
 
-    # ---- looking ---------------------------------------------------------------------------------
+    # ---- looking --------------------------------------------------------------------------------
 
     async def _decide(self) -> Relocation | None:
         node, loop = self._node, asyncio.get_running_loop()
@@ -265,7 +265,7 @@ class Relocator:
             )
         return self._readers[model.manifest]
 
-    # ---- leaving ---------------------------------------------------------------------------------
+    # ---- leaving --------------------------------------------------------------------------------
 
     async def _relocate(self, relocation: Relocation) -> None:
         """Announce ``relocation`` and carry it out. If that fails, continue as before."""

@@ -254,7 +254,7 @@ class Supervisor(Ending):
         self._finishing_s = grace_s
         self._changed.set()
 
-    # ---- running and pausing ---------------------------------------------------------------------
+    # ---- running and pausing --------------------------------------------------------------------
 
     def _reason_to_pause(self) -> str:
         """Return the reason why the node must not run now. Empty if it may run."""

@@ -1,1 +1,2 @@
-"""The code that all peers share: identity, transport, records, models, decisions and conversations."""
+"""The code that all peers share: identity, transport, records, models, decisions and
+conversations."""

@@ -1,4 +1,5 @@
-"""The command line. torch, transformers, hivemind and grpc are imported only by commands that need them."""
+"""The command line. torch, transformers, hivemind and grpc are imported only by commands that need
+them."""
 
 import os
 import signal
@@ -144,7 +145,8 @@ def _options(
 
 
 def execute(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit code. Errors are printed to stderr as a message and a hint."""
+    """Run one command and return its exit code. Errors are printed to stderr as a message and a
+    hint."""
     arguments = arguments or ["--help"]
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     try:
@@ -167,13 +169,15 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _reader_left() -> int:
-    """Replace stdout, whose reader has left: the interpreter would raise the error again when it flushes."""
+    """Replace stdout, whose reader has left: the interpreter would raise the error again when it
+    flushes."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return EXIT_INTERRUPTED
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Check a command line without running it. Raises ``typer.TyperException`` for an unknown command or option, or an invalid value."""
+    """Check a command line without running it. Raises ``typer.TyperException`` for an unknown
+    command or option, or an invalid value."""
     command: Any = typer.main.get_command(app)
     name, rest, context = "swarmnet", list(arguments), None
     while True:
@@ -189,11 +193,13 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """The entry point of ``swarmnet``."""
-    # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when torch is imported. Threads end within that
-    # time unless another process has displaced one, and spinning longer would take the core that the displaced thread needs.
+    # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when
+    # torch is imported. Threads end within that time unless another process has displaced one, and
+    # spinning longer would take the core that the displaced thread needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # letters that its encoding lacks must not end an answer
+        # letters that its encoding lacks must not end an answer
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)
     sys.exit(execute(sys.argv[1:]))

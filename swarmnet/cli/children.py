@@ -27,7 +27,8 @@ class Child:
     log: Path
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The events that the process prints, until it ends. Raises ``SwarmnetError`` for an error event."""
+        """The events that the process prints, until it ends. Raises ``SwarmnetError`` for an error
+        event."""
         if self.process.stdout is None:
             raise RuntimeError("started without a pipe")
         async for line in self.process.stdout:
@@ -37,7 +38,8 @@ class Child:
             yield event
 
     async def event(self, name: str) -> dict[str, Any]:
-        """The next event of that name. Raises ``SwarmnetError`` for an error event, or if the process ends first."""
+        """The next event of that name. Raises ``SwarmnetError`` for an error event, or if the
+        process ends first."""
         async for event in self.events():
             if event.get("event") == name:
                 return event
@@ -54,10 +56,12 @@ class Child:
 
 
 async def spawn(directory: Path, running: list[Process], name: str, arguments: Sequence[str]) -> Child:
-    """Start a swarmnet command with ``--json``; its stderr goes to a file in ``directory``. It is added to ``running``."""
+    """Start a swarmnet command with ``--json``; its stderr goes to a file in ``directory``. It is
+    added to ``running``."""
     log = directory / f"{name}.log"
     with log.open("wb") as stderr:
-        # Nodes and gateways stop at the end of their stdin, so they also stop if the demo is killed.
+        # Nodes and gateways stop at the end of their stdin, so they also stop if the demo is
+        # killed.
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "swarmnet", *arguments, "--json"),
             stdin=PIPE,
@@ -72,7 +76,8 @@ async def spawn(directory: Path, running: list[Process], name: str, arguments: S
 
 @asynccontextmanager
 async def processes() -> AsyncIterator[list[Process]]:
-    """An empty list of processes; those added are terminated when the context ends, and killed ``_STOP_TIMEOUT_S`` later."""
+    """An empty list of processes; those added are terminated when the context ends, and killed
+    ``_STOP_TIMEOUT_S`` later."""
     running: list[Process] = []
     try:
         yield running
@@ -94,7 +99,8 @@ async def processes() -> AsyncIterator[list[Process]]:
 
 @asynccontextmanager
 async def deadline(seconds: float, what: str) -> AsyncIterator[None]:
-    """Raise ``DeadlineExceeded`` if the context takes longer. ``what``: the beginning of its message, such as "no answer came"."""
+    """Raise ``DeadlineExceeded`` if the context takes longer. ``what``: the beginning of its
+    message, such as "no answer came"."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -1,4 +1,5 @@
-"""Consent: the owner of a machine sees what will be used, and agrees once, before it is shared or trains a job."""
+"""Consent: the owner of a machine sees what will be used, and agrees once, before it is shared or
+trains a job."""
 
 import shutil
 import sys
@@ -15,9 +16,11 @@ AGREED_NAME = "agreed"
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and the texts before and after the facts that the owner is shown. ``event``: its name in JSON output.
+    """A question, and the texts before and after the facts that the owner is shown. ``event``: its
+    name in JSON output.
 
-    ``of_scripts``: scripts must answer it with ``--yes``; otherwise running the command without a terminal counts as consent.
+    ``of_scripts``: scripts must answer it with ``--yes``; otherwise running the command without a
+    terminal counts as consent.
     """
 
     before: str
@@ -50,10 +53,12 @@ def ask_once(
     asking: bool,
     as_json: bool = False,
 ) -> None:
-    """Show ``facts``, unless the owner has agreed in ``data_dir`` before; with ``asking``, at a terminal, ask the owner.
+    """Show ``facts``, unless the owner has agreed in ``data_dir`` before; with ``asking``, at a
+    terminal, ask the owner.
 
-    With ``as_json`` the facts are an event, and nothing is asked. Raises ``typer.Abort`` if the owner refuses, ``typer.BadParameter`` if
-    consent is needed and cannot be asked for: at a terminal with ``as_json``, or without a terminal for a question ``of_scripts``.
+    With ``as_json`` the facts are an event, and nothing is asked. Raises ``typer.Abort`` if the
+    owner refuses, ``typer.BadParameter`` if consent is needed and cannot be asked for: at a
+    terminal with ``as_json``, or without a terminal for a question ``of_scripts``.
     """
     agreed = data_dir / AGREED_NAME
     if agreed.exists():

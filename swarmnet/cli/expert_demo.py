@@ -1,6 +1,8 @@
-"""``swarmnet demo --experts``: three peers compute the routed experts of a host, and one of them is killed in the middle of an answer.
+"""``swarmnet demo --experts``: three peers compute the routed experts of a host, and one of them is
+killed in the middle of an answer.
 
-The model is a small one that comes with the package. The demo compares the answer with that of the same model in one process.
+The model is a small one that comes with the package. The demo compares the answer with that of the
+same model in one process.
 """
 
 import asyncio

@@ -1,4 +1,5 @@
-"""A node in the foreground of a terminal: it prints its state, and lets its sessions move away before it stops."""
+"""A node in the foreground of a terminal: it prints its state, and lets its sessions move away
+before it stops."""
 
 import asyncio
 import sys
@@ -33,12 +34,15 @@ class Foreground:
     start: Callable[[Progress], AbstractAsyncContextManager["Supervisor"]]
     data_dir: Path
     as_json: bool
-    stop_on_eof: bool = False  # stop at the end of stdin, which the end of the parent process causes
+    # stop at the end of stdin, which the end of the parent process causes
+    stop_on_eof: bool = False
     metrics: tuple[str, int] | None = None  # host and port of metrics and probes
-    dashboard: Callable[["Supervisor"], AbstractAsyncContextManager[str]] | None = None  # yields its URL
+    # yields its URL
+    dashboard: Callable[["Supervisor"], AbstractAsyncContextManager[str]] | None = None
 
     def run(self) -> None:
-        """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops it before."""
+        """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops
+        it before."""
         run_until_stopped(self._serve())
 
     async def _serve(self) -> None:
@@ -52,7 +56,8 @@ class Foreground:
             monitor = await self._monitor(stack)
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
-                # A node may wait long for experts that peers have, and these may enter the swarm through it.
+                # A node may wait long for experts that peers have, and these may enter the swarm
+                # through it.
                 await stack.enter_async_context(control.serve(node, self.data_dir))
                 write_addresses(self.data_dir, list(node.status().addresses))
                 following = asyncio.create_task(

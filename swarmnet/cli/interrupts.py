@@ -11,7 +11,8 @@ from swarmnet_protocols.machine.platform import new_event_loop, on_stop_signals
 
 
 def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
-    """Run ``command`` on ``new_event_loop()``. Raises ``KeyboardInterrupt`` if ``Interrupts`` cancels it."""
+    """Run ``command`` on ``new_event_loop()``. Raises ``KeyboardInterrupt`` if ``Interrupts``
+    cancels it."""
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(command)
@@ -37,7 +38,8 @@ class Interrupts:
         return interrupts
 
     def catch_end_of(self, stdin: TextIO) -> None:
-        """Handle the end of ``stdin`` like a signal, because the end of the parent process causes it."""
+        """Handle the end of ``stdin`` like a signal, because the end of the parent process causes
+        it."""
         loop, number = asyncio.get_running_loop(), stdin.fileno()
 
         def read() -> None:
@@ -46,7 +48,8 @@ class Interrupts:
             with suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(self)
 
-        # A thread, because not every event loop can watch a pipe; a daemon, so that it does not delay the end of the process.
+        # A thread, because not every event loop can watch a pipe; a daemon, so that it does not
+        # delay the end of the process.
         Thread(target=read, name="stdin", daemon=True).start()
 
     def __call__(self) -> None:

@@ -36,7 +36,8 @@ def command_group(about: str) -> typer.Typer:
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """A command as `swarmnet --help` lists it. ``target``: ``module:name`` of its function or ``typer.Typer``."""
+    """A command as `swarmnet --help` lists it. ``target``: ``module:name`` of its function or
+    ``typer.Typer``."""
 
     name: str
     target: str
@@ -71,7 +72,8 @@ class LazyGroup(Group):
 
 
 class SectionedCommand(TyperCommand):
-    """Shows options in sections by their ``rich_help_panel``. Errors in its arguments name the command."""
+    """Shows options in sections by their ``rich_help_panel``. Errors in its arguments name the
+    command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
@@ -98,7 +100,8 @@ class SectionedCommand(TyperCommand):
 
 
 def _name_of(argument: Any) -> str:
-    """The name of an argument in a usage line: in brackets if it is optional, without the braces and type that typer adds."""
+    """The name of an argument in a usage line: in brackets if it is optional, without the braces
+    and type that typer adds."""
     name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
     name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"

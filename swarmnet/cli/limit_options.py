@@ -1,4 +1,5 @@
-"""The options that limit a node, shared by `join`, `limits` and `train join`: how their text is read, stored and shown."""
+"""The options that limit a node, shared by `join`, `limits` and `train join`: how their text is
+read, stored and shown."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -82,7 +83,8 @@ Cores = Annotated[
 
 
 def read_relay_rate(text: str) -> float:
-    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises ``typer.BadParameter``."""
+    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises
+    ``typer.BadParameter``."""
     try:
         return _parse_relay_rate(text)
     except ValueError as error:
@@ -107,13 +109,16 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "no-battery": ("no_battery", bool),
     "cores": ("cores", int),
 }
-"""For each option, without its dashes: its field of ``Limits``, and the function that parses its text."""
+"""For each option, without its dashes: its field of ``Limits``, and the function that parses its
+text."""
 
 
 def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` that the ``parameters`` of a command set, keyed by their Python names.
+    """The fields of ``Limits`` that the ``parameters`` of a command set, keyed by their Python
+    names.
 
-    Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no node can keep.
+    Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no
+    node can keep.
     """
     given: dict[str, Any] = {}
     for name, (field, read) in _READERS.items():
@@ -138,14 +143,16 @@ def remembered(data_dir: Path) -> Limits:
 
 
 def remember(data_dir: Path, limits: Limits) -> None:
-    """Store ``limits`` in ``data_dir`` for the next start. Raises ``ConfigError`` if they cannot be written."""
+    """Store ``limits`` in ``data_dir`` for the next start. Raises ``ConfigError`` if they cannot be
+    written."""
     from swarmnet_node.owner.machine import save_limits
 
     save_limits(data_dir, limits)
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``Limits`` of the options ``names``, with their defaults. Raises ``typer.BadParameter`` for an unknown name."""
+    """The fields of ``Limits`` of the options ``names``, with their defaults. Raises
+    ``typer.BadParameter`` for an unknown name."""
     if unknown := [name for name in names if name not in _READERS]:
         raise typer.BadParameter(
             f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"

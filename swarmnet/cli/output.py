@@ -1,6 +1,7 @@
 """Printing: JSON and answers to stdout, progress and notes to stderr.
 
-All text passes through ``shown``, because answers, errors and names come from other peers and may hold control sequences. JSON escapes them.
+All text passes through ``shown``, because answers, errors and names come from other peers and may
+hold control sequences. JSON escapes them.
 """
 
 import json
@@ -39,7 +40,8 @@ def note(text: str) -> None:
 
 
 def note_if_first(addresses: Sequence[str], *, mdns: bool, as_json: bool) -> None:
-    """Note that a peer without a bootstrap peer is the first of its swarm, because two such peers find each other only by mDNS."""
+    """Note that a peer without a bootstrap peer is the first of its swarm, because two such peers
+    find each other only by mDNS."""
     if addresses or as_json:
         return
     where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"
@@ -115,7 +117,8 @@ def clear_terminal() -> None:
 
 
 def print_table(title: str, rows: Mapping[str, object]) -> None:
-    """Print names and values on stdout. A terminal folds long values between words only, so that addresses can be copied."""
+    """Print names and values on stdout. A terminal folds long values between words only, so that
+    addresses can be copied."""
     from rich.console import Console
     from rich.text import Text
 
@@ -138,7 +141,8 @@ def print_folded(text: str) -> None:
 
 
 def folded(text: str, room: int | None) -> list[str]:
-    """``text`` in lines of at most ``room`` characters; longer words stay whole. Unchanged if ``room`` is None or too small."""
+    """``text`` in lines of at most ``room`` characters; longer words stay whole. Unchanged if
+    ``room`` is None or too small."""
     lines = text.split("\n")
     if room is None or room < MIN_ROOM:
         return lines

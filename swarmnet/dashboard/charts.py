@@ -22,7 +22,8 @@ GAP = 2.5
 
 
 def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
-    """The series of a model, or of the whole swarm for "", over ``window`` (a key of ``WINDOWS_S``)."""
+    """The series of a model, or of the whole swarm for "", over ``window`` (a key of
+    ``WINDOWS_S``)."""
     coarse = window != "24h"
     rows = history.model_samples(model, now_s - WINDOWS_S[window], coarse=coarse)
     return _columns(
@@ -70,7 +71,8 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
 
 
 def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
-    """Tokens that each peer computed in ``window``, most first, and the share of the time it was online."""
+    """Tokens that each peer computed in ``window``, most first, and the share of the time it was
+    online."""
     seconds = WINDOWS_S[window]
     return [
         {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
@@ -79,7 +81,8 @@ def contributions(history: History, now_s: float, window: str) -> list[dict[str,
 
 
 def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
-    """Tokens that one peer computed in a day and in a month, and the share of the day it was online."""
+    """Tokens that one peer computed in a day and in a month, and the share of the day it was
+    online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
         rows = history.contributions(now_s, seconds, peer)

@@ -1,4 +1,5 @@
-"""Counts of events at hosts: between two reports of a node, and their totals since the observer began."""
+"""Counts of events at hosts: between two reports of a node, and their totals since the observer
+began."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from swarmnet_protocols.wire import report_pb2
 BUCKETS = len(BOUNDS_S) + 1
 NO_TIMES = (0,) * BUCKETS
 MAX_PER_SECOND = 1_000_000
-"""Highest rate at which a count of a node may grow. Without it, one false report would hide all others in a sum."""
+"""Highest rate at which a count of a node may grow. Without it, one false report would hide all
+others in a sum."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Numbers of events. ``first_tokens`` and ``token_times`` are histograms with the bounds ``BOUNDS_S``, not cumulative."""
+    """Numbers of events. ``first_tokens`` and ``token_times`` are histograms with the bounds
+    ``BOUNDS_S``, not cumulative."""
 
     positions: int = 0
     answered: int = 0
@@ -67,8 +70,8 @@ def counts_of(host: report_pb2.HostReport) -> Counts:
 def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Counts:
     """The counts of a host from one report to a later one.
 
-    After a restart of the host, its counts begin at 0. A counter that decreased counts as unchanged, and none grows faster than
-    ``MAX_PER_SECOND``.
+    After a restart of the host, its counts begin at 0. A counter that decreased counts as
+    unchanged, and none grows faster than ``MAX_PER_SECOND``.
     """
     old = counts_of(before.host) if is_same_run(before, after) else Counts()
     new = counts_of(after.host)
@@ -93,7 +96,8 @@ def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> 
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
-    """The quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its bucket; None for an empty histogram.
+    """The quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its bucket;
+    None for an empty histogram.
 
     For a quantile beyond the last bound, the last bound is returned.
     """
@@ -130,7 +134,8 @@ class Totals:
     def add(
         self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
     ) -> None:
-        """Add the increase between two reports of ``peer``. So the counts of its first report, which no limit bounds, are not added."""
+        """Add the increase between two reports of ``peer``. So the counts of its first report,
+        which no limit bounds, are not added."""
         manifest = after.host.record.manifest
         counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts

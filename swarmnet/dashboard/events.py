@@ -1,4 +1,5 @@
-"""Events of the page: what changed for peers and models from one state to the next. Pure functions."""
+"""Events of the page: what changed for peers and models from one state to the next. Pure
+functions."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +16,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer gives no "joined"."""
+    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer
+    gives no "joined"."""
     announced_leave = {
         seen.peer
         for seen in snapshot.peers
@@ -33,7 +35,8 @@ def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dic
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Events "weak" (the hosts of some block fell to one or none, or experts are missing) and "healed" (they rose again)."""
+    """Events "weak" (the hosts of some block fell to one or none, or experts are missing) and
+    "healed" (they rose again)."""
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)

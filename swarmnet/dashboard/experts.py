@@ -1,4 +1,5 @@
-"""The JSON of routed experts: of a peer, and of a model with the replicas and the load of each expert. Pure functions."""
+"""The JSON of routed experts: of a peer, and of a model with the replicas and the load of each
+expert. Pure functions."""
 
 import math
 from collections import Counter
@@ -19,7 +20,8 @@ MAX_TEXT_CHARS = 200
 MAX_SHORT_CHARS = 60
 """Most characters of a list of experts within a sentence; longer ones are counted."""
 MAX_COMMAND_CHARS = 80
-"""Most characters of the experts in a command; for more, the newcomer chooses (`--experts auto`)."""
+"""Most characters of the experts in a command; for more, the newcomer chooses (`--experts
+auto`)."""
 MAX_RUNS = 64
 MAX_REPLICAS = 9
 """The map of a model has one digit for each expert."""
@@ -39,7 +41,8 @@ def reported_experts(report: report_pb2.NodeReport) -> Sequence[report_pb2.Block
 
 
 def hosted_experts(seen: PeerObservation) -> BlockExperts:
-    """The experts that a peer computes for other hosts: as it reports them, else as it announced them."""
+    """The experts that a peer computes for other hosts: as it reports them, else as it announced
+    them."""
     if seen.answers and seen.newest is not None:
         return {each.block: _experts_in(each.experts) for each in reported_experts(seen.newest.report)}
     return seen.experts
@@ -121,7 +124,8 @@ class ExpertCoverage:
         self.missing.update(self._cells(_experts(report.host.trunk.missing)))
 
     def entry(self) -> dict[str, Any] | None:
-        """The JSON of the map: for each block, one character for each expert; None if no peer says that the model has experts."""
+        """The JSON of the map: for each block, one character for each expert; None if no peer says
+        that the model has experts."""
         known = {*self.replicas, *self.lacks, *self.missing}
         if not known:
             return None
@@ -185,7 +189,8 @@ class ExpertCoverage:
         )
 
     def _load_text(self, block: int, count: int) -> str:
-        """A digit for each expert: 0 no rows, 1 below half the mean of the block, 2 below it, 3 below twice the mean, 4 above."""
+        """A digit for each expert: 0 no rows, 1 below half the mean of the block, 2 below it, 3
+        below twice the mean, 4 above."""
         rows = [self.rows[block, expert] for expert in range(count)]
         mean = sum(rows) / count
         return "".join(

@@ -1,4 +1,5 @@
-"""The feed: derives the state from a snapshot every tick, sends the change to all viewers, and records history."""
+"""The feed: derives the state from a snapshot every tick, sends the change to all viewers, and
+records history."""
 
 import asyncio
 import gzip
@@ -27,7 +28,8 @@ MAX_VIEWERS = 64
 MAX_QUEUED = 8
 """Most patches queued for a slow viewer; beyond that, they are replaced by the whole state."""
 RECENT_STATES = 4
-"""Number of earlier states kept. A viewer that has one of them receives a patch instead of the whole state."""
+"""Number of earlier states kept. A viewer that has one of them receives a patch instead of the
+whole state."""
 DOWNSAMPLE_S = 600.0
 """Seconds between two calls of ``History.downsample``."""
 PEAK_S = 60.0
@@ -69,7 +71,8 @@ def encode(value: object) -> str:
 
 
 class Viewer:
-    """The queue of one viewer's events. The first is ``patch``, or the whole state if that is None."""
+    """The queue of one viewer's events. The first is ``patch``, or the whole state if that is
+    None."""
 
     def __init__(self, patch: str | None) -> None:
         self._patches = deque([] if patch is None else [patch])
@@ -143,8 +146,8 @@ class Feed:
     async def watching(self, have: str = "") -> AsyncIterator[Viewer]:
         """A viewer that receives all changes while the context is open.
 
-        Its first event is the patch from the state with ETag ``have`` if that is one of the last ``RECENT_STATES``, else the whole state.
-        Raises ``OutOfResources`` at ``MAX_VIEWERS``.
+        Its first event is the patch from the state with ETag ``have`` if that is one of the last
+        ``RECENT_STATES``, else the whole state. Raises ``OutOfResources`` at ``MAX_VIEWERS``.
         """
         if self.is_full:
             raise OutOfResources(f"{MAX_VIEWERS} viewers are connected already")

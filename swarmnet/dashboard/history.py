@@ -1,4 +1,5 @@
-"""The stored history: time series in SQLite, fine samples for 24 hours and coarse ones for 30 days, at most ``MAX_BYTES``."""
+"""The stored history: time series in SQLite, fine samples for 24 hours and coarse ones for 30 days,
+at most ``MAX_BYTES``."""
 
 import json
 import logging
@@ -30,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Resolution:
-    """Seconds between samples. Fine ones are kept for a day, coarse ones, downsampled from them, for a month."""
+    """Seconds between samples. Fine ones are kept for a day, coarse ones, downsampled from them,
+    for a month."""
 
     fine_s: int
     coarse_s: int
@@ -59,7 +61,8 @@ PRAGMA user_version = {_VERSION};
 
 @dataclass(frozen=True)
 class ModelSample:
-    """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix time)."""
+    """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix
+    time)."""
 
     model: str
     at_s: float
@@ -72,7 +75,8 @@ class ModelSample:
 
 @dataclass(frozen=True)
 class PeerSample:
-    """One peer over the ``seconds`` before ``at_s`` (Unix time); it was online for ``online_s`` of them."""
+    """One peer over the ``seconds`` before ``at_s`` (Unix time); it was online for ``online_s`` of
+    them."""
 
     peer: PeerId
     name: str | None
@@ -98,7 +102,8 @@ class JobPoint:
 
 
 class History:
-    """The history of one swarm, in one SQLite database. Thread-safe: a lock serialises all methods."""
+    """The history of one swarm, in one SQLite database. Thread-safe: a lock serialises all
+    methods."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._db = connection
@@ -107,7 +112,8 @@ class History:
     @classmethod
     @contextmanager
     def open(cls, folder: Path) -> Iterator["History"]:
-        """Open the history in ``folder``, or make one. A damaged file is renamed to ``*.damaged`` with a warning in the log."""
+        """Open the history in ``folder``, or make one. A damaged file is renamed to ``*.damaged``
+        with a warning in the log."""
         path = folder / FILE_NAME
         try:
             connection = _open(path)
@@ -138,7 +144,8 @@ class History:
         jobs: Iterable[JobPoint] = (),
         events: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        """Store all samples in one transaction. If the disk is full, none is stored, and a warning is logged."""
+        """Store all samples in one transaction. If the disk is full, none is stored, and a warning
+        is logged."""
         try:
             with self._lock, self._db:
                 for sample in models:
@@ -155,7 +162,8 @@ class History:
             _log.warning("cannot store samples in the history: %s", error)
 
     def downsample(self, now_s: float) -> None:
-        """Merge the fine samples of complete intervals into coarse ones, and delete expired samples. Call it every few minutes."""
+        """Merge the fine samples of complete intervals into coarse ones, and delete expired
+        samples. Call it every few minutes."""
         try:
             with self._lock, self._db:
                 self._downsample_models(now_s)
@@ -188,7 +196,8 @@ class History:
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, int, float]]:
-        """Peer, name, positions computed and seconds online of all peers, or of ``peer``, in a window of a day or a month; most first."""
+        """Peer, name, positions computed and seconds online of all peers, or of ``peer``, in a
+        window of a day or a month; most first."""
         with self._lock:
             coarse_since_s, fine_since_s = now_s, now_s - window_s
             if window_s > DAY_S:  # the newest interval exists in fine samples only
@@ -221,7 +230,8 @@ class History:
         return [json.loads(event) for (event,) in rows]
 
     def peak_sessions(self, model: str, since_s: float) -> int | None:
-        """The most open sessions of a model in any sample since ``since_s``; None without samples."""
+        """The most open sessions of a model in any sample since ``since_s``; None without
+        samples."""
         with self._lock:
             (peak,) = self._db.execute(
                 "SELECT MAX(sessions) FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ?",
@@ -229,7 +239,7 @@ class History:
             ).fetchone()
         return None if peak is None else int(peak)
 
-    # ---- within a transaction ---------------------------------------------------------------------------
+    # ---- within a transaction -------------------------------------------------------------------
 
     def _add_model(self, sample: ModelSample, step_s: int = MODELS.fine_s) -> None:
         counts = sample.counts

@@ -1,4 +1,5 @@
-"""The JSON of models: replicas of each block, speed of answers, and what a newcomer should host: blocks or experts. Pure functions."""
+"""The JSON of models: replicas of each block, speed of answers, and what a newcomer should host:
+blocks or experts. Pure functions."""
 
 import random
 import re
@@ -31,7 +32,8 @@ def model_entry(
     sessions: int,
     experts: ExpertCoverage,
 ) -> dict[str, Any]:
-    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts blocks or experts of it and is not gone."""
+    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts blocks or experts of it
+    and is not gone."""
     of_blocks = [(peer, entry) for peer, entry in hosts if entry["blocks"]]
     replicas = replicas_of(model.blocks, [entry for _, entry in of_blocks if entry["state"] == "online"])
     waiting = [entry for _, entry in of_blocks if _waits(entry) or entry["state"] == "online"]
@@ -83,7 +85,8 @@ def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
 
 
 def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
-    """The span that a newcomer should host, as ``routing.placement`` chooses it for nodes, with the reason and the command.
+    """The span that a newcomer should host, as ``routing.placement`` chooses it for nodes, with the
+    reason and the command.
 
     Its length is the median of the present hosts' spans.
     """
@@ -110,7 +113,8 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
 
 
 def expert_advice(model: CatalogModel, join: Sequence[str], experts: str, reason: str) -> dict[str, Any]:
-    """The experts that a newcomer should host, which the model needs more than further hosts of blocks."""
+    """The experts that a newcomer should host, which the model needs more than further hosts of
+    blocks."""
     return {
         "blocks": None,
         "experts": experts,

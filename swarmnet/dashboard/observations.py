@@ -1,4 +1,5 @@
-"""The observer's knowledge: a ``Snapshot`` of the swarm at one moment, and the ``PeerTracker`` that keeps one peer's part of it."""
+"""The observer's knowledge: a ``Snapshot`` of the swarm at one moment, and the ``PeerTracker`` that
+keeps one peer's part of it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -53,7 +54,8 @@ class PeerObservation:
     """The report before ``newest``; None if the node was restarted between the two."""
     delay_s: float | None = None
     failed_at_s: float | None = None
-    """When the first poll after the last success failed; None while the peer answers, and before its first poll."""
+    """When the first poll after the last success failed; None while the peer answers, and before
+    its first poll."""
     experts: BlockExperts = field(default_factory=dict)
     """The experts that it announces to compute for other hosts."""
 
@@ -130,7 +132,8 @@ class PeerTracker:
         self._update(announced=host, announced_at_s=now_s)
 
     def on_experts(self, record: AnnouncedExperts, manifest: bytes, now_s: float) -> None:
-        """Add the peer's record of experts from the directory. A peer may have a record of blocks too."""
+        """Add the peer's record of experts from the directory. A peer may have a record of blocks
+        too."""
         host = record.host
         if self.hosts_blocks:
             self._update(experts=host.experts if host.is_online else {})
@@ -173,7 +176,8 @@ class PeerTracker:
         self._update(delay_s=averaged(before_s, measured_s, DELAY_SMOOTHING))
 
     def on_failed_poll(self, now_s: float, totals: Totals) -> None:
-        """Note that the peer did not answer. The first time, a host that had not announced its leave counts as a failure of its model."""
+        """Note that the peer did not answer. The first time, a host that had not announced its
+        leave counts as a failure of its model."""
         seen = self.observation
         if seen.failed_at_s is not None:
             return

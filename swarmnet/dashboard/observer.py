@@ -1,9 +1,10 @@
-"""The observer: crawls the directory for hosts, expert peers and workers of a swarm, and polls each of them for its report.
+"""The observer: crawls the directory for hosts, expert peers and workers of a swarm, and polls each
+of them for its report.
 
-1. ``_keep_crawling`` reads the catalog, the hosts and expert peers of each model and the workers of each job, and selects the peers to poll
-   (``peer_selection``).
-2. ``_keep_polling`` runs once for each peer: it keeps a REPORT stream open and asks for a report every few seconds. Half of the
-   round trip is the delay that the page shows.
+1. ``_keep_crawling`` reads the catalog, the hosts and expert peers of each model and the workers of
+   each job, and selects the peers to poll (``peer_selection``).
+2. ``_keep_polling`` runs once for each peer: it keeps a REPORT stream open and asks for a report
+   every few seconds. Half of the round trip is the delay that the page shows.
 3. ``snapshot`` returns everything known. ``state`` turns snapshots into what the page shows.
 """
 
@@ -57,9 +58,11 @@ MIN_POLL_S = 2.0
 MAX_POLL_S = 4.0
 """Longest interval between two polls of a peer."""
 POLLS_PER_S = 125
-"""Polls a second of all peers together. With more peers than this allows, the interval grows up to ``MAX_POLL_S``."""
+"""Polls a second of all peers together. With more peers than this allows, the interval grows up to
+``MAX_POLL_S``."""
 LEAVE_CHECK_S = 3.0
-"""Timeout in seconds of the crawl that checks whether an unreachable peer has announced its leave."""
+"""Timeout in seconds of the crawl that checks whether an unreachable peer has announced its
+leave."""
 MIN_CRAWL_S = 1.0
 """Least seconds between two crawls, even if one is requested."""
 CATALOG_S = 20.0
@@ -84,7 +87,8 @@ class ObserverDependencies:
     rng: random.Random
     timing: Timing = field(default_factory=Timing)
     own_report: Callable[[], report_pb2.NodeReport] | None = None
-    """The report of the node in the same process, which cannot be dialled. Raises ``SwarmnetError`` while the node is paused."""
+    """The report of the node in the same process, which cannot be dialled. Raises ``SwarmnetError``
+    while the node is paused."""
 
 
 class Observer:
@@ -123,8 +127,8 @@ class Observer:
     ) -> AsyncIterator["Observer"]:
         """An observer that crawls and polls while the context is open.
 
-        ``model_names``: the models that the swarm file lists, by manifest hash; all other models are ignored. Without it, all
-        models of the catalog are observed.
+        ``model_names``: the models that the swarm file lists, by manifest hash; all other models
+        are ignored. Without it, all models of the catalog are observed.
         """
         observer = cls(dependencies, swarm, model_names or {})
         crawling = asyncio.create_task(
@@ -152,7 +156,7 @@ class Observer:
     def _hosted(self) -> set[bytes]:
         return {tracker.manifest for tracker in self._trackers.values()}
 
-    # ---- crawling the directory -------------------------------------------------------------------------
+    # ---- crawling the directory -----------------------------------------------------------------
 
     async def _keep_crawling(self) -> None:
         catalog_read_s = -CATALOG_S
@@ -179,7 +183,8 @@ class Observer:
                     await self._crawl_requested.wait()
 
     async def _update_catalog(self, catalog: Catalog) -> None:
-        """Take the models and jobs of the catalog. Models and jobs that are missing from it stay while a known peer hosts or trains them."""
+        """Take the models and jobs of the catalog. Models and jobs that are missing from it stay
+        while a known peer hosts or trains them."""
         hosted = self._hosted()
         kept = {manifest: model for manifest, model in self._listed.items() if manifest in hosted}
         names = self._model_names
@@ -209,7 +214,8 @@ class Observer:
         self._workers |= await self._look_up_each(self._jobs, find)
 
     async def _find_peers(self) -> None:
-        """Read the hosts and expert peers of every model, select the peers to poll, and update them and the jobs."""
+        """Read the hosts and expert peers of every model, select the peers to poll, and update them
+        and the jobs."""
         self._hosts = {
             manifest: self._hosts.get(manifest)
             or HostSample(self._dependencies.directory, manifest, self._dependencies.rng)
@@ -257,7 +263,8 @@ class Observer:
             )
 
     async def _look_up_each(self, keys: Iterable[K], look_up: Callable[[K], Awaitable[T]]) -> dict[K, T]:
-        """The result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time. Failed lookups are left out."""
+        """The result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time. Failed lookups are
+        left out."""
 
         async def one(key: K) -> tuple[K, T] | None:
             async with self._lookups:
@@ -270,7 +277,8 @@ class Observer:
         return dict(found for found in await all_of(*map(one, keys)) if found is not None)
 
     def _select(self, addresses: Mapping[PeerId, tuple[str, ...]]) -> None:
-        """Start and stop polls so that those ``MAX_PEERS`` of the announced and known peers that ``select_peers`` chooses are polled."""
+        """Start and stop polls so that those ``MAX_PEERS`` of the announced and known peers that
+        ``select_peers`` chooses are polled."""
         now_s, own_id = self._clock(), self._dependencies.transport.peer_id
         candidates = []
         for peer in {*addresses, *self._trackers}:
@@ -312,7 +320,7 @@ class Observer:
                 self._drop(peer)
         self._totals.keep_only(self._trackers)
 
-    # ---- polling the peers ------------------------------------------------------------------------------
+    # ---- polling the peers ----------------------------------------------------------------------
 
     @property
     def _poll_s(self) -> float:
@@ -328,8 +336,8 @@ class Observer:
             try:
                 await self._poll_until_failure(tracker)
             except StreamEnded:
-                # A stream can end while both peers are well, so one that has carried reports is opened again before the peer counts
-                # as failed.
+                # A stream can end while both peers are well, so one that has carried reports is
+                # opened again before the peer counts as failed.
                 if tracker.observation.newest is not known:
                     retry_s = RETRY_S
                     await asyncio.sleep(REOPEN_S)
@@ -368,7 +376,8 @@ class Observer:
         self._failures.pop(tracker.peer, None)
 
     async def _wait_for_next_poll(self, stream: ReportStream) -> None:
-        """Wait one interval. Raises ``StreamEnded`` as soon as the stream ends, ``ProtocolViolation`` for a report without a poll."""
+        """Wait one interval. Raises ``StreamEnded`` as soon as the stream ends,
+        ``ProtocolViolation`` for a report without a poll."""
         try:
             async with asyncio.timeout(self._poll_s * self._dependencies.rng.uniform(0.9, 1.1)):
                 await stream.stream.receive()
@@ -377,7 +386,8 @@ class Observer:
         raise ProtocolViolation(f"{stream.peer} sent a report without being asked")
 
     async def _check_for_leave(self) -> None:
-        """Request a crawl and wait for it, because a peer announces in the directory that it leaves."""
+        """Request a crawl and wait for it, because a peer announces in the directory that it
+        leaves."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_CHECK_S), self._crawled:
                 self._crawl_requested.set()

@@ -23,7 +23,8 @@ UNKNOWN_SHARE = 8
 
 @dataclass(frozen=True)
 class PollCandidate:
-    """A peer that may be polled, with what its rank depends on. ``since_s``: Unix time at which it was first seen."""
+    """A peer that may be polled, with what its rank depends on. ``since_s``: Unix time at which it
+    was first seen."""
 
     peer: PeerId
     addresses: tuple[str, ...]
@@ -55,7 +56,8 @@ def select_peers(candidates: Collection[PollCandidate], slots: int, salt: bytes)
 
 
 def _subnet_ranks(candidates: Iterable[PollCandidate], salt: bytes) -> Mapping[PeerId, int]:
-    """Each peer's position in its subnet. A peer with addresses in several subnets has the worst of its positions."""
+    """Each peer's position in its subnet. A peer with addresses in several subnets has the worst of
+    its positions."""
     members: dict[str, list[PollCandidate]] = defaultdict(list)
     for each in candidates:
         for subnet in subnets_of(each.addresses):
@@ -75,7 +77,8 @@ def _subnet_ranks(candidates: Iterable[PollCandidate], salt: bytes) -> Mapping[P
 
 
 def subnets_of(addresses: Sequence[str]) -> set[str]:
-    """The subnets of multiaddrs: /16 (IPv4), /48 (IPv6) or the DNS name. Addresses without any of these share the subnet ""."""
+    """The subnets of multiaddrs: /16 (IPv4), /48 (IPv6) or the DNS name. Addresses without any of
+    these share the subnet ""."""
     return {_subnet_of(address) for address in addresses} or {""}
 
 

@@ -1,4 +1,5 @@
-"""The JSON of peers, and of the edges between them along which tokens flow. Pure functions of observations."""
+"""The JSON of peers, and of the edges between them along which tokens flow. Pure functions of
+observations."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -33,7 +34,8 @@ _STATES = {"choosing": "joining"}
 
 
 def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON of one peer. ``previous`` is its JSON in the state before, None if that did not have the peer."""
+    """The JSON of one peer. ``previous`` is its JSON in the state before, None if that did not have
+    the peer."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -85,7 +87,8 @@ def _role_of(seen: PeerObservation) -> str:
 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
-    """The state of a peer, and whether it is silent: the state is then only announced, because the peer does not answer."""
+    """The state of a peer, and whether it is silent: the state is then only announced, because the
+    peer does not answer."""
     if seen.announced is not None and seen.announced.state == "incompatible":
         return "incompatible", not seen.answers
     if seen.answers and seen.newest is not None:
@@ -110,7 +113,8 @@ def is_shown(seen: PeerObservation, now_s: float) -> bool:
 
 
 def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.NodeReport], int]) -> float:
-    """The increase of ``count`` per second between the last two reports; 0 if the newest is stale."""
+    """The increase of ``count`` per second between the last two reports; 0 if the newest is
+    stale."""
     newest, before = seen.newest, seen.before
     if newest is None or before is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
         return 0.0
@@ -121,7 +125,8 @@ def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.Nod
 
 
 def name_of(entry: Mapping[str, Any], peer: PeerId | str) -> str:
-    """The name that a peer chose, or the end of its id, because all ids begin with the same characters."""
+    """The name that a peer chose, or the end of its id, because all ids begin with the same
+    characters."""
     return entry["name"] or f"…{peer[-6:]}"
 
 
@@ -179,9 +184,11 @@ def _reported(reported: TimedReport, peer: PeerId) -> dict[str, Any]:
 def edge_entries(
     observations: Iterable[PeerObservation], known: Collection[PeerId], now_s: float
 ) -> dict[str, Any]:
-    """The JSON of the busiest ``MAX_EDGES`` edges by ``SOURCE>TARGET``, between ``known`` peers and clients.
+    """The JSON of the busiest ``MAX_EDGES`` edges by ``SOURCE>TARGET``, between ``known`` peers and
+    clients.
 
-    An edge between two hosts is taken from the report of the receiver, which knows the sender from the connection.
+    An edge between two hosts is taken from the report of the receiver, which knows the sender from
+    the connection.
     """
     edges: dict[str, dict[str, Any]] = {}
 
@@ -214,7 +221,8 @@ def edge_entries(
 
 
 def _edge_rates(newest: TimedReport, before: TimedReport | None) -> dict[tuple[str, str], float]:
-    """Positions per second on each (upstream, downstream) of a host, between its last two reports."""
+    """Positions per second on each (upstream, downstream) of a host, between its last two
+    reports."""
     if before is None or newest.at_s <= before.at_s:
         return {}
     earlier = {(flow.upstream, flow.downstream): flow.positions for flow in before.report.host.flows}

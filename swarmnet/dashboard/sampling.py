@@ -1,4 +1,5 @@
-"""Takes the samples that the history stores: of models and peers at its fine resolution, of jobs at each round."""
+"""Takes the samples that the history stores: of models and peers at its fine resolution, of jobs at
+each round."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,7 +17,8 @@ ALL_MODELS = ""
 
 
 class HistorySampler:
-    """Returns the samples that are due. Call each method with every snapshot, in order; ``body`` is the JSON of its state."""
+    """Returns the samples that are due. Call each method with every snapshot, in order; ``body`` is
+    the JSON of its state."""
 
     def __init__(self) -> None:
         self._models_at_s: float | None = None
@@ -39,7 +41,8 @@ class HistorySampler:
         }
 
     def models(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[ModelSample]:
-        """One sample of each model and one of all together, every ``MODELS.fine_s``; otherwise none."""
+        """One sample of each model and one of all together, every ``MODELS.fine_s``; otherwise
+        none."""
         if self._models_at_s is None:
             self._restart_models(snapshot)
         seconds = snapshot.now_s - (self._models_at_s or 0.0)

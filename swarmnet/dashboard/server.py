@@ -1,4 +1,5 @@
-"""The dashboard's HTTP server: the page, its JSON API, and events (SSE); ``run_dashboard`` starts it with its observer and history."""
+"""The dashboard's HTTP server: the page, its JSON API, and events (SSE); ``run_dashboard`` starts
+it with its observer and history."""
 
 import gzip
 import hashlib
@@ -60,7 +61,8 @@ class ServerConfig:
     """Host names under which browsers open the page, in addition to IP addresses and localhost."""
 
     def api_keys(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
-        """The accepted keys. Raises ``ConfigError`` if there is none and other machines can reach the dashboard."""
+        """The accepted keys. Raises ``ConfigError`` if there is none and other machines can reach
+        the dashboard."""
         keys = ApiKeys({"dashboard": self.key} if self.key else {})
         check_exposed(self.host, keys, option=key_option)
         return keys
@@ -72,8 +74,8 @@ async def run_dashboard(
 ) -> AsyncIterator[HttpEndpoint]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
-    Each swarm has its own history, in a folder of ``history_dir``. Raises ``ConfigError`` if the history cannot be written or the address
-    cannot be bound.
+    Each swarm has its own history, in a folder of ``history_dir``. Raises ``ConfigError`` if the
+    history cannot be written or the address cannot be bound.
     """
     folder = history_dir / file.swarm_id.hex()[:16]
     try:
@@ -101,7 +103,8 @@ def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
 
 @asynccontextmanager
 async def serve(feed: Feed, config: ServerConfig) -> AsyncIterator[HttpEndpoint]:
-    """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be bound or needs a key."""
+    """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be
+    bound or needs a key."""
     access = AccessPolicy(keys=config.api_keys(), host_names=config.host_names, basic_auth=True)
     app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)
     async with serve_http(app, config.host, config.port) as endpoint:
@@ -204,7 +207,8 @@ class StaticFile:
 
 @cache
 def static_files() -> Mapping[str, StaticFile]:
-    """The files of the page by path, read and compressed once per process, so that no request waits for the disk."""
+    """The files of the page by path, read and compressed once per process, so that no request waits
+    for the disk."""
     return {
         path.relative_to(STATIC).as_posix(): _read_static(path)
         for path in STATIC.rglob("*")
@@ -220,7 +224,8 @@ def _read_static(path: Path) -> StaticFile:
 
 
 def _conditional_response(request: Request, content: StaticFile | EncodedState) -> Response:
-    """The content, or 304 if the browser has it. With ``no-cache`` browsers ask each time, because content changes under its URL."""
+    """The content, or 304 if the browser has it. With ``no-cache`` browsers ask each time, because
+    content changes under its URL."""
     headers = {"etag": content.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if content.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

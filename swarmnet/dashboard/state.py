@@ -1,4 +1,5 @@
-"""The state of a swarm as JSON, derived from a snapshot; and the JSON Merge Patch from one state to the next. Pure functions."""
+"""The state of a swarm as JSON, derived from a snapshot; and the JSON Merge Patch from one state to
+the next. Pure functions."""
 
 import shlex
 from collections import defaultdict
@@ -22,7 +23,8 @@ MAX_CONTRIBUTORS = 64
 
 @dataclass(frozen=True)
 class State:
-    """``body``: the JSON of `/api/v1/state`. ``new_events``: its events that the state before did not have, oldest first."""
+    """``body``: the JSON of `/api/v1/state`. ``new_events``: its events that the state before did
+    not have, oldest first."""
 
     body: Mapping[str, Any]
     new_events: tuple[Mapping[str, Any], ...] = ()
@@ -71,7 +73,8 @@ def derive(
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON Merge Patch (RFC 7386) that turns ``old`` into ``new``.
 
-    A patch cannot set a member to null, it removes the member; readers take a missing member for null.
+    A patch cannot set a member to null, it removes the member; readers take a missing member for
+    null.
     """
     patch: dict[str, Any] = {name: None for name in old if name not in new}
     for name, value in new.items():
@@ -144,7 +147,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, Any]]:
-    """Each worker's share of the contributions to committed rounds, from the report that counts the most."""
+    """Each worker's share of the contributions to committed rounds, from the report that counts the
+    most."""
     longest = max(reports, key=lambda report: sum(each.rounds for each in report.contributions), default=None)
     if longest is None:
         return []

@@ -1,1 +1,2 @@
-"""`swarmnet doctor`: what is wrong with this machine, why it matters, and the command that fixes it."""
+"""`swarmnet doctor`: what is wrong with this machine, why it matters, and the command that fixes
+it."""

@@ -1,4 +1,5 @@
-"""The checks: pure functions from facts to findings. A finding says what was found, why it matters, and what to do next."""
+"""The checks: pure functions from facts to findings. A finding says what was found, why it matters,
+and what to do next."""
 
 import ipaddress
 import shlex
@@ -30,15 +31,18 @@ GIB = 1 << 30
 DISK_FAIL_BYTES, DISK_WARN_BYTES = GIB // 2, 5 * GIB
 RAM_FAIL_BYTES, RAM_WARN_BYTES = GIB // 2, 2 * GIB
 CLOCK_WARN_S = 30.0
-"""Clock error in seconds that gives a warning. At ``MAX_CLOCK_ERROR_S``, peers refuse records and certificates."""
+"""Clock error in seconds that gives a warning. At ``MAX_CLOCK_ERROR_S``, peers refuse records and
+certificates."""
 FILE_WARN_S = 14 * 24 * 3600.0
 """Seconds before the expiry of a swarm file that give a warning."""
 CERTIFICATE_WARN_S = 24 * 3600.0
-"""Seconds before the expiry of a certificate that give a warning. With the default lifetime, it is renewed days before."""
+"""Seconds before the expiry of a certificate that give a warning. With the default lifetime, it is
+renewed days before."""
 
 
 class Level(StrEnum):
-    """The result of a check. FAIL: a node cannot run, or must not; WARN: it runs with a disadvantage; SKIP: not checked."""
+    """The result of a check. FAIL: a node cannot run, or must not; WARN: it runs with a
+    disadvantage; SKIP: not checked."""
 
     OK = "ok"
     WARN = "warn"
@@ -48,7 +52,8 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. ``fix``: the next step, mostly a command; every WARN and FAIL has one."""
+    """The result of one check. ``fix``: the next step, mostly a command; every WARN and FAIL has
+    one."""
 
     check: str
     level: Level

@@ -59,7 +59,8 @@ class ListenAddress:
 
 @dataclass(frozen=True)
 class SwarmFacts:
-    """The swarm file and the certificate of this machine. ``error`` and ``hint`` say why the file cannot be used."""
+    """The swarm file and the certificate of this machine. ``error`` and ``hint`` say why the file
+    cannot be used."""
 
     name: str
     error: str = ""
@@ -77,7 +78,8 @@ class SwarmFacts:
 
 @dataclass(frozen=True)
 class BootstrapPeer:
-    """A bootstrap peer: what it answered about this machine, or in ``error`` why it did not answer."""
+    """A bootstrap peer: what it answered about this machine, or in ``error`` why it did not
+    answer."""
 
     address: str
     probed: Probed | None = None

@@ -1,4 +1,5 @@
-"""Collects the facts: of this machine, of its place in the swarm, and of how bootstrap peers see it; all at once, each with a deadline."""
+"""Collects the facts: of this machine, of its place in the swarm, and of how bootstrap peers see
+it; all at once, each with a deadline."""
 
 import asyncio
 import os
@@ -31,7 +32,8 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 LOCAL_S = 6.0
-"""Timeout of each fact about this machine in seconds, because a network disk or a GPU driver may hang."""
+"""Timeout of each fact about this machine in seconds, because a network disk or a GPU driver may
+hang."""
 PEERS_S = 9.0
 """Timeout in seconds of starting p2pd and asking all bootstrap peers."""
 OPEN_S = 3.0
@@ -54,7 +56,8 @@ class DoctorOptions:
 
 
 async def gather(options: DoctorOptions) -> facts.Facts:
-    """All facts. Those that could not be collected are in ``Facts.not_gathered`` with the reason; no error is raised."""
+    """All facts. Those that could not be collected are in ``Facts.not_gathered`` with the reason;
+    no error is raised."""
     collector = _Collector()
     node = await collector.call("node", lambda: running_node(options.data_dir), None)
     # While a node runs, its identity is in use, so the doctor takes that of the client.
@@ -122,7 +125,7 @@ class _Collector:
         return default
 
 
-# ---- this machine -------------------------------------------------------------------------------------
+# ---- this machine ------------------------------------------------------------------------------
 
 
 def running_node(data_dir: Path) -> "NodeStatus | None":
@@ -181,7 +184,8 @@ def examine_model(options: DoctorOptions) -> facts.ModelFiles | None:
 
 
 def examine_device() -> facts.Device:
-    """The GPU, and whether torch can use it. torch is imported only if there is one, because the import takes seconds."""
+    """The GPU, and whether torch can use it. torch is imported only if there is one, because the
+    import takes seconds."""
     gpu = _gpu_name()
     if not gpu:
         return facts.Device()
@@ -227,7 +231,7 @@ def examine_listen_address(address: str) -> facts.ListenAddress:
     return facts.ListenAddress(address)
 
 
-# ---- the swarm ----------------------------------------------------------------------------------------
+# ---- the swarm ---------------------------------------------------------------------------------
 
 
 def examine_swarm(
@@ -255,7 +259,8 @@ def examine_swarm(
 
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:
-    """Why the data directory has no valid certificate, or the Unix time at which its certificate expires."""
+    """Why the data directory has no valid certificate, or the Unix time at which its certificate
+    expires."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -268,16 +273,17 @@ def _certificate(entry: "Entry") -> tuple[str, float | None]:
         return str(error), None
 
 
-# ---- bootstrap peers ----------------------------------------------------------------------------------
+# ---- bootstrap peers ---------------------------------------------------------------------------
 
 
 async def ask_peers(
     entry: "Entry | None", listen: Sequence[str], node: "NodeStatus | None"
 ) -> tuple[list[facts.BootstrapPeer], list[int]]:
-    """Ask each bootstrap peer to dial this machine; returns their answers, and the TCP ports that they were asked to dial.
+    """Ask each bootstrap peer to dial this machine; returns their answers, and the TCP ports that
+    they were asked to dial.
 
-    These are the ports of the running ``node``, or else those on which the doctor listens meanwhile. Raises ``SwarmnetError`` if
-    p2pd cannot be started.
+    These are the ports of the running ``node``, or else those on which the doctor listens
+    meanwhile. Raises ``SwarmnetError`` if p2pd cannot be started.
     """
     if entry is None or not entry.bootstrap:
         return [], []
@@ -291,7 +297,8 @@ async def ask_peers(
 
 
 async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") -> int:
-    """The number of other peers of the swarm that mDNS finds; 0 if the swarm file does not switch mDNS on."""
+    """The number of other peers of the swarm that mDNS finds; 0 if the swarm file does not switch
+    mDNS on."""
     if entry is None or not entry.file.mdns:
         return 0
     from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses, peer_in
@@ -303,7 +310,8 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
 @asynccontextmanager
 async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Transport]":
     """A transport with the identity and the membership of ``entry``, without a directory."""
-    # In a thread, because libp2p's bindings take seconds to import on a slow machine and would delay the other deadlines.
+    # In a thread, because libp2p's bindings take seconds to import on a slow machine and would
+    # delay the other deadlines.
     await asyncio.to_thread(_import_transport)
     from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
     from swarmnet_protocols.membership.membership import Membership

@@ -7,8 +7,8 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 3. The request is counted: in the key's quota (429) and among the running requests.
 4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
 5. The choices are generated (``generation.py``).
-6. The response is sent whole, or as a stream, which then owns all that was counted and opened above (``responses.py``). Its status is sent
-   with the first token, or after ``FIRST_TOKEN_S``.
+6. The response is sent whole, or as a stream, which then owns all that was counted and opened above
+   (``responses.py``). Its status is sent with the first token, or after ``FIRST_TOKEN_S``.
 """
 
 import asyncio
@@ -56,7 +56,8 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
 
 FIRST_TOKEN_S = 5.0
-"""Seconds until the status of a stream is sent without a token. A failure before is a status, a later one an error event."""
+"""Seconds until the status of a stream is sent without a token. A failure before is a status, a
+later one an error event."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected. It appears in logs only."""
 R = TypeVar("R", bound=StrictModel)
@@ -64,7 +65,8 @@ R = TypeVar("R", bound=StrictModel)
 
 @dataclass(frozen=True)
 class Prepared:
-    """A tokenized request: the token ids of each prompt, and the limit and format of its response."""
+    """A tokenized request: the token ids of each prompt, and the limit and format of its
+    response."""
 
     prompts: list[list[int]]
     max_new_tokens: int | None
@@ -107,7 +109,8 @@ class Gateway:
         ]
         for path, endpoint in readings:
             app.add_api_route(path, endpoint)
-            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)  # monitors send it
+            # monitors send it
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
@@ -125,7 +128,7 @@ class Gateway:
         """Stop the tokenizer's thread."""
         self._tokenizer.close()
 
-    # ---- endpoints --------------------------------------------------------------------------------------
+    # ---- endpoints ------------------------------------------------------------------------------
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._model_object()]}
@@ -194,10 +197,11 @@ class Gateway:
     async def metrics(self) -> Response:
         return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    # ---- a request --------------------------------------------------------------------------------------
+    # ---- a request ------------------------------------------------------------------------------
 
     async def _parse(self, request: Request, schema: type[R]) -> R:
-        """The parsed body. Raises ``ApiError`` for an invalid one, and before it is read if the key's quota is used up."""
+        """The parsed body. Raises ``ApiError`` for an invalid one, and before it is read if the
+        key's quota is used up."""
         key = key_name(request)
         self._quotas.check(key, asyncio.get_running_loop().time())
         if not is_json(request.headers.get("content-type", "")):
@@ -251,7 +255,8 @@ class Gateway:
     def _sequence_requests(
         self, body: GenerationRequest, prepared: Prepared, key: str
     ) -> list[sequences.Request]:
-        """One request to the engine for each choice of each prompt. Raises ``ApiError`` for prompts that do not fit."""
+        """One request to the engine for each choice of each prompt. Raises ``ApiError`` for prompts
+        that do not fit."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[sequences.Request] = []
         self._tokenizer.check_ids(body.logit_bias, "logit_bias")
@@ -289,7 +294,8 @@ class Gateway:
         return requests
 
     def _check_places(self, choices: int) -> None:
-        """Raise ``Busy`` if the batcher and its queue are full, ``ApiError`` if they can never hold this number of choices."""
+        """Raise ``Busy`` if the batcher and its queue are full, ``ApiError`` if they can never hold
+        this number of choices."""
         limits = self.engine.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:
@@ -332,13 +338,15 @@ class Gateway:
 def _owner(body: GenerationRequest, key: str) -> str:
     """The owner of the KV caches that a request may reuse.
 
-    The time to the first token shows whether the caches had the prompt, so callers with different keys, users or salts share none.
+    The time to the first token shows whether the caches had the prompt, so callers with different
+    keys, users or salts share none.
     """
     return json.dumps([key, body.user, body.cache_salt])
 
 
 async def _wait_first_token(generation: Generation) -> bool:
-    """Wait for the first token, at most ``FIRST_TOKEN_S``; returns True. Raises ``SwarmnetError`` if the generation fails before."""
+    """Wait for the first token, at most ``FIRST_TOKEN_S``; returns True. Raises ``SwarmnetError``
+    if the generation fails before."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FIRST_TOKEN_S):
             await generation.wait_started()

@@ -8,8 +8,8 @@ from typing import Any
 MAX_HELD_TOKENS = 4
 """Most tokens held back for an incomplete character, which has at most four bytes in UTF-8."""
 MAX_WINDOW = 64
-"""Most tokens without valid text that are decoded again with the next one. More would take more time;
-with fewer, a character after so much invalid text is lost."""
+"""Most tokens without valid text that are decoded again with the next one. More would take more
+time; with fewer, a character after so much invalid text is lost."""
 PROMPT_TOKENS = 16
 """Last tokens of a prompt that decide how the text after it begins."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -18,9 +18,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 class IncrementalDetokenizer:
     """The text of a growing token sequence, in pieces that end between characters.
 
-    Each piece is decoded together with the tokens of the piece before, because tokenizers decode the
-    first word of a text differently. ``tokenizers.decoders.DecodeStream`` does so, too, but holds
-    back all text after invalid UTF-8, and has no end at which it gives that back.
+    Each piece is decoded together with the tokens of the piece before, because tokenizers decode
+    the first word of a text differently. ``tokenizers.decoders.DecodeStream`` does so, too, but
+    holds back all text after invalid UTF-8, and has no end at which it gives that back.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
@@ -33,7 +33,8 @@ class IncrementalDetokenizer:
         """Characters of the decoded text that were returned, or are the prompt's."""
 
     def push(self, token_id: int) -> str:
-        """Return the text that ``token_id`` completes; empty while its last character is incomplete."""
+        """Return the text that ``token_id`` completes; empty while its last character is
+        incomplete."""
         self._ids.append(token_id)
         return self._decode_new(is_end=False)
 
@@ -47,7 +48,8 @@ class IncrementalDetokenizer:
         if text.endswith(REPLACEMENT) and not is_end:
             if held <= MAX_HELD_TOKENS:
                 return ""
-            if held <= MAX_WINDOW:  # invalid, but the next tokens may still complete the last character
+            # invalid, but the next tokens may still complete the last character
+            if held <= MAX_WINDOW:
                 new, self._shown = text[self._shown : -1], max(self._shown, len(text) - 1)
                 return new
         new = text[self._shown :]
@@ -55,7 +57,8 @@ class IncrementalDetokenizer:
             self._prefix_start, self._prefix_end = self._prefix_end, len(self._ids)
             self._shown = len(self._decode(self._prefix_start))
         else:
-            del self._ids[self._prefix_end :]  # special tokens, which would add spaces between words
+            # special tokens, which would add spaces between words
+            del self._ids[self._prefix_end :]
         return new
 
     def _decode(self, start: int) -> str:
@@ -64,7 +67,8 @@ class IncrementalDetokenizer:
 
 
 class TokenBytes:
-    """The bytes that each token of a tokenizer adds to a text. Of a part of a character, these are no text."""
+    """The bytes that each token of a tokenizer adds to a text. Of a part of a character, these are
+    no text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -73,7 +77,8 @@ class TokenBytes:
         self._has_bytes = "ByteFallback" in kinds
 
     def of(self, token_id: int, *, begins: bool = False) -> bytes:
-        """Return the bytes of a token within a text, or of the first token if it ``begins`` the text."""
+        """Return the bytes of a token within a text, or of the first token if it ``begins`` the
+        text."""
         found = self._within(token_id)
         if begins and found[:1] == b" " and not self._decode([token_id]).startswith(" "):
             return found[1:]
@@ -96,7 +101,8 @@ class TokenBytes:
 
 @cache
 def _byte_letters() -> dict[str, bytes]:
-    """Return the byte that each letter of a byte-level vocabulary encodes (GPT-2's ``bytes_to_unicode``)."""
+    """Return the byte that each letter of a byte-level vocabulary encodes (GPT-2's
+    ``bytes_to_unicode``)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): bytes([byte]) for byte in shown}
     others = [byte for byte in range(256) if byte not in shown]
@@ -104,7 +110,8 @@ def _byte_letters() -> dict[str, bytes]:
 
 
 class StopStrings:
-    """Passes text through up to the first stop string. An end that may begin a stop string is held back."""
+    """Passes text through up to the first stop string. An end that may begin a stop string is held
+    back."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False

@@ -24,7 +24,8 @@ _NOT_FOUND = "there is nothing at this path: try /v1/models, /v1/chat/completion
 
 @dataclass
 class ApiError(Exception):
-    """An error response: HTTP status, and the fields of OpenAI's error object (``kind`` is its ``type``)."""
+    """An error response: HTTP status, and the fields of OpenAI's error object (``kind`` is its
+    ``type``)."""
 
     status: int
     message: str
@@ -56,7 +57,8 @@ def api_error(error: Exception) -> ApiError:
 
 
 def swarm_error(error: errors.SwarmnetError) -> ApiError:
-    """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may succeed, else 500."""
+    """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may
+    succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
     if isinstance(error, errors.NoRoom):
         return ApiError(400, message, "context_length_exceeded")
@@ -74,7 +76,8 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
 
 
 def validation_error(error: ValidationError) -> ApiError:
-    """The error response for an invalid request. It names the first invalid field and quotes none of its values."""
+    """The error response for an invalid request. It names the first invalid field and quotes none
+    of its values."""
     problem = error.errors(include_url=False, include_context=True, include_input=False)[0]
     where = [str(part)[:MAX_NAME_CHARS] for part in problem["loc"]]
     if problem["type"] == UNSUPPORTED:

@@ -16,7 +16,8 @@ from swarmnet_protocols.machine.aio import cancel
 
 @dataclass(frozen=True)
 class Delta:
-    """The next text of choice ``index`` and its tokens. The last delta of a choice has its ``finish_reason``."""
+    """The next text of choice ``index`` and its tokens. The last delta of a choice has its
+    ``finish_reason``."""
 
     index: int
     text: str
@@ -25,9 +26,11 @@ class Delta:
 
 
 class Generation:
-    """The choices of one request, as an async iterator over the deltas of all; it raises ``SwarmnetError`` when one choice fails.
+    """The choices of one request, as an async iterator over the deltas of all; it raises
+    ``SwarmnetError`` when one choice fails.
 
-    Each choice is a task that reads its tokens from the engine's batch; all put their deltas into one queue.
+    Each choice is a task that reads its tokens from the engine's batch; all put their deltas into
+    one queue.
     """
 
     def __init__(
@@ -44,7 +47,8 @@ class Generation:
         self.cached_tokens = 0
         """Prompt tokens that were found in the hosts' caches."""
         self.precisions: list[str] = []
-        """Precisions of the hosts of the finished choices; several if no chain of one precision was found."""
+        """Precisions of the hosts of the finished choices; several if no chain of one precision was
+        found."""
         self.trips = 0
         """Steps through chains that gave tokens of the finished choices."""
         self._engine = engine

@@ -1,7 +1,8 @@
 """Parsing request bodies on the event loop, within bounded time and memory.
 
-The length of a JSON body bounds neither, because three bytes can become an object of a hundred. So the strings, containers, fields, values
-and digits are counted before the body is parsed, and validation ends at the first invalid value.
+The length of a JSON body bounds neither, because three bytes can become an object of a hundred. So
+the strings, containers, fields, values and digits are counted before the body is parsed, and
+validation ends at the first invalid value.
 """
 
 import re
@@ -17,14 +18,15 @@ from swarmnet.gateway.schemas import StrictModel
 BYTES_PER_TOKEN = 32
 """Most JSON bytes per token of the context. Russian with all letters escaped needs 24."""
 MAX_TOKENS = 1 << 17
-"""Longest context, in tokens, that the limits allow for. Prompts for longer contexts fit if they are
-not escaped."""
+"""Longest context, in tokens, that the limits allow for. Prompts for longer contexts fit if they
+are not escaped."""
 SPARE_BYTES = 1 << 16
 """Bytes allowed in addition to the context's bytes."""
 SPARE_VALUES = 1 << 15
 """Values allowed in addition to one for each token of the context."""
 SPARE_QUOTES = 1 << 16
-"""Quotation marks, escaped ones included, allowed in addition to one for two tokens of the context."""
+"""Quotation marks, escaped ones included, allowed in addition to one for two tokens of the
+context."""
 MAX_CONTAINERS = 1 << 14
 """Most objects and lists: four for each message of the longest chat."""
 MAX_FIELDS = 1 << 15
@@ -58,7 +60,8 @@ class BodyParser:
         return SPARE_VALUES + min(self.max_length, MAX_TOKENS)
 
     def parse(self, body: bytes, schema: type[R]) -> R:
-        """The request in ``body``. Raises ``ApiError`` that names the first invalid field or exceeded limit."""
+        """The request in ``body``. Raises ``ApiError`` that names the first invalid field or
+        exceeded limit."""
         if len(body) > self.max_bytes:
             raise _too_large(f"the body is longer than {self.max_bytes} bytes")
         self._check_size(body)
@@ -103,7 +106,8 @@ class BodyParser:
 
 
 def _fields(body: bytes) -> object:
-    """Parse JSON; raises ``ValueError``. Half a character, as cutting a text makes it, becomes U+FFFD."""
+    """Parse JSON; raises ``ValueError``. Half a character, as cutting a text makes it, becomes
+    U+FFFD."""
     try:
         return from_json(body, allow_inf_nan=False)
     except ValueError:
@@ -118,7 +122,8 @@ def _too_large(message: str) -> ApiError:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a ``Content-Type`` is JSON. Browsers send other types cross-origin without a preflight request."""
+    """Whether a ``Content-Type`` is JSON. Browsers send other types cross-origin without a
+    preflight request."""
     media_type = content_type.partition(";")[0].strip().lower()
     return media_type == "application/json" or (
         media_type.startswith("application/") and media_type.endswith("+json")

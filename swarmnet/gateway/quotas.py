@@ -47,7 +47,8 @@ class QuotaTracker:
     def admit(self, key: str, choices: int, now: float) -> None:
         """Count a request for ``choices`` choices.
 
-        Raises ``ApiError``: 429 if the key's quota is used up, 400 if the request is larger than the quota.
+        Raises ``ApiError``: 429 if the key's quota is used up, 400 if the request is larger than
+        the quota.
         """
         if choices > self._quota.max_choices:
             message = f"this key may have {self._quota.max_choices:g} choices at once, not {choices}"
@@ -58,7 +59,8 @@ class QuotaTracker:
         usage.running += choices
 
     def check(self, key: str, now: float) -> None:
-        """Raise ``ApiError`` as ``admit`` would for one choice. Called before the body of a request is read."""
+        """Raise ``ApiError`` as ``admit`` would for one choice. Called before the body of a request
+        is read."""
         self._check(key, 1, now)
 
     def count_invalid(self, key: str, now: float) -> None:

@@ -17,7 +17,8 @@ from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 
 KEEP_ALIVE_S = 10.0
-"""Seconds without an event after which a stream sends a comment, because proxies close idle connections."""
+"""Seconds without an event after which a stream sends a comment, because proxies close idle
+connections."""
 
 
 class CompletionFormatter:
@@ -75,7 +76,8 @@ class CompletionFormatter:
         }
 
     def _alternatives(self, token: Token) -> dict[str, float]:
-        """Return the log probability of each alternative by its text. One with the text of another has its id, too."""
+        """Return the log probability of each alternative by its text. One with the text of another
+        has its id, too."""
         found: dict[str, float] = {}
         for one, value in token.top:
             name = _name(self._bytes.of(one))
@@ -163,7 +165,8 @@ def usage_of(generation: Generation, prompt_tokens: int) -> dict[str, Any]:
 async def whole_response(
     generation: Generation, formatter: CompletionFormatter, prompt_tokens: int
 ) -> dict[str, Any]:
-    """Wait for all choices; returns the complete response. Raises ``SwarmnetError`` when one fails."""
+    """Wait for all choices; returns the complete response. Raises ``SwarmnetError`` when one
+    fails."""
     deltas: dict[int, list[Delta]] = defaultdict(list)
     async for delta in generation:
         deltas[delta.index].append(delta)
@@ -193,7 +196,8 @@ async def event_stream(
 
 
 class EventStreamResponse(EventSourceResponse):
-    """A streamed response that closes ``resources`` as soon as the client disconnects or the stream ends."""
+    """A streamed response that closes ``resources`` as soon as the client disconnects or the stream
+    ends."""
 
     def __init__(self, events: AsyncIterator[bytes], resources: AsyncExitStack) -> None:
         super().__init__(

@@ -1,6 +1,8 @@
-"""Request schemas of OpenAI's API. Unknown parameters are refused unless they cannot change the response.
+"""Request schemas of OpenAI's API. Unknown parameters are refused unless they cannot change the
+response.
 
-Validation of a list ends at its first invalid item, because the errors of all items would take more memory than the items.
+Validation of a list ends at its first invalid item, because the errors of all items would take more
+memory than the items.
 """
 
 from typing import Annotated, Any, Literal
@@ -30,7 +32,8 @@ LABELS = frozenset(
         "safety_identifier",
     }
 )
-"""Fields that are ignored, because they never change an answer: labels, and hints for caches and speed."""
+"""Fields that are ignored, because they never change an answer: labels, and hints for caches and
+speed."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
     "audio": ({},),
@@ -159,7 +162,8 @@ class TextPart(StrictModel):
 
 
 def _as_parts(value: Any) -> Any:
-    """Return a string as a list of one part, so that errors speak of parts only where there are some."""
+    """Return a string as a list of one part, so that errors speak of parts only where there are
+    some."""
     if isinstance(value, str):
         return [{"type": "text", "text": value}]
     if not isinstance(value, list):
@@ -197,7 +201,8 @@ class ChatRequest(GenerationRequest):
 
     @property
     def alternatives(self) -> int | None:
-        """The number of alternative tokens returned with each token's log probability; None: no log probabilities."""
+        """The number of alternative tokens returned with each token's log probability; None: no log
+        probabilities."""
         return self.top_logprobs if self.logprobs else None
 
 

@@ -1,4 +1,5 @@
-"""Tokenizing the texts and chats of requests in a thread, within the length of the model's context."""
+"""Tokenizing the texts and chats of requests in a thread, within the length of the model's
+context."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -10,7 +11,8 @@ from swarmnet_client.batching.continuous_batching import BatchingEngine
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
-"""Most characters per position of the context; longer texts are refused before they are tokenized."""
+"""Most characters per position of the context; longer texts are refused before they are
+tokenized."""
 PIECE_CHARS = 1 << 14
 """Characters per piece when the tokens of a long text are counted. Tokenizing takes about 100 bytes
 of memory per token, so the whole text could take too much."""
@@ -19,7 +21,8 @@ EXTRA_TOKENS = 16
 
 
 class PromptTokenizer:
-    """The model's tokenizer on a thread of its own, so that long prompts do not block the event loop."""
+    """The model's tokenizer on a thread of its own, so that long prompts do not block the event
+    loop."""
 
     def __init__(self, engine: BatchingEngine) -> None:
         self._engine = engine
@@ -30,11 +33,13 @@ class PromptTokenizer:
         self._thread.shutdown(wait=False)
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """The token ids of ``text``. Raises ``ApiError`` for a text that is far too long for the context."""
+        """The token ids of ``text``. Raises ``ApiError`` for a text that is far too long for the
+        context."""
         return await self._run(self._encode, text, special_tokens)
 
     async def encode_chat(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> list[int]:
-        """The token ids of a chat in the model's template. Raises ``ApiError`` if the template is missing, fails or refuses it."""
+        """The token ids of a chat in the model's template. Raises ``ApiError`` if the template is
+        missing, fails or refuses it."""
         return await self._run(self._encode_chat, messages, generation_prompt)
 
     async def decode(self, ids: Sequence[int]) -> str:
@@ -64,7 +69,8 @@ class PromptTokenizer:
         return ids
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether a long text exceeds the context, even without the tokens that cutting it may have added."""
+        """Whether a long text exceeds the context, even without the tokens that cutting it may have
+        added."""
         if len(text) <= PIECE_CHARS:
             return False
         count = 0

@@ -30,7 +30,8 @@ def load_valid(path: Path, now: float) -> SwarmFile:
 
 
 def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
-    """The verified content of a swarm file. Raises what ``load`` raises; messages name ``source``."""
+    """The verified content of a swarm file. Raises what ``load`` raises; messages name
+    ``source``."""
     reader = Reader(decode(data, source), source)
     file = reader.content()
     if reader.swarm_id() != file.swarm_id:
@@ -45,7 +46,8 @@ def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a swarm file, or of the one in a directory; at most ``MAX_FILE_BYTES`` + 1, because ``decode`` refuses more."""
+    """The bytes of a swarm file, or of the one in a directory; at most ``MAX_FILE_BYTES`` + 1,
+    because ``decode`` refuses more."""
     try:
         with file_in(path).open("rb") as stream:
             return stream.read(MAX_FILE_BYTES + 1)

@@ -1,8 +1,10 @@
 """The content of a swarm file, the id of its swarm, and the bytes that its authority signs.
 
-1. The id of a swarm with an authority is a hash of its name and of its first keys (the founders). So the file may change, with a higher
-   ``serial``, and its keys may be replaced: each ``Rotation`` is signed by a key that was valid before it.
-2. A swarm without an authority has a random nonce. Its id is a hash of all fields but the bootstrap list, so no other field may change.
+1. The id of a swarm with an authority is a hash of its name and of its first keys (the founders).
+   So the file may change, with a higher ``serial``, and its keys may be replaced: each ``Rotation``
+   is signed by a key that was valid before it.
+2. A swarm without an authority has a random nonce. Its id is a hash of all fields but the bootstrap
+   list, so no other field may change.
 """
 
 import hashlib
@@ -29,13 +31,15 @@ class Rotation:
 
     keys: tuple[bytes, ...]
     previous_until: datetime
-    """Time until which the previous keys are valid for certificates, invites and revocations. Unix time 0: they are stolen, never valid."""
+    """Time until which the previous keys are valid for certificates, invites and revocations. Unix
+    time 0: they are stolen, never valid."""
     signature: bytes
 
 
 @dataclass(frozen=True)
 class Authority:
-    """The keys that may sign for a swarm, as raw Ed25519 public keys. Issuers sign certificates, not the file."""
+    """The keys that may sign for a swarm, as raw Ed25519 public keys. Issuers sign certificates,
+    not the file."""
 
     founders: tuple[bytes, ...]
     issuers: tuple[bytes, ...] = ()
@@ -43,7 +47,8 @@ class Authority:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """The public keys of the last rotation, or the founders' keys. Any one of them may sign the file."""
+        """The public keys of the last rotation, or the founders' keys. Any one of them may sign the
+        file."""
         return self.rotations[-1].keys if self.rotations else self.founders
 
     def has_signed_rotations(self, swarm_id: bytes) -> bool:
@@ -95,7 +100,8 @@ class Policy:
 
 @dataclass(frozen=True)
 class SwarmFile:
-    """The content of a swarm file, without its signature. It has either an ``authority`` or a ``nonce`` of 16 bytes."""
+    """The content of a swarm file, without its signature. It has either an ``authority`` or a
+    ``nonce`` of 16 bytes."""
 
     name: str
     serial: int
@@ -115,7 +121,8 @@ class SwarmFile:
     hosts: tuple[PeerId, ...] = ()
     """The only hosts that clients use; empty: all hosts."""
     first_and_last: tuple[PeerId, ...] = ()
-    """Hosts that clients prefer as first and last hop; empty: each client chooses entry guards itself."""
+    """Hosts that clients prefer as first and last hop; empty: each client chooses entry guards
+    itself."""
 
     @property
     def is_open(self) -> bool:
@@ -197,7 +204,8 @@ class SwarmFile:
 
 
 def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
-    """The bytes that a key signs to be replaced by the keys of a rotation; ``number`` counts rotations from 0."""
+    """The bytes that a key signs to be replaced by the keys of a rotation; ``number`` counts
+    rotations from 0."""
     fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
     del fields["signature"]
     return _ROTATION_DOMAIN + canonical_json(fields)

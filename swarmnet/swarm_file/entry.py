@@ -1,8 +1,10 @@
-"""Entering a swarm by its file, an invite or its name, which give an ``Entry``; and the swarm files that a data directory stores.
+"""Entering a swarm by its file, an invite or its name, which give an ``Entry``; and the swarm files
+that a data directory stores.
 
-A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest swarm file that was used, the certificate,
-the revocations, and an issuer's database. ``store_file`` refuses a file older than the stored one, because an old file would readmit
-removed members (rollback protection, as in The Update Framework).
+A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest
+swarm file that was used, the certificate, the revocations, and an issuer's database. ``store_file``
+refuses a file older than the stored one, because an old file would readmit removed members
+(rollback protection, as in The Update Framework).
 """
 
 import asyncio
@@ -50,14 +52,16 @@ GUARDS_NAME = "guards"
 
 @dataclass(frozen=True)
 class Entry:
-    """A swarm that a data directory may enter: the verified swarm file, bootstrap addresses, and the peer's identity."""
+    """A swarm that a data directory may enter: the verified swarm file, bootstrap addresses, and
+    the peer's identity."""
 
     file: SwarmFile
     bootstrap: tuple[str, ...]
     """Addresses that the swarm file and the owner name."""
     identity_path: Path
     folder: Path | None
-    """``swarm_dir`` with the certificate and the revocations; None for a swarm without an authority."""
+    """``swarm_dir`` with the certificate and the revocations; None for a swarm without an
+    authority."""
     known: KnownPeers = field(default_factory=KnownPeers)
     """Peers of earlier connections."""
 
@@ -67,7 +71,8 @@ class Entry:
         return _distinct(self.bootstrap, self.known.named, self.known.seen)
 
     def check_bootstrap(self) -> None:
-        """Raise ``Unreachable`` if no bootstrap peer is known and none may be found in the local network."""
+        """Raise ``Unreachable`` if no bootstrap peer is known and none may be found in the local
+        network."""
         if not self.addresses and not self.file.mdns:
             raise Unreachable(
                 "no bootstrap peer is known",
@@ -77,7 +82,8 @@ class Entry:
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
-        """The configuration of a connection to the swarm; with the key file ``issuer``, that of an issuer of certificates.
+        """The configuration of a connection to the swarm; with the key file ``issuer``, that of an
+        issuer of certificates.
 
         The environment variable ``TRANSPORT_VARIABLE`` chooses the transport.
         """
@@ -99,7 +105,8 @@ class Entry:
         )
 
     def _remember(self, answered: Sequence[str]) -> None:
-        """Store the addresses of peers that are in the swarm, for the next connection. Raises ``OSError``."""
+        """Store the addresses of peers that are in the swarm, for the next connection. Raises
+        ``OSError``."""
         if self.folder is not None:
             write_known_peers(self.folder, read_known_peers(self.folder).after(answered))
 
@@ -163,8 +170,8 @@ def client_network(
 
     The client's identity is in the folder ``client`` of the data directory, because a node may use
     the directory's own identity at the same time. In a swarm without an authority the identity is
-    new each time. ``hosts``: the only hosts to use, instead of the hosts that the swarm file trusts.
-    Raises the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
+    new each time. ``hosts``: the only hosts to use, instead of the hosts that the swarm file
+    trusts. Raises the errors of ``enter``, and ``Unreachable`` if no bootstrap peer is known.
     """
     folder = (data_dir or default_data_dir()) / "client"
     entry = enter(swarm, folder, bootstrap, beside=data_dir or default_data_dir())
@@ -235,7 +242,7 @@ def _certify_owner(file: SwarmFile, key_path: Path, data_dir: Path) -> None:
     IssuerConfig(key, folder, swarm_file.read(folder)).certify(membership)
 
 
-# ---- invites ------------------------------------------------------------------------------------------
+# ---- invites -----------------------------------------------------------------------------------
 
 
 def _enter_by_invite(text: str, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
@@ -265,7 +272,8 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
 
 def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
-    """Verify and store the swarm file and the certificate that an issuer returned for ``invite``."""
+    """Verify and store the swarm file and the certificate that an issuer returned for
+    ``invite``."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -307,7 +315,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
         return executor.submit(asyncio.run, coroutine).result()
 
 
-# ---- stored swarm files -------------------------------------------------------------------------------
+# ---- stored swarm files ------------------------------------------------------------------------
 
 
 def swarm_dir(data_dir: Path, swarm_id: bytes) -> Path:
@@ -318,7 +326,8 @@ def swarm_dir(data_dir: Path, swarm_id: bytes) -> Path:
 def store_file(data_dir: Path, data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
     """Verify the swarm file ``data`` and store it in place of an older one of the same swarm.
 
-    Raises what ``swarm_file.load`` and ``check_update`` raise, and ``ConfigError`` if the data directory cannot be written.
+    Raises what ``swarm_file.load`` and ``check_update`` raise, and ``ConfigError`` if the data
+    directory cannot be written.
     """
     file = swarm_file.parse(data, source=source)
     folder = swarm_dir(data_dir, file.swarm_id)
@@ -342,8 +351,8 @@ def _cannot_write(folder: Path, error: OSError) -> ConfigError:
 def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
     """Raise ``IntegrityError`` unless ``file`` is ``stored`` or a newer file.
 
-    Refused are a lower serial, another file with the same serial, and a file whose keys do not continue the stored rotations, because a
-    replaced key may be stolen.
+    Refused are a lower serial, another file with the same serial, and a file whose keys do not
+    continue the stored rotations, because a replaced key may be stolen.
     """
     if file.serial < stored.serial:
         raise IntegrityError(
@@ -365,8 +374,8 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
     """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
 
-    Raises ``ConfigError`` if several swarms have the name. If no file matches and one is damaged, its error is raised, because it may be
-    the one with that name.
+    Raises ``ConfigError`` if several swarms have the name. If no file matches and one is damaged,
+    its error is raised, because it may be the one with that name.
     """
     matches: list[SwarmFile] = []
     damage: SwarmnetError | None = None

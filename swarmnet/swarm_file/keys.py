@@ -1,4 +1,5 @@
-"""Files that hold secrets: keys of authorities and issuers (Ed25519 in PEM), and API keys. Files that others can read are refused."""
+"""Files that hold secrets: keys of authorities and issuers (Ed25519 in PEM), and API keys. Files
+that others can read are refused."""
 
 import os
 import stat
@@ -14,14 +15,17 @@ if TYPE_CHECKING:
 
 KEY_NAME = "authority.key"
 API_KEY = "SWARMNET_API_KEY"
-"""Environment variable with the API key of an endpoint. It is not an option, because all users of a machine can read command lines."""
+"""Environment variable with the API key of an endpoint. It is not an option, because all users of a
+machine can read command lines."""
 _MAX_KEY_BYTES = 4096
 _MOUNTED = Path("/run/secrets")
-"""Where container engines mount secrets. File modes there protect nothing, because a container has one user."""
+"""Where container engines mount secrets. File modes there protect nothing, because a container has
+one user."""
 
 
 def create_key(path: Path) -> "Identity":
-    """Generate a key and write it to ``path`` with mode 0600. Raises ``ConfigError`` if ``path`` exists."""
+    """Generate a key and write it to ``path`` with mode 0600. Raises ``ConfigError`` if ``path``
+    exists."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -40,7 +44,8 @@ def create_key(path: Path) -> "Identity":
 
 
 def load_key(path: Path) -> "Identity":
-    """The key in ``path``. Raises ``ConfigError`` if the file holds no Ed25519 key or other users can read it."""
+    """The key in ``path``. Raises ``ConfigError`` if the file holds no Ed25519 key or other users
+    can read it."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -65,14 +70,16 @@ def load_key(path: Path) -> "Identity":
 
 
 def read_secret(path: Path, max_bytes: int) -> str:
-    """The text in ``path``. Raises ``ConfigError`` if all users of the machine can read it, or it is longer than ``max_bytes``."""
+    """The text in ``path``. Raises ``ConfigError`` if all users of the machine can read it, or it
+    is longer than ``max_bytes``."""
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())
             text = stream.read(max_bytes + 1)
         if len(text) > max_bytes:
             raise ConfigError(f"{path} has more than {max_bytes} bytes", hint="give a text file with a key")
-        # The group may read, because stat shows the access list of a systemd credential as group permissions.
+        # The group may read, because stat shows the access list of a systemd credential as group
+        # permissions.
         if mode_for_others(status, stat.S_IRWXO) and not path.resolve().is_relative_to(_MOUNTED):
             raise ConfigError(
                 f"the key in {path} can be read by every user of this machine", hint=f"chmod 600 {path}"

@@ -16,8 +16,8 @@ from swarmnet_protocols.machine.files import write_whole
 
 PEERS_NAME = "peers"
 MAX_PEERS = 16
-"""Addresses kept of each kind. Enough that a few still answer after months, when most hosts have come
-and gone."""
+"""Addresses kept of each kind. Enough that a few still answer after months, when most hosts have
+come and gone."""
 _MAX_BYTES = 64 << 10
 
 
@@ -26,7 +26,8 @@ class KnownPeers:
     """Multiaddrs with peer ids."""
 
     named: tuple[str, ...] = ()
-    """Addresses that the owner gave, in an invite or by ``--bootstrap``. They are dialled as they are."""
+    """Addresses that the owner gave, in an invite or by ``--bootstrap``. They are dialled as they
+    are."""
     seen: tuple[str, ...] = ()
     """Addresses that peers announced. They are dialled as far as ``net/dialling.py`` allows."""
 

@@ -1,4 +1,5 @@
-"""Reads the TOML of a swarm file. An unknown key, a wrong type or a value out of range is an error that names its line."""
+"""Reads the TOML of a swarm file. An unknown key, a wrong type or a value out of range is an error
+that names its line."""
 
 import re
 import tomllib
@@ -29,7 +30,8 @@ KEY = r"ed25519:[0-9a-f]{64}"
 
 _MAX_MODEL_NAME_CHARS = 256
 _MAX_REFRESH_S = 60
-"""Longest interval in seconds at which members compare revocations, so that a revocation reaches all within two minutes."""
+"""Longest interval in seconds at which members compare revocations, so that a revocation reaches
+all within two minutes."""
 _MAX_QUOTA = 1 << 50
 _CORRECT_IT = "correct it, or get the file again from the person who runs the swarm"
 _TYPE_NAMES = {
@@ -44,7 +46,8 @@ _E = TypeVar("_E", bound=StrEnum)
 
 
 class Reader:
-    """Reads one swarm file; ids and signatures are not verified. Each method raises ``ConfigError`` with the line of an invalid value."""
+    """Reads one swarm file; ids and signatures are not verified. Each method raises ``ConfigError``
+    with the line of an invalid value."""
 
     def __init__(self, text: str, source: str) -> None:
         try:
@@ -54,7 +57,8 @@ class Reader:
         self._top = _Table(document, "", 0, text, source)
 
     def content(self) -> SwarmFile:
-        """The content, without the claimed id and the signature. Raises ``IncompatibleVersion`` for a newer format."""
+        """The content, without the claimed id and the signature. Raises ``IncompatibleVersion`` for
+        a newer format."""
         top = self._top
         version = top.integer("format", 1, 1 << 31)
         if version > FORMAT:
@@ -193,7 +197,8 @@ class Reader:
 
 
 class _Table:
-    """One table of the document. Each method returns the value of ``key`` as one type, or raises ``ConfigError`` with its line."""
+    """One table of the document. Each method returns the value of ``key`` as one type, or raises
+    ``ConfigError`` with its line."""
 
     def __init__(self, values: Mapping[str, Any], name: str, index: int, text: str, source: str) -> None:
         self._values = values
@@ -303,7 +308,8 @@ class _Table:
                 )
 
     def wrong(self, key: str, must: str) -> ConfigError:
-        """The error for a wrong value of ``key``; ``must`` completes the sentence that begins with the key."""
+        """The error for a wrong value of ``key``; ``must`` completes the sentence that begins with
+        the key."""
         return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_CORRECT_IT)
 
     def _take(self, key: str, kind: type) -> Any:

@@ -77,9 +77,11 @@ class NewSwarm:
     bootstrap: tuple[str, ...] = ()
     not_after: datetime | None = None
     is_open: bool = False
-    """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by certificate."""
+    """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by
+    certificate."""
     mdns: bool | None = None
-    """Whether peers find each other in local networks. None: as in ``like``, or without it only if there is an authority."""
+    """Whether peers find each other in local networks. None: as in ``like``, or without it only if
+    there is an authority."""
     like: Path | None = None
     """A swarm file whose admission, policy and other tables are copied."""
     models: tuple[ListedModel, ...] = ()
@@ -89,10 +91,12 @@ class NewSwarm:
 
 
 def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = False) -> SwarmFile:
-    """Write ``swarm.toml`` into ``directory`` and, unless the swarm is open, ``authority.key`` (mode 0600).
+    """Write ``swarm.toml`` into ``directory`` and, unless the swarm is open, ``authority.key``
+    (mode 0600).
 
-    Raises ``ConfigError`` if a file exists. With ``overwrite``, the swarm file is replaced, damaged or not, and an existing authority
-    key is kept: the same name then gives the same swarm, with a higher serial.
+    Raises ``ConfigError`` if a file exists. With ``overwrite``, the swarm file is replaced, damaged
+    or not, and an existing authority key is kept: the same name then gives the same swarm, with a
+    higher serial.
     """
     if not NAME.fullmatch(new.name):
         raise ConfigError(
@@ -139,8 +143,9 @@ def create(directory: Path, new: NewSwarm, *, now: float, overwrite: bool = Fals
 def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Sequence[str] = ()) -> SwarmFile:
     """Sign an edited file with a higher serial, and with ``bootstrap`` added to its list.
 
-    A swarm without an authority needs no signature and keeps its serial. Raises ``ConfigError`` with the line of an invalid value, for an
-    edit that changes the swarm id, and for a key that is not the authority's.
+    A swarm without an authority needs no signature and keeps its serial. Raises ``ConfigError``
+    with the line of an invalid value, for an edit that changes the swarm id, and for a key that is
+    not the authority's.
     """
     path = file_in(path)
     reader, document = _open(path)
@@ -333,7 +338,8 @@ def _next_serial(path: Path, now: float) -> int:
     try:
         old = load(path)
     except (ConfigError, IncompatibleVersion, IntegrityError):
-        # The serial of a damaged file is unknown, and Unix time in seconds is higher than any number of changes.
+        # The serial of a damaged file is unknown, and Unix time in seconds is higher than any
+        # number of changes.
         return int(now)
     if old.authority is not None and old.authority.rotations:
         raise ConfigError(

@@ -1,13 +1,17 @@
-"""ASGI middleware of every HTTP endpoint: API keys, host and origin checks, body limits, security headers.
+"""ASGI middleware of every HTTP endpoint: API keys, host and origin checks, body limits, security
+headers.
 
 ``protect`` wraps an app in all of it. From outside in:
 
 1. ``SecurityHeaders`` completes every response, refusals included.
 2. ``HostCheck`` refuses unknown host names (421), against DNS rebinding.
-3. ``OriginCheck`` refuses requests sent by pages of other sites (403), against cross-site request forgery.
+3. ``OriginCheck`` refuses requests sent by pages of other sites (403), against cross-site request
+   forgery.
 4. Starlette's ``CORSMiddleware`` answers preflight requests of the origins that are allowed.
-5. Starlette's ``AuthenticationMiddleware`` with ``ApiKeyBackend`` refuses callers without a key (401).
-6. ``BodyLimit`` bounds the size, the time and the memory of request bodies, for each caller and for all (413, 408, 503).
+5. Starlette's ``AuthenticationMiddleware`` with ``ApiKeyBackend`` refuses callers without a key
+   (401).
+6. ``BodyLimit`` bounds the size, the time and the memory of request bodies, for each caller and for
+   all (413, 408, 503).
 
 Errors are OpenAI's error object, which is plain JSON to other clients.
 """
@@ -39,12 +43,13 @@ from swarmnet_protocols.net.limits.subnets import subnet_of
 
 MAX_BODY_BYTES = 8 << 20
 MAX_BUFFERED_BODY_BYTES = 24 << 20
-"""Most bytes of all request bodies in progress. The limits of one caller follow from it: see ``BodyLimit``."""
+"""Most bytes of all request bodies in progress. The limits of one caller follow from it: see
+``BodyLimit``."""
 BODY_TIMEOUT_S = 30.0
 """Seconds within which the body of a request must arrive."""
 BODY_PAUSE_S = 10.0
-"""Longest pause in a body, in seconds. With more, unfinished bodies hold memory for longer; with less,
-slow links lose requests."""
+"""Longest pause in a body, in seconds. With more, unfinished bodies hold memory for longer; with
+less, slow links lose requests."""
 MIN_BODY_BYTES_PER_S = 16_000.0
 """Least mean rate of a body after ``BODY_PAUSE_S``, in bytes per second."""
 API_CSP = "default-src 'none'; frame-ancestors 'none'"
@@ -55,7 +60,8 @@ class ApiKeys:
     """API keys by name. Only SHA-256 digests are kept; names may appear in logs and quotas."""
 
     def __init__(self, keys: Mapping[str, str]) -> None:
-        """``keys`` maps names to secrets. Raises ``ConfigError`` for a secret that is too short or cannot be sent in a header."""
+        """``keys`` maps names to secrets. Raises ``ConfigError`` for a secret that is too short or
+        cannot be sent in a header."""
         for name, secret in keys.items():
             if len(secret) < 8 or not secret.isascii() or not secret.isprintable() or " " in secret:
                 raise ConfigError(
@@ -100,7 +106,8 @@ class AccessPolicy:
 
 
 def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FILE") -> None:
-    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option``: the one its hint names."""
+    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option``:
+    the one its hint names."""
     if not keys and not is_loopback(host):
         raise ConfigError(
             f"on {host or 'every address'} other machines could use it without a key",
@@ -122,7 +129,8 @@ def is_loopback(host: str) -> bool:
 def protect(
     app: ASGIApp, access: AccessPolicy, *, csp: str = API_CSP, max_body_bytes: int = MAX_BODY_BYTES
 ) -> ASGIApp:
-    """Wrap ``app`` in all middleware of this module. ``csp`` is the Content-Security-Policy of its responses."""
+    """Wrap ``app`` in all middleware of this module. ``csp`` is the Content-Security-Policy of its
+    responses."""
     app = BodyLimit(app, max_body_bytes)
     if access.keys:
         backend = ApiKeyBackend(access.keys, access.public_paths, basic_auth=access.basic_auth)
@@ -143,9 +151,9 @@ def protect(
 class HostCheck:
     """Refuses requests whose ``Host`` header is neither an IP address nor a known name.
 
-    In DNS rebinding an attacker's domain resolves to this server, so the attacker's page is same-origin to the browser, and only the
-    ``Host`` header shows the domain. IP addresses cannot be rebound, so all are accepted, which Starlette's ``TrustedHostMiddleware``
-    cannot do.
+    In DNS rebinding an attacker's domain resolves to this server, so the attacker's page is
+    same-origin to the browser, and only the ``Host`` header shows the domain. IP addresses cannot
+    be rebound, so all are accepted, which Starlette's ``TrustedHostMiddleware`` cannot do.
     """
 
     def __init__(self, app: ASGIApp, host_names: Sequence[str]) -> None:
@@ -168,7 +176,8 @@ class HostCheck:
 
 
 class OriginCheck:
-    """Refuses requests that a browser sends for a page of another origin, unless that origin is allowed."""
+    """Refuses requests that a browser sends for a page of another origin, unless that origin is
+    allowed."""
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         self._app = app
@@ -186,7 +195,8 @@ class OriginCheck:
 
 
 class ApiKeyBackend(AuthenticationBackend):
-    """Authenticates ``Authorization: Bearer KEY``, and HTTP Basic with a key as the password if ``basic_auth``."""
+    """Authenticates ``Authorization: Bearer KEY``, and HTTP Basic with a key as the password if
+    ``basic_auth``."""
 
     def __init__(self, keys: ApiKeys, public_paths: Sequence[str], *, basic_auth: bool) -> None:
         self._keys = keys
@@ -194,7 +204,8 @@ class ApiKeyBackend(AuthenticationBackend):
         self._basic_auth = basic_auth
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        """The key's name as the user; None on public paths. Raises ``AuthenticationError`` without a valid key."""
+        """The key's name as the user; None on public paths. Raises ``AuthenticationError`` without
+        a valid key."""
         if conn.scope["path"] in self._public_paths:
             return None
         name = self._keys.name_of(self._secret(conn.headers.get("authorization", "")))

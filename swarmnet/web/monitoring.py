@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """The monitoring endpoints of one node. They can be served before the node, so that its start is observable."""
+    """The monitoring endpoints of one node. They can be served before the node, so that its start
+    is observable."""
 
     def __init__(self) -> None:
         self._node: Supervisor | None = None
@@ -27,10 +28,12 @@ class Monitor:
 
     @asynccontextmanager
     async def serve(self, host: str, port: int) -> AsyncIterator[str]:
-        """Serve the endpoints at the yielded URL while the context is open. Raises ``ConfigError`` if the address cannot be bound.
+        """Serve the endpoints at the yielded URL while the context is open. Raises ``ConfigError``
+        if the address cannot be bound.
 
-        No key is needed, because the responses contain no secrets. Host names are checked on loopback only, against pages in a browser on
-        this machine. On other addresses Prometheus may use any name of the machine.
+        No key is needed, because the responses contain no secrets. Host names are checked on
+        loopback only, against pages in a browser on this machine. On other addresses Prometheus may
+        use any name of the machine.
         """
         app: ASGIApp = Starlette(
             routes=[

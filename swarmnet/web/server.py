@@ -1,4 +1,5 @@
-"""Serving an ASGI app with uvicorn inside a running event loop, with limits on connections and on shutdown."""
+"""Serving an ASGI app with uvicorn inside a running event loop, with limits on connections and on
+shutdown."""
 
 import asyncio
 import contextlib
@@ -17,7 +18,8 @@ from swarmnet_protocols.machine.aio import cancel
 
 BACKLOG = 2048
 MAX_CONNECTIONS = 4096
-"""Most open connections; further ones are closed at once, so that idle clients cannot exhaust the process's descriptors.
+"""Most open connections; further ones are closed at once, so that idle clients cannot exhaust the
+process's descriptors.
 
 One address has at most as many as it leaves to others.
 """
@@ -47,9 +49,10 @@ async def serve_http(
 ) -> AsyncIterator[HttpEndpoint]:
     """Serve the ASGI ``app`` on ``host`` while the context is open. Port 0 picks a free port.
 
-    On exit, running requests have ``drain_s`` seconds to finish; then their connections are aborted, because an open event stream would
-    never finish. No signal handlers are set, and no ASGI lifespan events sent. A failure of the server is logged; await
-    ``HttpEndpoint.failed`` to receive it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
+    On exit, running requests have ``drain_s`` seconds to finish; then their connections are
+    aborted, because an open event stream would never finish. No signal handlers are set, and no
+    ASGI lifespan events sent. A failure of the server is logged; await ``HttpEndpoint.failed`` to
+    receive it. Raises ``ConfigError`` if the address cannot be bound; its hint names ``option``.
     """
     listener = listen(host, port, option=option)
     config = uvicorn.Config(
@@ -91,8 +94,8 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
             flags=socket.AI_PASSIVE,
         )[0]
         listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
-        # Accepted connections inherit the option. Without it, asyncio's loop sends a body only after its headers are acknowledged, up to
-        # 40 ms later. uvloop sets it itself.
+        # Accepted connections inherit the option. Without it, asyncio's loop sends a body only
+        # after its headers are acknowledged, up to 40 ms later. uvloop sets it itself.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -127,14 +130,16 @@ class _Server(uvicorn.Server):
             transport.abort()
 
     def close_sockets(self) -> None:
-        """Close the sockets that a failed server left open, because uvloop's loop would wait for them when it closes."""
+        """Close the sockets that a failed server left open, because uvloop's loop would wait for
+        them when it closes."""
         for each in getattr(self, "servers", ()):
             each.close()
         self.abort_connections()
 
 
 class _TimedConnection(H11Protocol):
-    """uvicorn's HTTP/1.1 connection with a timeout for request headers and a limit on the number of connections."""
+    """uvicorn's HTTP/1.1 connection with a timeout for request headers and a limit on the number of
+    connections."""
 
     _request_timer: asyncio.TimerHandle | None = None
 

@@ -1,10 +1,12 @@
-"""What LoRA costs a host: one stage of SmolLM2-135M in this process, with adapters and without, in turn.
+"""What LoRA costs a host: one stage of SmolLM2-135M in this process, with adapters and without, in
+turn.
 
     python -m tests.bench.adapters [--blocks 10] [--rounds 15] [--rank 8] [--threads 2]
 
-Prints JSON: medians of a forward in milliseconds. With one thread they are CPU time, so that other programs of the machine do not count.
-Forwards have one new position of 1 or 8 sequences, of which all, one or none have an adapter of their own; or a prompt of 128 positions.
-``native`` computes few positions by native code, ``fused`` by layers of torch.
+Prints JSON: medians of a forward in milliseconds. With one thread they are CPU time, so that other
+programs of the machine do not count. Forwards have one new position of 1 or 8 sequences, of which
+all, one or none have an adapter of their own; or a prompt of 128 positions. ``native`` computes few
+positions by native code, ``fused`` by layers of torch.
 """
 
 import argparse
@@ -37,8 +39,8 @@ Clock = Callable[[], float]
 def timed(
     stage: Stage, sequences: int, count: int, adapted: list[dict[str, torch.Tensor]]
 ) -> Callable[[Clock], float]:
-    """A function that gives the seconds of one forward with ``count`` positions of each sequence. The first sequences have one adapter of
-    ``adapted`` each, the others none."""
+    """A function that gives the seconds of one forward with ``count`` positions of each sequence.
+    The first sequences have one adapter of ``adapted`` each, the others none."""
     adapters = [stage.load_adapter(tensors, 0) for tensors in adapted] + [None] * (sequences - len(adapted))
     inputs = torch.randn(count, stage.hidden_size)
     filled = [stage.new_sequence(adapter) for adapter in adapters]

@@ -1,4 +1,5 @@
-"""A process of a bench that answers requests: each is a JSON object in a line of its stdin, each answer one in a line of its stdout."""
+"""A process of a bench that answers requests: each is a JSON object in a line of its stdin, each
+answer one in a line of its stdout."""
 
 import json
 import os
@@ -28,7 +29,8 @@ class AnsweringProcess:
         self._answer()
 
     def ask(self, **question: object) -> Fields:
-        """Ask a question and return the answer. Raises ``RuntimeError`` if the process has ended."""
+        """Ask a question and return the answer. Raises ``RuntimeError`` if the process has
+        ended."""
         if self._process.stdin is None:
             raise RuntimeError("started without a pipe")
         self._process.stdin.write(json.dumps(question) + "\n")
@@ -50,7 +52,8 @@ class AnsweringProcess:
 
 
 def answer_all(answer: Callable[..., Fields]) -> None:
-    """Say that this process is ready, then ``answer`` every question, its fields by name, until stdin ends."""
+    """Say that this process is ready, then ``answer`` every question, its fields by name, until
+    stdin ends."""
     print("{}", flush=True)
     for line in sys.stdin:
         print(json.dumps(answer(**json.loads(line))), flush=True)

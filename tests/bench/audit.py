@@ -1,15 +1,16 @@
-"""How far honest hosts are from each other, by the measures that audits use: SmolLM2-135M on real text.
+"""How far honest hosts are from each other, by the measures that audits use: SmolLM2-135M on real
+text.
 
     python -m tests.bench.audit [--texts 40] [--positions 64] [--spans 0:10 10:20] [--wires int8]
         [--sessions 40]
 
 Each span is computed as a session does it, as a pass does it, and as one sequence of a batch, in
-float32 by native code and by torch, in bfloat16 and in float16; then from weights packed to int8 and
-int4, by native code and by torch. Inputs and outputs travel in each of the wire formats. Every
+float32 by native code and by torch, in bfloat16 and in float16; then from weights packed to int8
+and int4, by native code and by torch. Inputs and outputs travel in each of the wire formats. Every
 two of the first four are compared, and every two with the same packed weights: audits never compare
 different weights. Sessions and batches take most of the time, so ``--sessions`` limits their texts.
-Prints a line of JSON for each pair: quantiles of the whole difference and of the
-largest part, in each view, and how many audits of 16 positions would accuse the other host.
+Prints a line of JSON for each pair: quantiles of the whole difference and of the largest part, in
+each view, and how many audits of 16 positions would accuse the other host.
 """
 
 import argparse
@@ -56,8 +57,8 @@ def stages(local: LocalModel, start: int, end: int) -> dict[str, Stage]:
 
 
 def computed(stage: Stage, inputs: torch.Tensor, other: torch.Tensor, way: str) -> torch.Tensor:
-    """Outputs of ``inputs``: as a session computes them (a prompt of one half, then one by one), beside
-    another sequence in each step ("batch"), or all at once as a pass does."""
+    """Outputs of ``inputs``: as a session computes them (a prompt of one half, then one by one),
+    beside another sequence in each step ("batch"), or all at once as a pass does."""
     if way == "pass":
         return stage.run_sequences(inputs, (len(inputs),))
     sequence, beside = stage.new_sequence(), stage.new_sequence()

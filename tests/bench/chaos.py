@@ -1,12 +1,16 @@
-"""A swarm of real processes in which something happens to a node every few seconds, while clients stream.
+"""A swarm of real processes in which something happens to a node every few seconds, while clients
+stream.
 
     python -m tests.bench.chaos [--minutes 2] [--nodes 12] [--every 5] [--clients 3] [--seed 0]
 
-Nodes for each third of the model, and one that chooses its blocks. What happens, at random: ``kill`` (SIGKILL), ``stop`` (SIGSTOP of both
-processes for some seconds), ``cut`` (SIGSTOP of p2pd only: connections stay open and carry nothing), ``slow`` (stopped most of the time),
-``finish``, and ``join``; nodes that ended are started again. At least one node of each third is left alone. Clients are processes of their
-own. Prints one line of JSON: the share of answers that completed, those with wrong tokens, the 99th percentile of the longest stall of an answer,
-and memory, file descriptors and tasks of the first node and of a client, which live all the time, in the first and the last quarter.
+Nodes for each third of the model, and one that chooses its blocks. What happens, at random:
+``kill`` (SIGKILL), ``stop`` (SIGSTOP of both processes for some seconds), ``cut`` (SIGSTOP of p2pd
+only: connections stay open and carry nothing), ``slow`` (stopped most of the time), ``finish``, and
+``join``; nodes that ended are started again. At least one node of each third is left alone. Clients
+are processes of their own. Prints one line of JSON: the share of answers that completed, those with
+wrong tokens, the 99th percentile of the longest stall of an answer, and memory, file descriptors
+and tasks of the first node and of a client, which live all the time, in the first and the last
+quarter.
 """
 
 import argparse
@@ -133,8 +137,8 @@ class Chaos:
         threading.Thread(target=work, daemon=True).start()
 
     def _may_be_hurt(self, name: str) -> bool:
-        """Whether a fault may hit this node: only while another node with the same blocks has none. The first node is never hurt: it is
-        the bootstrap peer of all."""
+        """Whether a fault may hit this node: only while another node with the same blocks has none.
+        The first node is never hurt: it is the bootstrap peer of all."""
         if name in self.hurt or name == next(iter(self.lab.nodes)) or not self.lab.nodes[name].is_ready:
             return False
         blocks = name.rpartition("-")[0]
@@ -200,7 +204,8 @@ def use_of(pid: int) -> dict[str, int]:
 
 
 def means(samples: list[dict[str, int]]) -> dict[str, list[float]]:
-    """For each figure, its median over the first quarter of the samples and over the last quarter."""
+    """For each figure, its median over the first quarter of the samples and over the last
+    quarter."""
     part = max(1, len(samples) // 4)
     return {
         key: [statistics.median(each[key] for each in some) for some in (samples[:part], samples[-part:])]

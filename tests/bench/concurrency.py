@@ -2,8 +2,8 @@
 
     python -m tests.bench.concurrency [--clients 8] [--tokens 48] [--prompt-tokens 32] [--threads 1]
 
-Every client is a process of its own, with one thread. Nodes compute with as many as they take by themselves unless told
-otherwise. Prints JSON.
+Every client is a process of its own, with one thread. Nodes compute with as many as they take by
+themselves unless told otherwise. Prints JSON.
 """
 
 import argparse
@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of every node")
     arguments = parser.parse_args()
     if arguments.threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)  # of the nodes that are started below
+        # of the nodes that are started below
+        os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     rng = random.Random(0)
     prompts = [
         [rng.randrange(1000, 20000) for _ in range(arguments.prompt_tokens)] for _ in range(arguments.clients)

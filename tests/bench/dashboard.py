@@ -1,9 +1,10 @@
-"""The dashboard: its first view of a large swarm, how soon it shows a death, and what it costs at rest.
+"""The dashboard: its first view of a large swarm, how soon it shows a death, and what it costs at
+rest.
 
     python -m tests.bench.dashboard [--rest-s 60]
 
-The first view is every file and the state, fetched as a browser would: cold, over one connection, with gzip. At rest three
-nodes host the model without a client. Prints JSON.
+The first view is every file and the state, fetched as a browser would: cold, over one connection,
+with gzip. At rest three nodes host the model without a client. Prints JSON.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""How long a browser needs until the dashboard of 500 peers and 126 blocks is on the screen: ``python -m tests.bench.dashboard_page``.
+"""How long a browser needs until the dashboard of 500 peers and 126 blocks is on the screen:
+``python -m tests.bench.dashboard_page``.
 
 Real Chromium, a fresh profile each time, the server in the same machine. Prints one JSON object.
 """

@@ -1,10 +1,12 @@
-"""One stream of greedy decoding through three loopback hops, and a prompt of 512 tokens, against one local process and llama.cpp.
+"""One stream of greedy decoding through three loopback hops, and a prompt of 512 tokens, against
+one local process and llama.cpp.
 
     python -m tests.bench.decode [--hops 3] [--rounds 5] [--tokens 64] [--llama-cpp DIRECTORY]
 
-In turns, with two threads in each process: transformers in one process, in float32; the swarm; and, where ``--llama-cpp`` names the directory
-of llama.cpp's programs (``llama-bench``, ``ggml-rpc-server``), llama.cpp in one process and through as many RPC servers as there are hops. All read
-the same file. Prints JSON; lists have an item for each round.
+In turns, with two threads in each process: transformers in one process, in float32; the swarm; and,
+where ``--llama-cpp`` names the directory of llama.cpp's programs (``llama-bench``,
+``ggml-rpc-server``), llama.cpp in one process and through as many RPC servers as there are hops.
+All read the same file. Prints JSON; lists have an item for each round.
 """
 
 import argparse
@@ -97,7 +99,8 @@ def main() -> None:
 
 
 def compared(name: str, mine: list[Rates], yardstick: list[Rates]) -> dict[str, Any]:
-    """The rates of a yardstick, and the rates of the swarm divided by them; empty if the yardstick was not measured."""
+    """The rates of a yardstick, and the rates of the swarm divided by them; empty if the yardstick
+    was not measured."""
     if not yardstick:
         return {}
     pairs = list(zip(mine, yardstick, strict=True))

@@ -1,10 +1,12 @@
-"""Bytes and CPU time of a client that reads the hosts of a model, in a real DHT that stores the records of 100, 1,000 or 10,000 hosts.
+"""Bytes and CPU time of a client that reads the hosts of a model, in a real DHT that stores the
+records of 100, 1,000 or 10,000 hosts.
 
     python -m tests.bench.directory [--hosts 100 1000 10000] [--peers 8] [--rounds 10]
 
-The peers run in another process, so that the CPU is the client's own. ``first`` and ``refresh`` are the reads of a client, ``some_blocks`` is one for the
-hosts of a certain block. ``one_topic``, for comparison: all records under one topic, read whole from all replicas; ``refused_one_topic`` counts the
-hosts that did not fit. Each host has 10 of 80 blocks and three addresses. Prints JSON.
+The peers run in another process, so that the CPU is the client's own. ``first`` and ``refresh`` are
+the reads of a client, ``some_blocks`` is one for the hosts of a certain block. ``one_topic``, for
+comparison: all records under one topic, read whole from all replicas; ``refused_one_topic`` counts
+the hosts that did not fit. Each host has 10 of 80 blocks and three addresses. Prints JSON.
 """
 
 import argparse
@@ -86,7 +88,8 @@ async def join(folder: Path, bootstrap: tuple[str, ...], *, client_mode: bool = 
 
 
 async def serve(hosts: int, peers: int, folder: Path) -> None:
-    """Peers that store the records of ``hosts`` hosts, until stdin ends. The records are put into their storages, not sent."""
+    """Peers that store the records of ``hosts`` hosts, until stdin ends. The records are put into
+    their storages, not sent."""
     async with contextlib.AsyncExitStack() as stack:
         bootstrap: tuple[str, ...] = ()
         directories = []

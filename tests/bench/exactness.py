@@ -1,8 +1,10 @@
-"""Greedy tokens through 1, 2, 3 and 5 hops of real processes against transformers' generate() in one process.
+"""Greedy tokens through 1, 2, 3 and 5 hops of real processes against transformers' generate() in
+one process.
 
     python -m tests.bench.exactness [--hops 1 2 3 5] [--prompts 20] [--tokens 64]
 
-Prompts of 1 to 1000 tokens from the standard library's own source, singly and in left-padded batches. Prints JSON.
+Prompts of 1 to 1000 tokens from the standard library's own source, singly and in left-padded
+batches. Prints JSON.
 """
 
 import argparse

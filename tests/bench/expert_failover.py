@@ -1,11 +1,15 @@
-"""How long an answer stands still when a peer that computes routed experts for it is killed, hangs, is slow, or is cut off.
+"""How long an answer stands still when a peer that computes routed experts for it is killed, hangs,
+is slow, or is cut off.
 
     python -m tests.bench.expert_failover [--runs 5] [--faults kill stop slow cut lost] [--tokens 96] [--seed 0]
 
-A host of all blocks has no routed experts: two peers have one half of them each, and two more peers the same halves. Each run faults, at a seeded
-random token, the peer that has computed the most rows of the answer. ``slow`` stops it for four fifths of each 0.1 s; ``lost`` kills a peer whose experts no
-other one has, so that the host loads them. Cuts happen on emulated links of 1 ms round trip, where each peer is a machine, and need root. A stall is the longest wait for one token
-after the first; ``undisturbed_s`` are those of answers without a fault. Prints one line of JSON for each fault.
+A host of all blocks has no routed experts: two peers have one half of them each, and two more peers
+the same halves. Each run faults, at a seeded random token, the peer that has computed the most rows
+of the answer. ``slow`` stops it for four fifths of each 0.1 s; ``lost`` kills a peer whose experts
+no other one has, so that the host loads them. Cuts happen on emulated links of 1 ms round trip,
+where each peer is a machine, and need root. A stall is the longest wait for one token after the
+first; ``undisturbed_s`` are those of answers without a fault. Prints one line of JSON for each
+fault.
 """
 
 import argparse
@@ -61,7 +65,8 @@ Begin = Callable[[Peer], Undo]
 def halves_swarm(
     folder: Path, model: Path, replicas: int, places: Sequence[Place]
 ) -> Iterator[tuple[Swarm, list[Peer]]]:
-    """``replicas`` peers with each half of the experts, at the first of ``places``, and the host at the one after these."""
+    """``replicas`` peers with each half of the experts, at the first of ``places``, and the host at
+    the one after these."""
     shares = HALVES * replicas
     with experts_swarm(folder, model, shares, places[: len(shares) + 1]) as lab:
         peers = [
@@ -95,7 +100,8 @@ class Slowness:
 def answer(
     lab: Swarm, place: Place, tokens: int, at: int = 0, strike: Callable[[], object] = lambda: None
 ) -> tuple[float, list[int]]:
-    """The longest stall of an answer, asked for at ``place``, and its tokens. ``strike`` is called after ``at`` tokens."""
+    """The longest stall of an answer, asked for at ``place``, and its tokens. ``strike`` is called
+    after ``at`` tokens."""
     with RunProcess(lab, PROMPT, tokens, place, "--no-speculate") as run:
         while sum(event["event"] == "token" for event in list(run.events)) < at:
             run.wait_for_more(timeout_s=TIMEOUT_S)

@@ -1,9 +1,11 @@
-"""A host whose routed experts are on three peers, against one node with the whole model and against transformers in one process.
+"""A host whose routed experts are on three peers, against one node with the whole model and against
+transformers in one process.
 
     python -m tests.bench.experts [--clients 8] [--tokens 48] [--rounds 3] [--delay-ms 1 | --in-memory 0.25]
 
-The model has about 75 million random weights: 8 blocks of 32 experts, of which each token uses 4. Nodes and clients are processes; each peer has every third
-expert. With ``--delay-ms``, which needs root, the host and each peer are machines of a local network with that one-way delay. Prints JSON.
+The model has about 75 million random weights: 8 blocks of 32 experts, of which each token uses 4.
+Nodes and clients are processes; each peer has every third expert. With ``--delay-ms``, which needs
+root, the host and each peer are machines of a local network with that one-way delay. Prints JSON.
 """
 
 import argparse
@@ -69,7 +71,8 @@ def start_peer(lab: Swarm, name: str, share: str, place: Place) -> None:
 def experts_swarm(
     folder: Path, model: Path, shares: Sequence[str] = SHARES, places: Sequence[Place] = ()
 ) -> Iterator[Swarm]:
-    """A node ``peerN`` for each of ``shares``, the experts of every block that it has, and a host ``trunk`` of all blocks without experts.
+    """A node ``peerN`` for each of ``shares``, the experts of every block that it has, and a host
+    ``trunk`` of all blocks without experts.
 
     ``places``: those of the peers in their order, then that of the host; empty: all on loopback.
     """
@@ -204,7 +207,8 @@ def on_a_local_network(folder: Path, model: Path, arguments: argparse.Namespace)
             with experts_swarm(folder / f"lan{delay_ms:g}", model, places=places) as lab:
                 found = []
                 for _ in range(arguments.rounds):
-                    # The client is on the machine of the host: the delay is that of the experts alone.
+                    # The client is on the machine of the host: the delay is that of the experts
+                    # alone.
                     with RunProcess(
                         lab, "w11 w12 w13", arguments.tokens, places[PEERS], "--no-speculate"
                     ) as run:

@@ -2,11 +2,12 @@
 
     python -m tests.bench.failover [--runs 5] [--faults kill stop cut] [--prompt-tokens 128] [--standby] [--seed 0]
 
-Three hops with a spare for the middle one; each run faults it at a seeded random token. A stall is the longest wait for
-one token in the run; ``replay_s`` is how long the same chain takes to compute such a prompt when nothing fails.
-Cuts happen on emulated links of 10 ms round trip and need root; each heals at the end of its run, so the host that takes over may
-be the one that was cut off before. ``first_tokens_s`` is how long the prompt took in each of these runs, which is what a replay takes
-in that moment of a busy machine. Prints one line of JSON for each fault.
+Three hops with a spare for the middle one; each run faults it at a seeded random token. A stall is
+the longest wait for one token in the run; ``replay_s`` is how long the same chain takes to compute
+such a prompt when nothing fails. Cuts happen on emulated links of 10 ms round trip and need root;
+each heals at the end of its run, so the host that takes over may be the one that was cut off
+before. ``first_tokens_s`` is how long the prompt took in each of these runs, which is what a replay
+takes in that moment of a busy machine. Prints one line of JSON for each fault.
 """
 
 import argparse
@@ -28,9 +29,11 @@ from tests.support.wan import Uplink, WanSwarm, wan_swarm
 SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24
 CUT_TOKENS = 160
-"""The answer must be long enough that, on a machine of any speed, the node that computes it is found and cut off before its end."""
+"""The answer must be long enough that, on a machine of any speed, the node that computes it is
+found and cut off before its end."""
 TOKENS_PER_LOOK, LOOKS = 3, 4
-"""Tokens between two looks are more than one, because a node may compute the next token ahead of a look."""
+"""Tokens between two looks are more than one, because a node may compute the next token ahead of a
+look."""
 GOALS_S = {"kill": 0.5, "stop": 3.0, "cut": 3.0}
 """Goals for the stall without the replay."""
 PLAIN = "--no-speculate"
@@ -40,7 +43,8 @@ PLAIN = "--no-speculate"
 def faulted(
     lab: Swarm, fault: Callable[[NodeProcess], None], ids: list[int], token: int, *, standby: bool | None
 ) -> tuple[float, list[int]]:
-    """The longest stall of a run whose middle hop is faulted at ``token``, and the tokens it gave."""
+    """The longest stall of a run whose middle hop is faulted at ``token``, and the tokens it
+    gave."""
     with lab.connect(standby=standby) as model:
         strike = Strike(lab, model, fault)
         (tokens,) = greedy(model, [ids], TOKENS, At((token, strike)))
@@ -54,8 +58,8 @@ def faulted(
 
 
 def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
-    """The name of the node that computes the answer of ``run``: it has computed more in each of several looks. The witness of an audit
-    computes once.
+    """The name of the node that computes the answer of ``run``: it has computed more in each of
+    several looks. The witness of an audit computes once.
     """
     before = {node: node.status.host.positions for node in nodes}
     looks = dict.fromkeys(before, 0)
@@ -75,7 +79,8 @@ def computing(run: RunProcess, nodes: Iterable[NodeProcess]) -> str:
 
 
 def cut_off(lab: WanSwarm, prompt: str) -> tuple[float, list[int], float]:
-    """The longest stall of a run whose middle hop is cut off once the answer has begun, its tokens, and the seconds of its first token."""
+    """The longest stall of a run whose middle hop is cut off once the answer has begun, its tokens,
+    and the seconds of its first token."""
     with RunProcess(lab.swarm, prompt, CUT_TOKENS, lab.client, PLAIN) as run:
         run.wait("token")
         used = computing(run, (node for name, node in lab.swarm.nodes.items() if name.startswith("10-20")))

@@ -1,9 +1,11 @@
-"""Clients beside a client that floods a node, and short requests beside long prompts: one node, every client a process of its own.
+"""Clients beside a client that floods a node, and short requests beside long prompts: one node,
+every client a process of its own.
 
     python -m tests.bench.fairness [--rounds 3] [--seconds 12] [--prompts 8] [--flood 10]
 
-In turns: two clients with one request after another while a third one does the same, and while the third one has ``--flood`` times as many
-at once; a client with short requests alone, and while another one has ``--prompts`` prompts of 2,000 positions at once. Prints JSON.
+In turns: two clients with one request after another while a third one does the same, and while the
+third one has ``--flood`` times as many at once; a client with short requests alone, and while
+another one has ``--prompts`` prompts of 2,000 positions at once. Prints JSON.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""Time to fetch a model over slow links, from the hub, from two peers, and from all three, relative to what their rates allow.
+"""Time to fetch a model over slow links, from the hub, from two peers, and from all three, relative
+to what their rates allow.
 
     python -m tests.bench.fetching [--mbit 20] [--layers 12]
 
-The hub is a stand-in over HTTP on this machine, whose connections together have the given rate. Each peer sends at the same rate, over
-links that delay messages by 10 ms, in this process. The tables of pieces are known, as in a swarm whose file names the pieces hash. Prints
-one JSON object a
+The hub is a stand-in over HTTP on this machine, whose connections together have the given rate.
+Each peer sends at the same rate, over links that delay messages by 10 ms, in this process. The
+tables of pieces are known, as in a swarm whose file names the pieces hash. Prints one JSON object a
 case; ``bound_s`` is the size of the weights divided by the rates of all sources.
 """
 

@@ -1,4 +1,5 @@
-"""The cost of resource accounting for each message in microseconds: messages are read from a buffer with it and without it, in turn.
+"""The cost of resource accounting for each message in microseconds: messages are read from a buffer
+with it and without it, in turn.
 
     python -m tests.bench.frame_cost [--frames 2000] [--rounds 9]
 

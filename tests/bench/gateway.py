@@ -1,8 +1,10 @@
-"""The cost of the gateway: one stream and sixteen callers against the Python client, an overload of ten times, a thousand silent connections.
+"""The cost of the gateway: one stream and sixteen callers against the Python client, an overload of
+ten times, a thousand silent connections.
 
     python -m tests.bench.gateway [--tokens 32] [--rounds 5] [--overload-s 30]
 
-Gateway and client are processes of their own over the same three nodes, and take turns. Prints JSON, a line for each part.
+Gateway and client are processes of their own over the same three nodes, and take turns. Prints
+JSON, a line for each part.
 """
 
 import argparse
@@ -103,8 +105,8 @@ async def compare(gateway: GatewayProcess, python: AnsweringProcess, arguments: 
 
 
 async def offer(gateway: GatewayProcess, rate: float, seconds: float, tokens: int) -> dict[str, Any]:
-    """Send requests at a fixed rate, whether the earlier ones were answered or not; returns the tokens served and the requests refused
-    within ``seconds``."""
+    """Send requests at a fixed rate, whether the earlier ones were answered or not; returns the
+    tokens served and the requests refused within ``seconds``."""
     rng = random.Random(1)
     served, refused_s = 0, []
     started = time.perf_counter()

@@ -1,6 +1,7 @@
 """A process that generates greedy tokens on request, and reports how long they took.
 
-With only a cache directory it runs plain transformers, the yardstick; with a swarm file and bootstrap addresses it is a client.
+With only a cache directory it runs plain transformers, the yardstick; with a swarm file and
+bootstrap addresses it is a client.
 """
 
 import sys
@@ -16,13 +17,14 @@ MODEL = "smollm2-135m-instruct"
 
 
 def generating(cache_dir: Path, threads: int, *swarm: str, model: str = MODEL) -> AnsweringProcess:
-    """A process with plain transformers or, if ``swarm`` has a swarm file and bootstrap addresses, a client. Its requests are the
-    arguments of ``timed_generate``."""
+    """A process with plain transformers or, if ``swarm`` has a swarm file and bootstrap addresses,
+    a client. Its requests are the arguments of ``timed_generate``."""
     return AnsweringProcess(__name__, str(cache_dir), str(threads), model, *swarm)
 
 
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
-    """Greedy generation of exactly ``tokens`` tokens: ``seconds`` of the whole, and ``first_s`` until the first token of each prompt."""
+    """Greedy generation of exactly ``tokens`` tokens: ``seconds`` of the whole, and ``first_s``
+    until the first token of each prompt."""
     from tests.support.generation import greedy
 
     clock = _Clock()
@@ -33,7 +35,8 @@ def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, A
 
 
 class _Clock:
-    """A streamer of transformers that notes when the prompts, and then each token, were put into it."""
+    """A streamer of transformers that notes when the prompts, and then each token, were put into
+    it."""
 
     def __init__(self) -> None:
         self.times: list[float] = []

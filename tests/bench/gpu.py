@@ -2,15 +2,21 @@
 
     python -m tests.bench.gpu [--model M] [--parts exact speed memory swarm] [--device cuda|cpu]
 
-Prints one JSON object for each part, with ``ok``, and the card. Without CUDA it prints why it is skipped. ``--device cpu`` runs the parts exact and speed on
-the CPU in float32 with the caches of an accelerator, which shows that this bench works and nothing about a GPU. The exit code is 1 if a part is not ok.
+Prints one JSON object for each part, with ``ok``, and the card. Without CUDA it prints why it is
+skipped. ``--device cpu`` runs the parts exact and speed on the CPU in float32 with the caches of an
+accelerator, which shows that this bench works and nothing about a GPU. The exit code is 1 if a part
+is not ok.
 
-* exact: torch unpacks every packed format to the same bits as on the CPU; a host's outputs in bfloat16 and float32 agree with transformers' layers, one
-  sequence alone with the same in a batch, and recorded steps with others; whether attention is fused and steps are recorded.
-* speed: greedy decoding of one stream, and of 32, through all blocks on the card, against transformers' `generate` in bfloat16 with a static cache.
-* memory: a node that serves fills at most 95 % of the card, as nvidia-smi sees it, and 5 s after `pause` at most 5 % of what it took is left.
-* swarm: two nodes on one card give the tokens that transformers gives in bfloat16. Where the two first differ, the swarm's token must be
-  as likely as the likeliest one up to the rounding of bfloat16, which float32 shows.
+* exact: torch unpacks every packed format to the same bits as on the CPU; a host's outputs in
+  bfloat16 and float32 agree with transformers' layers, one sequence alone with the same in a batch,
+  and recorded steps with others; whether attention is fused and steps are recorded.
+* speed: greedy decoding of one stream, and of 32, through all blocks on the card, against
+  transformers' `generate` in bfloat16 with a static cache.
+* memory: a node that serves fills at most 95 % of the card, as nvidia-smi sees it, and 5 s after
+  `pause` at most 5 % of what it took is left.
+* swarm: two nodes on one card give the tokens that transformers gives in bfloat16. Where the two
+  first differ, the swarm's token must be as likely as the likeliest one up to the rounding of
+  bfloat16, which float32 shows.
 """
 
 import argparse
@@ -112,7 +118,8 @@ class Local:
 
     @torch.inference_mode()
     def generate(self, prompts: torch.Tensor, tokens: int) -> tuple[float, list[list[int]]]:
-        """Seconds for ``tokens`` tokens after each of ``prompts`` [B, n], the prompts not counted, and the tokens."""
+        """Seconds for ``tokens`` tokens after each of ``prompts`` [B, n], the prompts not counted,
+        and the tokens."""
         sequences = [self.stage.new_sequence() for _ in prompts]
         ids = self._step(sequences, prompts)
         found = [ids]
@@ -131,7 +138,8 @@ class Local:
 
 
 def reference_s(model: Any, prompts: torch.Tensor, tokens: int) -> tuple[float, list[list[int]]]:
-    """The same by transformers' ``generate`` with a static cache, less the time of the first token."""
+    """The same by transformers' ``generate`` with a static cache, less the time of the first
+    token."""
     options = {
         "do_sample": False,
         "eos_token_id": None,
@@ -242,7 +250,8 @@ def in_a_swarm(local: LocalModel, model: str, folder: Path, tokens: int) -> dict
 
 @torch.inference_mode()
 def rounding_explains(whole: Any, exact: Any, prompt: list[int], mine: list[int], theirs: list[int]) -> bool:
-    """Whether the first token of ``mine`` that differs is within the error of ``whole``'s bfloat16 logits of the best one of ``exact``."""
+    """Whether the first token of ``mine`` that differs is within the error of ``whole``'s bfloat16
+    logits of the best one of ``exact``."""
     first = next((at for at, pair in enumerate(zip(mine, theirs, strict=True)) if pair[0] != pair[1]), None)
     if first is None:
         return True

@@ -2,11 +2,14 @@
 
     python -m tests.bench.handover [--times 20] [--moves 0] [--clients 2] [--seed 0]
 
-Two nodes for each third of the model. Clients generate without a pause; again and again one of the nodes that serve them is told to finish,
-and is started again once it has stopped. A stall is the longest wait for one token between the command and the end of the process; it should
-be at most two steps, by the median of that answer's steps, and 0.2 s. With ``--moves`` there is one node for each third, and another that
-moves from third to third; then a stall is the longest wait from a second before it serves other blocks to ``MOVE_S`` after. ``undisturbed_s`` are the longest waits in as long a time before each
-command, by which the machine's own pauses are known. Prints one line of JSON for each.
+Two nodes for each third of the model. Clients generate without a pause; again and again one of the
+nodes that serve them is told to finish, and is started again once it has stopped. A stall is the
+longest wait for one token between the command and the end of the process; it should be at most two
+steps, by the median of that answer's steps, and 0.2 s. With ``--moves`` there is one node for each
+third, and another that moves from third to third; then a stall is the longest wait from a second
+before it serves other blocks to ``MOVE_S`` after. ``undisturbed_s`` are the longest waits in as
+long a time before each command, by which the machine's own pauses are known. Prints one line of
+JSON for each.
 """
 
 import argparse
@@ -67,7 +70,8 @@ class Client:
     handovers: int = 0
     failovers: int = 0
     waits: list[tuple[float, float, float]] = field(default_factory=list)
-    """Each wait for a token after the first: when it began, when it ended, and the median step of its answer."""
+    """Each wait for a token after the first: when it began, when it ended, and the median step of
+    its answer."""
 
     def run(self, model: Any) -> None:
         while not self.stopping.is_set():
@@ -90,7 +94,8 @@ class Client:
 
 
 def finish_one(lab: Swarm, rng: random.Random) -> tuple[str, float, float]:
-    """Have a node that serves clients finish; returns its name, and when it was told to and when it ended."""
+    """Have a node that serves clients finish; returns its name, and when it was told to and when it
+    ended."""
     serving: list[NodeProcess] = []
     while not serving:
         serving = [node for node in lab.nodes.values() if node.status.host.record.sessions]
@@ -189,7 +194,8 @@ def move(lab: Swarm, times: int) -> list[Window]:
 
 
 def longest(clients: list[Client], began: float, ended: float) -> tuple[float, float]:
-    """The longest wait for a token between two moments, and the most by which one was longer than two steps of its answer."""
+    """The longest wait for a token between two moments, and the most by which one was longer than
+    two steps of its answer."""
     met = [
         (after - before, after - before - 2 * usual_s)
         for client in clients

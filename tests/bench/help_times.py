@@ -1,4 +1,5 @@
-"""How long `--help` of every command takes, as a process that ends: median of several, in milliseconds of a clock and of a core."""
+"""How long `--help` of every command takes, as a process that ends: median of several, in
+milliseconds of a clock and of a core."""
 
 import argparse
 import json

@@ -2,7 +2,8 @@
 
     python -m tests.bench.hostile [--seconds 60] [--frames-per-s 10000] [--identities 4] [--tiny]
 
-The times between the client's tokens before, during and after the attack, and the memory of the node and of its p2pd. Prints JSON.
+The times between the client's tokens before, during and after the attack, and the memory of the
+node and of its p2pd. Prints JSON.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Whether a node stays within what its owner set, under load, and how soon a pause frees its memory.
+"""Whether a node stays within what its owner set, under load, and how soon a pause frees its
+memory.
 
     python -m tests.bench.limits [--parts up down ram pause] [--seconds 40] [--mbit 4] [--sessions 4]
 
-Bandwidth is counted by the interface of the network namespace that the node has for itself (needs root), headers included; memory is
-what the node and p2pd have resident. Each is sampled five times a second; the report has the worst of any ten seconds: the highest rate
-from before the first session on, the lowest rate once all sessions have begun. Prints JSON.
+Bandwidth is counted by the interface of the network namespace that the node has for itself (needs
+root), headers included; memory is what the node and p2pd have resident. Each is sampled five times
+a second; the report has the worst of any ten seconds: the highest rate from before the first
+session on, the lowest rate once all sessions have begun. Prints JSON.
 """
 
 import argparse
@@ -126,7 +128,8 @@ def measure_bandwidth(
 
 
 def measure_ram(folder: Path, cache_dir: Path, mib: int, seconds: float) -> None:
-    """Measure a host while sessions fill caches and logs until there is no room, and go on trying."""
+    """Measure a host while sessions fill caches and logs until there is no room, and go on
+    trying."""
     lab = Swarm(folder / "ram", cache_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(lab.close)

@@ -1,6 +1,8 @@
-"""Rates of llama.cpp's own programs on this machine, in one process and over its RPC backend, as a yardstick.
+"""Rates of llama.cpp's own programs on this machine, in one process and over its RPC backend, as a
+yardstick.
 
-The programs are not part of this repository. Built with ``cmake -DGGML_RPC=ON -DGGML_NATIVE=ON``, they are in ``build/bin``.
+The programs are not part of this repository. Built with ``cmake -DGGML_RPC=ON -DGGML_NATIVE=ON``,
+they are in ``build/bin``.
 """
 
 import json
@@ -34,8 +36,8 @@ class LlamaCpp:
     threads: int
 
     def measure(self, model: Path, *, prompt: int, tokens: int, servers: Sequence[str] = ()) -> Rates:
-        """Measure the rates for ``prompt`` and ``tokens`` tokens in one process, or on ``servers`` (host:port), each with an equal share
-        of the layers.
+        """Measure the rates for ``prompt`` and ``tokens`` tokens in one process, or on ``servers``
+        (host:port), each with an equal share of the layers.
 
         Raises ``RuntimeError`` with llama.cpp's message if it fails.
         """
@@ -61,7 +63,8 @@ class LlamaCpp:
 
     @contextmanager
     def servers(self, count: int) -> Iterator[list[str]]:
-        """Run ``count`` servers on loopback for the duration of the context; their addresses, host:port."""
+        """Run ``count`` servers on loopback for the duration of the context; their addresses,
+        host:port."""
         program = next((self.directory / name for name in _SERVERS if (self.directory / name).exists()), None)
         if program is None:
             raise RuntimeError(f"{self.directory} has no {_SERVERS[0]}: build llama.cpp with -DGGML_RPC=ON")
@@ -84,7 +87,8 @@ class LlamaCpp:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process without its settings of OpenMP, so that the yardstick runs as llama.cpp's users run it."""
+    """The environment of this process without its settings of OpenMP, so that the yardstick runs as
+    llama.cpp's users run it."""
     return {
         name: value for name, value in os.environ.items() if name not in {"GOMP_SPINCOUNT", "OMP_NUM_THREADS"}
     }

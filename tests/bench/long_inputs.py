@@ -1,11 +1,13 @@
-"""Whole sequences and long prompts through three loopback hops against one local transformers process; decoding with and without drafts.
+"""Whole sequences and long prompts through three loopback hops against one local transformers
+process; decoding with and without drafts.
 
     python -m tests.bench.long_inputs [--hops 3] [--rounds 5] [--kinds rows prompt decode]
 
-In turns, with two threads in every process, in float32. ``rows``: a forward of 8 x 128 tokens, with the logits of the last position of each row; ``prompt``: of
-2,048 tokens, with the logits of the last; ``decode``: 48 tokens of a text without repetition by the swarm, without and with speculation. ``cpu`` are the processor
-seconds of all processes of one side: other work on the machine hardly changes them. Prints JSON, a line for each kind; lists have an item for each
-round.
+In turns, with two threads in every process, in float32. ``rows``: a forward of 8 x 128 tokens, with
+the logits of the last position of each row; ``prompt``: of 2,048 tokens, with the logits of the
+last; ``decode``: 48 tokens of a text without repetition by the swarm, without and with speculation.
+``cpu`` are the processor seconds of all processes of one side: other work on the machine hardly
+changes them. Prints JSON, a line for each kind; lists have an item for each round.
 """
 
 import argparse
@@ -75,7 +77,8 @@ class OtherProcesses:
 
 
 def report(kind: str, one: Callable[[int], Figures], other: Callable[[int], Figures], rounds: int) -> None:
-    """Measure in turns, after a round to warm up, and print. Each side is first in every second round."""
+    """Measure in turns, after a round to warm up, and print. Each side is first in every second
+    round."""
     rng = random.Random(kind)
     pairs: list[tuple[Figures, Figures]] = []
     for number in range(rounds + 1):

@@ -1,21 +1,28 @@
-"""Swarms behind routers: every pair of routers as the two hosts of a chain, faults of relays and routers, and twenty hosts.
+"""Swarms behind routers: every pair of routers as the two hosts of a chain, faults of relays and
+routers, and twenty hosts.
 
     python -m tests.bench.nat [--runs 5] [--clients cone symmetric] [--pairs cone-cone ...] [--faults relay mappings address] [--many 20] [--steady 300]
 
 Root and network namespaces only.
 
-1. Pairs: one public bootstrap peer, two hosts and a client. Each run is a new client process, whose tokens are compared with those of the first
-   pair. ``first_s``: from the moment that both hosts are ready to the end of the first answer, the client's start included. ``direct``: whether
-   the link between the hosts went without a relay in the last run.
-2. Faults: three public bootstrap peers; hosts and client behind symmetric routers, so that everything is relayed. ``relay``: the relay of the
-   session is killed in mid-answer. ``mappings``: the routers of both hosts lose their tables. ``address``: the router of a host gets another
-   address. ``s``: the longest wait for a token, or the time from the fault to the end of the next answer.
-3. Many hosts: hosts behind cone routers with three public bootstrap peers, of which two compute. One starts each 3 s, as all of them share the
-   machine. ``reserved_s``: from the start of connecting to the reservation.
+1. Pairs: one public bootstrap peer, two hosts and a client. Each run is a new client process, whose
+   tokens are compared with those of the first pair. ``first_s``: from the moment that both hosts
+   are ready to the end of the first answer, the client's start included. ``direct``: whether the
+   link between the hosts went without a relay in the last run.
+2. Faults: three public bootstrap peers; hosts and client behind symmetric routers, so that
+   everything is relayed. ``relay``: the relay of the session is killed in mid-answer. ``mappings``:
+   the routers of both hosts lose their tables. ``address``: the router of a host gets another
+   address. ``s``: the longest wait for a token, or the time from the fault to the end of the next
+   answer.
+3. Many hosts: hosts behind cone routers with three public bootstrap peers, of which two compute.
+   One starts each 3 s, as all of them share the machine. ``reserved_s``: from the start of
+   connecting to the reservation.
 
-4. Steady: hosts and a client behind cone routers; the client asks every 3 s for ``--steady`` seconds.
+4. Steady: hosts and a client behind cone routers; the client asks every 3 s for ``--steady``
+   seconds.
 
-Prints one line of JSON for each pair and client, for each fault, for the many hosts and for the steady client.
+Prints one line of JSON for each pair and client, for each fault, for the many hosts and for the
+steady client.
 """
 
 import argparse

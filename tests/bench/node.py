@@ -1,10 +1,12 @@
-"""What a node takes of its machine: how soon it is ready, its memory at rest and after serving, and its processor time at rest.
+"""What a node takes of its machine: how soon it is ready, its memory at rest and after serving, and
+its processor time at rest.
 
     python -m tests.bench.node [--starts 5] [--rest-s 120] [--serve-s 60]
 
-Three nodes host ten blocks each of the default model. First the last of them is started again and again, one start at a time; then all
-rest; then one stream after another goes through them. Memory is in MiB, resident in a node and in its p2pd; ``own`` is what no other
-process shares; ``peak`` is the most that was resident at any time. Prints JSON.
+Three nodes host ten blocks each of the default model. First the last of them is started again and
+again, one start at a time; then all rest; then one stream after another goes through them. Memory
+is in MiB, resident in a node and in its p2pd; ``own`` is what no other process shares; ``peak`` is
+the most that was resident at any time. Prints JSON.
 """
 
 import argparse

@@ -1,14 +1,18 @@
-"""Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load, relative to the same weights in bfloat16.
+"""Perplexity of Python's standard library after the blocks of SmolLM2-135M were quantised at load,
+relative to the same weights in bfloat16.
 
     python -m tests.bench.perplexity [--tokens 100000] [--precisions int8 int4] [--channels shuffled]
 
-The model's file is Q4_1, so the grid of the file must not help the rounding. Weights are expanded, and channels change places, hidden ones, those of each MLP and those of each head of values: the model computes the same
-function. ``--channels shuffled`` makes each group of 32 weights from many groups of the file, ``shifted`` from the halves of two, and ``as they are`` leaves
-them: that shows what the grid hides, and is no result. Then they are rounded to bfloat16, as checkpoints have them: that is the reference. Errors are
-added to those that the file has, whose own reference is not here. Activations are float32.
+The model's file is Q4_1, so the grid of the file must not help the rounding. Weights are expanded,
+and channels change places, hidden ones, those of each MLP and those of each head of values: the
+model computes the same function. ``--channels shuffled`` makes each group of 32 weights from many
+groups of the file, ``shifted`` from the halves of two, and ``as they are`` leaves them: that shows
+what the grid hides, and is no result. Then they are rounded to bfloat16, as checkpoints have them:
+that is the reference. Errors are added to those that the file has, whose own reference is not here.
+Activations are float32.
 
-Prints one JSON object for bfloat16 and each precision; ``bits`` are those of a weight, ``stderr_percent`` is the standard error of the paired
-difference. Progress goes to stderr.
+Prints one JSON object for bfloat16 and each precision; ``bits`` are those of a weight,
+``stderr_percent`` is the standard error of the paired difference. Progress goes to stderr.
 """
 
 import argparse
@@ -70,7 +74,8 @@ def main() -> None:
 def report(
     precision: str, channels: str, found: torch.Tensor, expected: torch.Tensor, *, bits: float
 ) -> None:
-    """Print the figures of one precision: ``found`` are its losses of each token, ``expected`` those of the reference."""
+    """Print the figures of one precision: ``found`` are its losses of each token, ``expected``
+    those of the reference."""
     more = found - expected
     figures = {
         "perplexity": found.mean().exp().item(),
@@ -94,7 +99,8 @@ def text(tokenizer: Any, count: int) -> list[int]:
 
 @torch.inference_mode()
 def losses(model: Any, windows: tuple[torch.Tensor, ...], name: str) -> torch.Tensor:
-    """Minus the logarithm of the probability of each token except the first of each window. ``name`` is shown with the progress."""
+    """Minus the logarithm of the probability of each token except the first of each window.
+    ``name`` is shown with the progress."""
     found = []
     started = time.monotonic()
     for number, window in enumerate(windows, start=1):
@@ -119,7 +125,8 @@ def order_of(channels: str) -> Callable[[int], torch.Tensor]:
 
 @torch.inference_mode()
 def permute_channels(model: Any, order: Callable[[int], torch.Tensor]) -> None:
-    """Permute the channels of a Llama with tied embeddings. The function that it computes stays the same."""
+    """Permute the channels of a Llama with tied embeddings. The function that it computes stays the
+    same."""
     config = model.config
     head_size = config.hidden_size // config.num_attention_heads
     hidden = order(config.hidden_size)

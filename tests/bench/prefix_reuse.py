@@ -2,8 +2,9 @@
 
     python -m tests.bench.prefix_reuse [--sessions 16] [--prompt-tokens 1000] [--without 5]
 
-A gateway over three nodes, each a process. After the first session, each asks for one token, one session after another; some of them before that with a salt
-of their own, which reuses nothing. Prints JSON.
+A gateway over three nodes, each a process. After the first session, each asks for one token, one
+session after another; some of them before that with a salt of their own, which reuses nothing.
+Prints JSON.
 """
 
 import argparse

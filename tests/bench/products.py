@@ -1,4 +1,5 @@
-"""Products with packed matrices against torch's products with the same weights in float32 and bfloat16, in turn.
+"""Products with packed matrices against torch's products with the same weights in float32 and
+bfloat16, in turn.
 
     python -m tests.bench.products [--rows 1 8 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
 
@@ -23,7 +24,8 @@ from tests.support.packed_matrices import random_matrix
 
 REPEATS = 7
 COLD_BYTES = 256 << 20
-"""Total size of the matrices that products take in turn, so that each reads its matrix from memory and not from a cache, as in a decoder."""
+"""Total size of the matrices that products take in turn, so that each reads its matrix from memory
+and not from a cache, as in a decoder."""
 
 
 def median_ms(

@@ -1,4 +1,5 @@
-"""A client process that sends a swarm requests, several at once: prompts of random hidden states, and then single positions.
+"""A client process that sends a swarm requests, several at once: prompts of random hidden states,
+and then single positions.
 
 It has no model, so that its own computation takes hardly any of the machine's time.
 """
@@ -40,9 +41,11 @@ async def load(
     for_s: float,
     pause_s: float = 0.0,
 ) -> dict[str, Any]:
-    """``streams`` requests at once for ``for_s`` seconds, each followed by another one after a random pause below ``pause_s``.
+    """``streams`` requests at once for ``for_s`` seconds, each followed by another one after a
+    random pause below ``pause_s``.
 
-    Returns, of each request that was complete by then, the seconds until its first token, ``first_s``, and until its last, ``request_s``.
+    Returns, of each request that was complete by then, the seconds until its first token,
+    ``first_s``, and until its last, ``request_s``.
     """
     done: list[tuple[float, float]] = []
 

@@ -30,7 +30,8 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of one quantity. ``p95`` is None for fewer than two samples; ``goal`` is for people."""
+    """Figures of one quantity. ``p95`` is None for fewer than two samples; ``goal`` is for
+    people."""
 
     measured: str
     unit: str
@@ -51,7 +52,8 @@ class Headline:
 
 
 def key(name: str, index: int | None = None, **where: Any) -> Callable[[Sequence[Report]], Sequence[float]]:
-    """The values of ``name`` in the reports that have all of ``where``; of a list all its items, or the one at ``index``."""
+    """The values of ``name`` in the reports that have all of ``where``; of a list all its items, or
+    the one at ``index``."""
 
     def samples(reports: Sequence[Report]) -> Sequence[float]:
         found: list[float] = []
@@ -479,7 +481,8 @@ def measure(headline: Headline, reports: Sequence[Report]) -> Measurement | None
 
 
 def record(bench: str, options: Sequence[str]) -> None:
-    """Run a bench and keep its figures. Figures that it does not report this time stay as they were."""
+    """Run a bench and keep its figures. Figures that it does not report this time stay as they
+    were."""
     [headlines] = [benches[bench] for benches in SECTIONS.values() if bench in benches]
     command = [sys.executable, "-W", "ignore", "-m", f"tests.bench.{bench}", *options]
     printed = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout

@@ -2,7 +2,8 @@
 
     python -m tests.bench.session_load SWARM_FILE MANIFEST --bootstrap ADDR [--sessions 4] [--positions 4096] [--keep]
 
-Each session is filled up to ``--positions``, again and again; with ``--keep`` it then stays, and another one is opened.
+Each session is filled up to ``--positions``, again and again; with ``--keep`` it then stays, and
+another one is opened.
 """
 
 import argparse
@@ -28,7 +29,8 @@ CHUNK_POSITIONS = 2048
 
 
 async def fill(swarm: Swarm, blocks: int, positions: int, *, keep: bool) -> None:
-    """Open and fill sessions one after another; a session that a host refuses for lack of room is given up."""
+    """Open and fill sessions one after another; a session that a host refuses for lack of room is
+    given up."""
     spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, torch.float32)
     while True:
         try:

@@ -2,8 +2,9 @@
 
     python -m tests.bench.speculation [--trip-s 0.43] [--position-s 0.005] [--tokens 128]
 
-Greedy answers of the real model, computed in one process; then drafts are made and checked against them as ``generate`` does, with step times
-that follow from the options. Prints one JSON object for each kind of prompt: editing code and summarising repeat their prompt, chat does not.
+Greedy answers of the real model, computed in one process; then drafts are made and checked against
+them as ``generate`` does, with step times that follow from the options. Prints one JSON object for
+each kind of prompt: editing code and summarising repeat their prompt, chat does not.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""Duration of a forward of few positions by the decode step in C and by torch: one stage of SmolLM2-135M in this process, in turns.
+"""Duration of a forward of few positions by the decode step in C and by torch: one stage of
+SmolLM2-135M in this process, in turns.
 
     python -m tests.bench.steps [--blocks 10] [--rounds 9] [--threads 2] [--contexts 64 2048]
 
-Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``: this many positions of one
-sequence. Before them, each has a context of a given number of positions. Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line
-for each context.
+Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``:
+this many positions of one sequence. Before them, each has a context of a given number of positions.
+Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line for
+each context.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""The loss that bad workers cost: sixteen replicas, of which three or seven lie, under each aggregation rule. Real exchanges in virtual time.
+"""The loss that bad workers cost: sixteen replicas, of which three or seven lie, under each
+aggregation rule. Real exchanges in virtual time.
 
     python -m tests.bench.train_attacks [--rounds 40] [--steps 10] [--aggregate centered-clip] [--attack alie]
 
-The text is the standard library's source. "plain mean" is a mean without any check or clipping; "mean" and "centered-clip" are
-what a job gets that asks for them, with contributions checked and clipped to their median norm. Prints a JSON object a run;
-``ratio`` is of the validation loss to the loss without bad workers.
+The text is the standard library's source. "plain mean" is a mean without any check or clipping;
+"mean" and "centered-clip" are what a job gets that asks for them, with contributions checked and
+clipped to their median norm. Prints a JSON object a run; ``ratio`` is of the validation loss to the
+loss without bad workers.
 """
 
 import argparse

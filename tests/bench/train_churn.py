@@ -1,9 +1,11 @@
-"""Real workers of one job, of which one is killed, stopped or replaced every few seconds, against the same job without faults.
+"""Real workers of one job, of which one is killed, stopped or replaced every few seconds, against
+the same job without faults.
 
     python -m tests.bench.train_churn [--workers 8] [--rounds 30] [--every 20] [--steps 300] [--deadline 15]
 
-The text is the standard library's source. Faults come in turn: a worker is killed, another takes its place with an empty folder, a
-third is stopped for half of the time until the next fault. Prints a JSON object a run and one that compares them.
+The text is the standard library's source. Faults come in turn: a worker is killed, another takes
+its place with an empty folder, a third is stopped for half of the time until the next fault. Prints
+a JSON object a run and one that compares them.
 """
 
 import argparse
@@ -132,7 +134,8 @@ def run(arguments: argparse.Namespace, folder: Path, *, disturbed: bool) -> dict
 
 
 def summarize(job_workers: JobWorkers, wall_s: float) -> dict[str, Any]:
-    """A summary of the events of all workers. A round counts as committed, or as discarded, if any worker reported it so."""
+    """A summary of the events of all workers. A round counts as committed, or as discarded, if any
+    worker reported it so."""
     everyone = job_workers.all()
     committed = [event for worker in everyone for event in worker.rounds().values()]
     discarded = {number for worker in everyone for number in worker.rounds(committed=False)}

@@ -1,9 +1,10 @@
-"""A newcomer to a job of a whole checkpoint, over a line: how long until it trains, against the time its bytes need.
+"""A newcomer to a job of a whole checkpoint, over a line: how long until it trains, against the
+time its bytes need.
 
     python -m tests.bench.train_join [--checkpoint smollm2-135m-instruct] [--rate-mbit 100] [--rtt-ms 50]
 
-Two workers train on fast lines; a third joins over a slow one with nothing. Every worker is on a host of its own with emulated
-links between them; needs root. Prints a JSON object.
+Two workers train on fast lines; a third joins over a slow one with nothing. Every worker is on a
+host of its own with emulated links between them; needs root. Prints a JSON object.
 """
 
 import argparse
@@ -46,7 +47,8 @@ def first_contribution(worker: WorkerProcess, peer: str) -> dict[str, Any]:
 
 
 def usage(worker: WorkerProcess) -> dict[str, float]:
-    """Processor seconds of a worker and its p2pd, and the most memory that each has had resident."""
+    """Processor seconds of a worker and its p2pd, and the most memory that each has had
+    resident."""
     times = [member.cpu_times() for member in worker.family]
     peaks = [status_bytes("VmHWM", member.pid) for member in worker.family]
     return {

@@ -1,10 +1,12 @@
-"""A worker alone in a job of the standard task, against a bare PyTorch loop over the same model and data.
+"""A worker alone in a job of the standard task, against a bare PyTorch loop over the same model and
+data.
 
     python -m tests.bench.train_overhead [--rounds 5] [--steps 50] [--threads 2] [--cpu-time]
 
-The worker does whole DiLoCo rounds: inner steps, contribution, outer step on its own contribution, loading the result. The
-loop has its data in memory and its optimizer fused. In turn, float32 on the CPU. Prints JSON.
-``--cpu-time`` counts the process's CPU seconds, for a machine that others use too; then let it have one thread.
+The worker does whole DiLoCo rounds: inner steps, contribution, outer step on its own contribution,
+loading the result. The loop has its data in memory and its optimizer fused. In turn, float32 on the
+CPU. Prints JSON. ``--cpu-time`` counts the process's CPU seconds, for a machine that others use
+too; then let it have one thread.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""What a worker sends in a round, by kind of message, as the number of workers grows. Whole workers in virtual time.
+"""What a worker sends in a round, by kind of message, as the number of workers grows. Whole workers
+in virtual time.
 
     python -m tests.bench.train_traffic [--method sparseloco] [--workers 8 16 32 64]
 
-For each kind and worker: the bytes outside of payloads, frames included; the bytes of payloads; the messages. The model is so small that
-every worker just owns a slice. What is not payload does not grow with the model until slices travel in several parts;
-``payload_of_template`` is the payload of a model of the template's size, by the codec's sizes. Prints one JSON object a number.
+For each kind and worker: the bytes outside of payloads, frames included; the bytes of payloads; the
+messages. The model is so small that every worker just owns a slice. What is not payload does not
+grow with the model until slices travel in several parts; ``payload_of_template`` is the payload of
+a model of the template's size, by the codec's sizes. Prints one JSON object a number.
 """
 
 import argparse

@@ -1,10 +1,12 @@
-"""All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes and simulated time.
+"""All training methods on the same model, data, seeds and churn trace: loss against tokens, bytes
+and simulated time.
 
     python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 12000]
                                    [--learning-rate RATE] [--absences 0] [--seed 0] [--out DIR]
 
-A byte-level Llama learns the Python standard library's source. Every method sees equal tokens: --steps inner steps of every
-worker, rounded down to whole rounds. Prints one JSON object a method; in DIR come curves.json and plots.
+A byte-level Llama learns the Python standard library's source. Every method sees equal tokens:
+--steps inner steps of every worker, rounded down to whole rounds. Prints one JSON object a method;
+in DIR come curves.json and plots.
 """
 
 import argparse
@@ -38,7 +40,8 @@ def standard_job(
     workers: int,
     learning_rate: float | None = None,
 ) -> Job:
-    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded down to whole rounds.
+    """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded
+    down to whole rounds.
 
     ``learning_rate`` replaces that of the method.
     """
@@ -106,7 +109,8 @@ def report(curve: Curve, yardstick: Curve | None) -> dict[str, object]:
 
 
 def compare(methods: Sequence[str], arguments: argparse.Namespace, cache_dir: Path) -> list[Curve]:
-    """Run the methods one after another and print a summary of each; the first ``allreduce`` is the yardstick of the methods after it."""
+    """Run the methods one after another and print a summary of each; the first ``allreduce`` is the
+    yardstick of the methods after it."""
     curves: list[Curve] = []
     for label in methods:
         name, settings = parse_method(label)

@@ -10,7 +10,8 @@ from tests.bench.training_run import Curve, Point
 
 
 def write_plots(curves: Sequence[Curve], links: Sequence[str], out: Path) -> None:
-    """Write ``curves.json``, ``tokens.png``, ``bytes.png`` and ``hours.png``, with a panel for every link, into ``out``."""
+    """Write ``curves.json``, ``tokens.png``, ``bytes.png`` and ``hours.png``, with a panel for
+    every link, into ``out``."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "curves.json").write_text(json.dumps([asdict(curve) for curve in curves]))
 

@@ -1,9 +1,11 @@
-"""One training method with all its workers in one process. The network is not simulated; its traffic is computed.
+"""One training method with all its workers in one process. The network is not simulated; its
+traffic is computed.
 
-Replicas are the real ones, with their trainers, methods, codecs and error feedback. An exchange is a butterfly, as in
-``rounds.averaging``: a worker sends to every other worker that worker's slice of its contribution, and to all the result of its own slice,
-which is the encoded mean, or all contributions to it if the codec is sparse. Only payloads are counted. All workers compute at one speed
-and have the same link.
+Replicas are the real ones, with their trainers, methods, codecs and error feedback. An exchange is
+a butterfly, as in ``rounds.averaging``: a worker sends to every other worker that worker's slice of
+its contribution, and to all the result of its own slice, which is the encoded mean, or all
+contributions to it if the codec is sparse. Only payloads are counted. All workers compute at one
+speed and have the same link.
 """
 
 import random
@@ -45,7 +47,8 @@ LINKS = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that one worker sends, and the same number that it receives, in one exchange of ``trips`` one-way delays."""
+    """The bytes that one worker sends, and the same number that it receives, in one exchange of
+    ``trips`` one-way delays."""
 
     size_bytes: float = 0.0
     trips: int = 0
@@ -65,7 +68,8 @@ class Absence:
 
 
 def absences(seed: int, *, workers: int, steps: int, count: int) -> tuple[Absence, ...]:
-    """A churn trace: ``count`` absences of a tenth of the run each. Worker 0 stays, so that there is a state to recover from."""
+    """A churn trace: ``count`` absences of a tenth of the run each. Worker 0 stays, so that there
+    is a state to recover from."""
     rng = random.Random(f"{seed}/absences")
     length = max(1, steps // 10)
     starts = [rng.randrange(max(1, steps - length)) for _ in range(count)]
@@ -74,7 +78,8 @@ def absences(seed: int, *, workers: int, steps: int, count: int) -> tuple[Absenc
 
 @dataclass(frozen=True)
 class Point:
-    """The progress of a run: ``size_bytes`` are those that the busiest worker sent; ``hours`` is by the name of the link."""
+    """The progress of a run: ``size_bytes`` are those that the busiest worker sent; ``hours`` is by
+    the name of the link."""
 
     step: int
     tokens: int
@@ -85,7 +90,8 @@ class Point:
 
 @dataclass
 class Curve:
-    """A run. ``peak_bytes_per_step``: the bytes of the largest exchange, divided by the inner steps that it may take."""
+    """A run. ``peak_bytes_per_step``: the bytes of the largest exchange, divided by the inner steps
+    that it may take."""
 
     label: str
     parameters: int
@@ -142,7 +148,8 @@ class Simulation:
         self._waited_s = dict.fromkeys((link.name for link in LINKS), 0.0)
 
     def run(self, *, step_s: float, eval_every: int) -> Curve:
-        """Train; validate every ``eval_every`` steps and at the end. An inner step takes ``step_s`` simulated seconds."""
+        """Train; validate every ``eval_every`` steps and at the end. An inner step takes ``step_s``
+        simulated seconds."""
         steps, overlap = self.method.steps_per_round, self.method.overlap_steps
         pending: Pending = {}
         self._measure(0, step_s)
@@ -168,7 +175,8 @@ class Simulation:
         return self.curve
 
     def _return(self, round: int) -> list[Worker]:
-        """The workers that are present for a whole round. Returning workers take the state of one that stayed."""
+        """The workers that are present for a whole round. Returning workers take the state of one
+        that stayed."""
         start = round * self.method.steps_per_round
         end = start + self.method.steps_per_round
         gone = {each.worker for each in self._trace if each.start < end and start < each.end}
@@ -213,7 +221,8 @@ class Simulation:
         return averages, busiest
 
     def _apply(self, present: Sequence[Worker], round: int, averages: Pending) -> Pending:
-        """Apply the pending averages; nothing is pending afterwards. A worker that has returned meanwhile applies the average of the first group."""
+        """Apply the pending averages; nothing is pending afterwards. A worker that has returned
+        meanwhile applies the average of the first group."""
         for worker in present if averages else ():
             average = averages.get(worker.name) or next(iter(averages.values()))
             worker.apply(round, average)
@@ -229,7 +238,8 @@ class Simulation:
             self._waited_s[link.name] += max(0.0, traffic.seconds(link) - overlap * step_s)
 
     def _measure(self, step: int, step_s: float) -> None:
-        """Validate the mean of the agreed weights: the weights that all workers have or, if they differ, those that a final merge would give."""
+        """Validate the mean of the agreed weights: the weights that all workers have or, if they
+        differ, those that a final merge would give."""
         agreed = torch.stack([worker.replica.method.agreed() for worker in self.workers if not worker.away])
         judge = self.workers[0].replica.trainer
         own = judge.parameters()

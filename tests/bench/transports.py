@@ -1,4 +1,5 @@
-"""Decode over p2pd and over py-libp2p, on loopback, in turns: two swarms of three hosts each, with a client process of each kind.
+"""Decode over p2pd and over py-libp2p, on loopback, in turns: two swarms of three hosts each, with
+a client process of each kind.
 
     python -m tests.bench.transports [--rounds 5] [--tokens 48]
 

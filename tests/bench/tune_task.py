@@ -1,10 +1,12 @@
-"""Fine-tuning SmolLM2-135M-Instruct with LoRA on a small real task, through a swarm of three hops and on one machine.
+"""Fine-tuning SmolLM2-135M-Instruct with LoRA on a small real task, through a swarm of three hops
+and on one machine.
 
     python -m tests.bench.tune_task [--rows 400] [--steps 60] [--batch 8] [--churn SECONDS] [--seed 0]
 
-The task: the first line of a docstring, given the function's name and arguments, from the Python standard library. Both runs have
-the same rows, seed and settings. With ``--churn``, every so often another node joins and one with the same blocks is killed. At
-the end plain PEFT on the plain model and the swarm with the saved adapter answer the same prompts greedily. Prints JSON.
+The task: the first line of a docstring, given the function's name and arguments, from the Python
+standard library. Both runs have the same rows, seed and settings. With ``--churn``, every so often
+another node joins and one with the same blocks is killed. At the end plain PEFT on the plain model
+and the swarm with the saved adapter answer the same prompts greedily. Prints JSON.
 """
 
 import argparse
@@ -46,7 +48,8 @@ TIMEOUT_S = 3600.0
 
 
 def docstrings(count: int) -> list[dict[str, str]]:
-    """The first ``count`` functions of the standard library, by file, that say in a line what they do."""
+    """The first ``count`` functions of the standard library, by file, that say in a line what they
+    do."""
     rows = []
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):

@@ -1,8 +1,10 @@
-"""Forward and backward of 8 x 128 tokens through three loopback hops, against one local transformers process.
+"""Forward and backward of 8 x 128 tokens through three loopback hops, against one local
+transformers process.
 
     python -m tests.bench.tuning [--hops 3] [--rounds 5] [--rows 8] [--tokens 128]
 
-The parameters that learn are the input embeddings; all other weights are frozen. Both in float32 with two threads, in turn, medians. Prints JSON.
+The parameters that learn are the input embeddings; all other weights are frozen. Both in float32
+with two threads, in turn, medians. Prints JSON.
 """
 
 import argparse
@@ -30,7 +32,8 @@ THREADS = 2
 
 
 def timed_step(model: Any, rows: int, tokens: int) -> dict[str, float]:
-    """Seconds of a forward with its loss and a backward; the loss, and the size of the gradients at the inputs."""
+    """Seconds of a forward with its loss and a backward; the loss, and the size of the gradients at
+    the inputs."""
     ids = torch.randint(0, 10_000, (rows, tokens), generator=torch.Generator().manual_seed(0))
     inputs = model.get_input_embeddings()(ids).detach().requires_grad_()
     started = time.perf_counter()

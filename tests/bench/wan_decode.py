@@ -2,8 +2,9 @@
 
     python -m tests.bench.wan_decode [--rtt-ms 50 100] [--tokens 48] [--rounds 3] [--rate-mbit 100]
 
-Every node and the client are on a host of their own with emulated links between them; needs root. The rate is that of the
-tokens after the first. Petals reached 3.7 tokens/s at 50 ms and 2.4 at 100 ms with three hops of this model. Prints JSON.
+Every node and the client are on a host of their own with emulated links between them; needs root.
+The rate is that of the tokens after the first. Petals reached 3.7 tokens/s at 50 ms and 2.4 at 100
+ms with three hops of this model. Prints JSON.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
     python -m tests.bench.wan_prompt [--rtt-ms 100] [--rate-mbit 20] [--positions 512 2048] [--wires float32 int8] [--rounds 3]
 
-Every node and the client are on a host of their own with emulated links between them; needs root. Formats take turns. Prints JSON.
+Every node and the client are on a host of their own with emulated links between them; needs root.
+Formats take turns. Prints JSON.
 """
 
 import argparse

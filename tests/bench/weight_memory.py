@@ -1,8 +1,10 @@
-"""Memory of a process for the weights of all blocks of the default model, relative to their bytes in the file.
+"""Memory of a process for the weights of all blocks of the default model, relative to their bytes
+in the file.
 
     python -m tests.bench.weight_memory
 
-The process has loaded one block before, so that code and libraries do not count. Prints one JSON object.
+The process has loaded one block before, so that code and libraries do not count. Prints one JSON
+object.
 """
 
 import json

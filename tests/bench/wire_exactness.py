@@ -1,9 +1,11 @@
-"""Greedy answers that stay the same when activations travel in a wire format: one process, with its rounding at the edges of three hops.
+"""Greedy answers that stay the same when activations travel in a wire format: one process, with its
+rounding at the edges of three hops.
 
     python -m tests.bench.wire_exactness [--prompts 200] [--tokens 64] [--wires float32 bfloat16 int8]
 
-Each prompt is computed together with its answer in float32, in one forward. The first position whose best token is not that of the answer is the one at
-which decoding through such hops would depart from it. Prints one JSON object for each format.
+Each prompt is computed together with its answer in float32, in one forward. The first position
+whose best token is not that of the answer is the one at which decoding through such hops would
+depart from it. Prints one JSON object for each format.
 """
 
 import argparse
@@ -32,7 +34,8 @@ WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int
 
 @contextmanager
 def received_as(model: Any, wire: torch.dtype) -> Iterator[None]:
-    """While the context is open, the hidden states that come to ``EDGES`` have been sent as ``wire``."""
+    """While the context is open, the hidden states that come to ``EDGES`` have been sent as
+    ``wire``."""
 
     def receive(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         values, *others = arguments

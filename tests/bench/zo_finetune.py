@@ -1,11 +1,14 @@
-"""Zeroth-order fine-tuning of SmolLM2-135M with shared randomness: held-out loss against steps and bytes.
+"""Zeroth-order fine-tuning of SmolLM2-135M with shared randomness: held-out loss against steps and
+bytes.
 
     python -m tests.bench.zo_finetune [--workers 2] [--rounds 4] [--steps 100] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
 
-One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in a job, a byte each; the bytes of a
-round with all its messages are those of a simulated round. Prints one JSON object a round.
+One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in
+a job, a byte each; the bytes of a round with all its messages are those of a simulated round.
+Prints one JSON object a round.
 
-The loss is taken on two disjoint samples of the held-out text: how far their improvements differ is how far to trust them.
+The loss is taken on two disjoint samples of the held-out text: how far their improvements differ is
+how far to trust them.
 """
 
 import argparse

@@ -259,7 +259,8 @@ def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab
 
 @pytest.fixture(scope="module")
 def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
-    """Its peers close one after another. Streams of the first one wait until the others close them: in tests not for ten seconds."""
+    """Its peers close one after another. Streams of the first one wait until the others close them:
+    in tests not for ten seconds."""
     prepare_libp2p()
     with LoopThread() as loop, pytest.MonkeyPatch.context() as patch:
         patch.setattr("swarmnet_protocols.net.pylibp2p.host.CLOSE_S", 0.5)

@@ -1,4 +1,5 @@
-"""A peer in its own process, which a test can kill: it prints its address and echoes under the given protocol id."""
+"""A peer in its own process, which a test can kill: it prints its address and echoes under the
+given protocol id."""
 
 import asyncio
 import sys

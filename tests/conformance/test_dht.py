@@ -314,7 +314,8 @@ def call_no_lost_peer(patch: Patch) -> None:
 def test_two_halves_that_forgot_each_other_reunite_with_the_network(
     five: Five, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Silence of the other half empties the routing tables of its peers, as in a network split: ``tests/net/test_split.py``."""
+    """Silence of the other half empties the routing tables of its peers, as in a network split:
+    ``tests/net/test_split.py``."""
     from swarmnet_protocols.directory.dht import node as dht_node
 
     async def scenario(peers: list[Peer]) -> None:
@@ -575,7 +576,8 @@ def test_hivemind_does_not_write_to_the_terminal(five: Five, capfd: pytest.Captu
 
 
 def fill(peer: Peer, keys: int) -> list[bytes]:
-    """Records of strangers under ``keys`` keys, up to the limit of each, put into the storage of ``peer``."""
+    """Records of strangers under ``keys`` keys, up to the limit of each, put into the storage of
+    ``peer``."""
     from hivemind.dht.routing import DHTID
 
     storage, expires_at = peer.node.protocol.storage, wall_clock() + 600

@@ -1,4 +1,5 @@
-"""mDNS over real sockets, on loopback: peers find each other, notice who leaves and who moves, and ignore other swarms."""
+"""mDNS over real sockets, on loopback: peers find each other, notice who leaves and who moves, and
+ignore other swarms."""
 
 import asyncio
 import contextlib

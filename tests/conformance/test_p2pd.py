@@ -239,7 +239,8 @@ def test_a_live_bootstrap_peer_is_connected(
 def test_private_addresses_named_by_a_peer_are_not_dialled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DNS names, and loopback on a machine with a network, are not dialled; addresses that the owner named are."""
+    """DNS names, and loopback on a machine with a network, are not dialled; addresses that the
+    owner named are."""
     monkeypatch.setattr(p2pd, "own_interfaces", lambda: [("192.168.7.20", "255.255.255.0")])
 
     async def scenario() -> None:
@@ -310,7 +311,8 @@ def test_garbage_ends_its_stream_and_harms_no_other(p2pd_lab: P2pdLab, protocol_
             pipe = await a._daemon.open_stream(b.peer_id, protocol.id, deadline_s=DEADLINE_S)
             pipe.writer.write(data)
             async with asyncio.timeout(DEADLINE_S):
-                await arrived.wait()  # a stream that is closed before it has got there may never be seen
+                # a stream that is closed before it has got there may never be seen
+                await arrived.wait()
                 pipe.writer.close()
                 outcome = await outcomes.get()
             assert expected in (outcome, None)

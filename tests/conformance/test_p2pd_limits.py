@@ -1,4 +1,5 @@
-"""Limits on outsiders at a real p2pd: connections, records of libp2p's own Kademlia, memory; and its restart."""
+"""Limits on outsiders at a real p2pd: connections, records of libp2p's own Kademlia, memory; and
+its restart."""
 
 import asyncio
 import contextlib
@@ -160,7 +161,8 @@ def test_libp2ps_own_relay_serves_no_outsider(tmp_path: Path) -> None:
     off=replacing(Endpoint, "real_address", lambda _, address: address),
 )
 def test_a_forwarded_connection_counts_where_its_peer_is(tmp_path: Path) -> None:
-    """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits would count all peers as one."""
+    """p2pd sees it come from loopback, where a peer would be dialled at any port, and where limits
+    would count all peers as one."""
     remote, other = (Multiaddr(IPv4Address(f"203.0.113.{each}"), "tcp", 4001) for each in (9, 8))
 
     async def main() -> None:
@@ -211,7 +213,8 @@ def test_a_peer_sees_from_its_connections_that_others_dial_it(
     off=replacing(ConnectionGuard, "_must_restart", lambda _: False),
 )
 def test_a_p2pd_over_its_memory_limit_is_restarted(tmp_path: Path) -> None:
-    """After the restart, p2pd has the same address, identity and handlers; sessions have moved to other hosts before."""
+    """After the restart, p2pd has the same address, identity and handlers; sessions have moved to
+    other hosts before."""
     said: list[str] = []
 
     @contextlib.asynccontextmanager

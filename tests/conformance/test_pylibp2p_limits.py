@@ -1,4 +1,5 @@
-"""Handshakes, negotiations, streams and bytes that outsiders may hold of a peer over py-libp2p are limited."""
+"""Handshakes, negotiations, streams and bytes that outsiders may hold of a peer over py-libp2p are
+limited."""
 
 import asyncio
 import contextlib
@@ -22,7 +23,8 @@ from tests.support.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders
 from .conftest import LOOPBACK
 from .test_p2pd_limits import run
 
-prepare_libp2p()  # before modules of py-libp2p are imported: it gives their protobufs a pool of their own
+# before modules of py-libp2p are imported: it gives their protobufs a pool of their own
+prepare_libp2p()
 
 from swarmnet_protocols.net.pylibp2p import connection, host  # noqa: E402
 
@@ -141,7 +143,8 @@ def test_a_silent_handshake_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @defence("lines of a negotiation are bounded", off=replacing(connection, "MAX_LINE_BYTES", 1 << 14))
 def test_a_long_line_ends_a_negotiation_before_it_is_received(tmp_path: Path) -> None:
-    """Both negotiations are tested: that of a connection before its encryption, and that of a stream."""
+    """Both negotiations are tested: that of a connection before its encryption, and that of a
+    stream."""
     long = line(MULTISTREAM) + varint(LONG_LINE_BYTES)
 
     async def main() -> None:
@@ -260,7 +263,8 @@ def test_memory_that_outsiders_filled_is_returned_after_they_left(
 
 
 def test_a_peer_dials_from_the_port_on_which_it_listens(tmp_path: Path) -> None:
-    """Its router then has one mapping for both. A port that still belongs to a former connection keeps no new one from being made."""
+    """Its router then has one mapping for both. A port that still belongs to a former connection
+    keeps no new one from being made."""
 
     async def main() -> None:
         listening = P2pdConfig(tmp_path / "a", listen=LOOPBACK)

@@ -119,7 +119,8 @@ def test_a_cancelled_receive_loses_nothing(lab: Lab, protocol: ProtocolSpec) -> 
         cancelled = 0
         while len(received) < 100:
             task = asyncio.create_task(stream.receive())
-            # One more turn of the loop each time, so that every point of a receive is hit by a cancellation.
+            # One more turn of the loop each time, so that every point of a receive is hit by a
+            # cancellation.
             for _ in range(cancelled % 50):
                 if not task.done():
                     await asyncio.sleep(0.001)
@@ -251,7 +252,8 @@ def test_an_oversized_message_is_not_received(lab: Lab, protocol: ProtocolSpec, 
         lax = replace(protocol, max_header_bytes=1 << 20, max_payload_bytes=1 << 30)
         stream = await dial(a, b, lax)
         await stream.send(Message(b"fine"))
-        with contextlib.suppress(StreamEnded):  # the other side may have had enough before all of it was sent
+        # the other side may have had enough before all of it was sent
+        with contextlib.suppress(StreamEnded):
             await stream.send(oversized)
         async with asyncio.timeout(DEADLINE_S):
             await done.wait()

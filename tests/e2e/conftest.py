@@ -13,14 +13,15 @@ from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 @pytest.fixture(scope="session")
 def cache_dir() -> Path:
-    """The user's cache directory, as for every command: files derived from the real model are made once for all tests."""
+    """The user's cache directory, as for every command: files derived from the real model are made
+    once for all tests."""
     return default_cache_dir()
 
 
 @pytest.fixture(scope="module")
 def calm_reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """The model for tests of gradients. With the lively model, even transformers' gradients in float32 are more than 1e-5 away from those
-    in float64."""
+    """The model for tests of gradients. With the lively model, even transformers' gradients in
+    float32 are more than 1e-5 away from those in float64."""
     return load_tiny(tmp_path_factory.mktemp("calm"), spread=CALM)
 
 

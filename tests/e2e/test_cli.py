@@ -241,7 +241,8 @@ def test_sigterm_ends_a_node_in_good_order(node: RunningNode, tmp_path: Path) ->
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A temporary folder in which the path of a Unix socket stays below the 107 bytes that Linux allows."""
+    """A temporary folder in which the path of a Unix socket stays below the 107 bytes that Linux
+    allows."""
     with TemporaryDirectory(prefix="sn-", dir="/tmp") as folder:
         yield Path(folder)
 

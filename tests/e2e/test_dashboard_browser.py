@@ -1,4 +1,5 @@
-"""The dashboard in a real browser: accessible, usable by keyboard, and equal to what the server sends."""
+"""The dashboard in a real browser: accessible, usable by keyboard, and equal to what the server
+sends."""
 
 import itertools
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""The doctor on a real network: a bootstrap peer dials back, and is reported after it has stopped."""
+"""The doctor on a real network: a bootstrap peer dials back, and is reported after it has
+stopped."""
 
 import json
 import os

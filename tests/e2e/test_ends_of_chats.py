@@ -1,4 +1,5 @@
-"""An answer ends where ``generate`` of the model's class ends, in ``run``, the gateway and Python."""
+"""An answer ends where ``generate`` of the model's class ends, in ``run``, the gateway and
+Python."""
 
 import shutil
 from collections.abc import Sequence
@@ -136,7 +137,8 @@ def write_model(path: Path, folder: Path, family: Family, end: int) -> Path:
 
 
 def save_folder(folder: Path, source: Path, tokenizer: Any, ends: Any) -> Path:
-    """The model in Hugging Face layout, whose generation config lists all ends as published ones do."""
+    """The model in Hugging Face layout, whose generation config lists all ends as published ones
+    do."""
     shutil.copytree(source, folder)
     tokenizer.save_pretrained(folder)
     GenerationConfig(eos_token_id=ends, pad_token_id=0).save_pretrained(folder)

@@ -1,7 +1,8 @@
-"""Nodes of a running swarm fail as real processes and links do, in the middle of an answer: the answer does not change.
+"""Nodes of a running swarm fail as real processes and links do, in the middle of an answer: the
+answer does not change.
 
-Every fault at every hop and in every phase, and the error when no replica is left, is tested in virtual time: ``sim/test_failover.py`` and
-``sim/test_resilience.py``.
+Every fault at every hop and in every phase, and the error when no replica is left, is tested in
+virtual time: ``sim/test_failover.py`` and ``sim/test_resilience.py``.
 """
 
 import signal
@@ -48,7 +49,8 @@ LONG = [100 + number % 3000 for number in range(600)]  # three chunks
 
 KILL_GOAL_S = 0.5
 HANG_GOAL_S = 3.0
-"""From the fault to the next token, replay not counted: kept in virtual time (``sim/test_failover.py``), printed here."""
+"""From the fault to the next token, replay not counted: kept in virtual time
+(``sim/test_failover.py``), printed here."""
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +147,8 @@ def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     take = Chain._take_output
 
     def take_and_stop(chain: Chain, *arguments: Any) -> None:
-        """Stop both processes of a node when the first chunk of the prompt has returned and others are in flight."""
+        """Stop both processes of a node when the first chunk of the prompt has returned and others
+        are in flight."""
         take(chain, *arguments)
         if not hit:
             peer = next(peer for peer, start, _ in chain.report.route if start == 10)
@@ -168,7 +171,8 @@ def test_the_client_waits_for_the_only_host_of_its_first_blocks(
 ) -> None:
     with lab.connect() as model:
         client = model._runtime.swarm
-        # A process starts when a busy machine lets it; how long a client waits is shown in virtual time.
+        # A process starts when a busy machine lets it; how long a client waits is shown in virtual
+        # time.
         client.timing = replace(client.timing, recover_s=60.0)
         restart = Strike(lab, model, lambda node: lab.relaunch(node.name), block=0)
         assert generate(model, SHORT, At((10, restart))) == expected(SHORT)
@@ -195,7 +199,8 @@ def test_an_answer_continues_when_its_host_finishes(
     """In virtual time: ``sim/test_handover.py``. ``test_readme.py`` has a process finish."""
 
     def finish_and_wait(node: NodeProcess) -> None:
-        """Wait for the hand-over between two tokens: the rest of the answer may take less time than it does."""
+        """Wait for the hand-over between two tokens: the rest of the answer may take less time than
+        it does."""
         control.finish(node.data_dir, grace_s=30.0)
         deadline = time.monotonic() + TIMEOUT_S
         while not model.last_run.failovers:
@@ -235,7 +240,7 @@ def test_a_client_whose_own_p2pd_dies_says_what_to_do(
         assert generate(model, SHORT) == expected(SHORT)
 
 
-# ---- `swarmnet run` --------------------------------------------------------------------------------------
+# ---- `swarmnet run` ----------------------------------------------------------------------------
 
 
 def middle(lab: Swarm) -> list[str]:
@@ -270,14 +275,15 @@ def test_the_command_goes_on_when_a_replica_comes_back_in_time(lab: Swarm, story
     assert answer["failovers"] >= 1
 
 
-# ---- real links ------------------------------------------------------------------------------------------
+# ---- real links --------------------------------------------------------------------------------
 
 
 @pytest.mark.net
 @pytest.mark.thorough
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, story: list[int]) -> None:
-    """A cut is silent: no connection ends, packets do not arrive. In virtual time: the isolated hosts of ``sim/test_failover.py``."""
+    """A cut is silent: no connection ends, packets do not arrive. In virtual time: the isolated
+    hosts of ``sim/test_failover.py``."""
     with (
         wan_swarm(tmp_path / "lab", cache_dir, Uplink(delay_s=0.005), *SPANS) as lab,
         RunProcess(lab.swarm, PROMPT, STORY_TOKENS, lab.client) as run,

@@ -1,4 +1,5 @@
-"""Real clients against ``swarmnet serve`` over real nodes, one of which dies in the middle of an answer."""
+"""Real clients against ``swarmnet serve`` over real nodes, one of which dies in the middle of an
+answer."""
 
 import signal
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""Machines in one local network need only the swarm file, or an invite: no address is named anywhere here."""
+"""Machines in one local network need only the swarm file, or an invite: no address is named
+anywhere here."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
-"""What members and owners of a private swarm do over months, over real connections: return, come back after a revocation, rotate the key."""
+"""What members and owners of a private swarm do over months, over real connections: return, come
+back after a revocation, rotate the key."""
 
 import asyncio
 import contextlib

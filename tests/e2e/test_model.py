@@ -1,4 +1,5 @@
-"""The public model is a transformers model: ``generate`` and ``forward`` give the same results locally and on a swarm."""
+"""The public model is a transformers model: ``generate`` and ``forward`` give the same results
+locally and on a swarm."""
 
 import signal
 import threading
@@ -111,7 +112,8 @@ def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: st
 
 
 class _Repeats(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
-    """Makes the token of three positions before likelier: the tiny model's own choices never repeat themselves."""
+    """Makes the token of three positions before likelier: the tiny model's own choices never repeat
+    themselves."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         raised = scores.clone()
@@ -143,7 +145,7 @@ def test_speculation_needs_fewer_trips_for_the_same_tokens(tiny: TinySwarm, do_s
     assert sum(trips[3:]) < 0.8 * sum(trips[:3])
 
 
-# ---- forward ---------------------------------------------------------------------------------------------
+# ---- forward -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left", [True, False], ids=["left padding", "right padding"])
@@ -191,7 +193,7 @@ def test_a_mask_with_holes_is_refused(tiny: TinySwarm) -> None:
         tiny.model(torch.tensor([[5, 6, 7]]), attention_mask=torch.tensor([[1, 0, 1]]))
 
 
-# ---- streams, stops and sessions -------------------------------------------------------------------------
+# ---- streams, stops and sessions ---------------------------------------------------------------
 
 
 @defence(
@@ -250,7 +252,8 @@ def test_a_session_computes_only_what_is_new(tiny: TinySwarm, prompts: list[list
         computed = tiny.status.host.positions - before
     expected = tiny.reference.model.generate(more, attention_mask=mask, **options)
     assert second.tolist() == expected.tolist()
-    # The last token of the first answer was never fed; then two new ones and all but the last of this answer.
+    # The last token of the first answer was never fed; then two new ones and all but the last of
+    # this answer.
     assert computed == len(prompts) * (1 + 2 + 3)
 
 
@@ -301,7 +304,7 @@ def test_ctrl_c_while_hosts_compute_leaves_a_usable_model(tiny: TinySwarm) -> No
     assert generate(tiny.model, PROMPTS).tolist() == generate(tiny.reference.model, PROMPTS).tolist()
 
 
-# ---- the real model --------------------------------------------------------------------------------------
+# ---- the real model ----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -146,7 +146,8 @@ def test_loss_and_gradients_are_those_of_the_plain_model(calm: TinySwarm, method
 
 @methods
 def test_generation_equals_that_of_the_saved_adapter(tiny: TinySwarm, method: str, tmp_path: Path) -> None:
-    """Padding in a batch changes no row; plain PEFT is asked for rows alone, as it counts padding behind prompts."""
+    """Padding in a batch changes no row; plain PEFT is asked for rows alone, as it counts padding
+    behind prompts."""
     with tuned(tiny, method) as ours:
         theirs = saved_twin(tiny, ours, tmp_path)
         expected = [greedy(theirs, [text])[0] for text in TEXTS]
@@ -231,7 +232,8 @@ def test_a_session_does_not_outlive_its_adapter(tiny: TinySwarm) -> None:
 
 
 def test_a_change_that_autograd_does_not_count_is_noticed(tiny: TinySwarm) -> None:
-    """Fused optimizers, the Trainer's default, change parameters without increasing autograd's version counter."""
+    """Fused optimizers, the Trainer's default, change parameters without increasing autograd's
+    version counter."""
     with tuned(tiny, "lora") as ours, tiny.model.session():
         before = greedy(ours, TEXTS[:1])
         with torch.no_grad():
@@ -296,11 +298,12 @@ def test_the_example_in_the_page_on_tuning_runs(
     assert {path.name for path in (tmp_path / "haiku").iterdir()} >= {"adapter_model.safetensors"}
 
 
-# ---- a classifier ----------------------------------------------------------------------------------------
+# ---- a classifier ------------------------------------------------------------------------------
 
 
 def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tmp_path: Path) -> None:
-    """LoRA in the blocks and a head on the client; the saved adapter gives the same classes on the plain model."""
+    """LoRA in the blocks and a head on the client; the saved adapter gives the same classes on the
+    plain model."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
     batch = padded(TEXTS, left=False) | {"labels": torch.tensor([2, 0, 1])}
     with tiny_swarm(calm_reference, labels=3) as running:
@@ -331,7 +334,7 @@ def test_a_classifier_learns_as_on_the_plain_model(calm_reference: Reference, tm
             assert_near(*(model.eval()(**batch).logits for model in (ours, loaded())))
 
 
-# ---- transformers' Trainer -------------------------------------------------------------------------------
+# ---- transformers' Trainer ---------------------------------------------------------------------
 
 
 def train(model: Any, directory: Path, *, resume: bool = False, **options: Any) -> list[float]:

@@ -1,4 +1,5 @@
-"""A private swarm of real processes: invited peers are admitted, revoked peers and outsiders are refused."""
+"""A private swarm of real processes: invited peers are admitted, revoked peers and outsiders are
+refused."""
 
 import base64
 import contextlib
@@ -35,7 +36,8 @@ NOT_AUTHORISED = 4
 
 
 class PrivateSwarm:
-    """A private swarm: its directory, two hosts of which one is an issuer, and the invited peers."""
+    """A private swarm: its directory, two hosts of which one is an issuer, and the invited
+    peers."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.directory = directory
@@ -136,7 +138,8 @@ CANARY = [17, 93, 41, 88, 29, 64, 93, 17]
 
 
 def encodings(secret: bytes) -> list[bytes]:
-    """The encodings in which a file might hold a secret. For base64, this is the part that does not depend on the offset of the secret."""
+    """The encodings in which a file might hold a secret. For base64, this is the part that does not
+    depend on the offset of the secret."""
     shifted = [base64.b64encode(bytes(n) + secret)[(0, 2, 3)[n] : -4] for n in range(3)]
     return [secret, secret.hex().encode(), *shifted, *(each.translate(_URLSAFE) for each in shifted)]
 
@@ -149,7 +152,8 @@ def sequences(ids: Sequence[int]) -> list[bytes]:
 
 
 def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSwarm) -> None:
-    """Prompts and answers stay in memory, keys in their files, and invites in the file that the user wrote."""
+    """Prompts and answers stay in memory, keys in their files, and invites in the file that the
+    user wrote."""
     invite = private.invite("client")
     asker = private.connect(invite, "asker")
     answer = asker.generate(torch.tensor([CANARY]), max_new_tokens=8, do_sample=False)[

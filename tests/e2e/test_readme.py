@@ -1,4 +1,5 @@
-"""The commands of the README and the guides work as they stand. The tests share one swarm: the README's three nodes."""
+"""The commands of the README and the guides work as they stand. The tests share one swarm: the
+README's three nodes."""
 
 import os
 import sys
@@ -19,7 +20,8 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 
 @pytest.fixture(scope="module")
 def newcomer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """An empty directory to be in, with the environment's programs first on the path and nothing kept from before."""
+    """An empty directory to be in, with the environment's programs first on the path and nothing
+    kept from before."""
     there = tmp_path_factory.mktemp("newcomer")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 MAX_VECTORS = 10.0
-"""Limit on a worker's memory, in vectors of the parameters' size; 9.1 were measured. 5 are held at all times: parameters, AdamW's two moments, agreed weights, momentum."""
+"""Limit on a worker's memory, in vectors of the parameters' size; 9.1 were measured. 5 are held at
+all times: parameters, AdamW's two moments, agreed weights, momentum."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Hostile strangers against a real node: it stays within its memory, reports the errors, and serves its other clients."""
+"""Hostile strangers against a real node: it stays within its memory, reports the errors, and serves
+its other clients."""
 
 import asyncio
 import contextlib
@@ -144,7 +145,8 @@ async def refusal(stream: Stream) -> Refused:
 
 
 def test_a_client_cannot_use_a_host_as_a_port_scanner(victim: Victim, tmp_path: Path) -> None:
-    """A host dials few of many addresses that the next hop has signed, no address that it has not signed, and does not report what listens there."""
+    """A host dials few of many addresses that the next hop has signed, no address that it has not
+    signed, and does not report what listens there."""
     answers: list[tuple[pb.SessionReply, float]] = []
 
     async def scenario(transport: P2pdTransport) -> None:
@@ -179,7 +181,8 @@ def test_a_client_cannot_use_a_host_as_a_port_scanner(victim: Victim, tmp_path: 
 
 
 def test_empty_sessions_keep_no_client_out(victim: Victim, tmp_path: Path) -> None:
-    """Four strangers open all sessions there are, compute nothing, and beat; an honest client comes from the same network."""
+    """Four strangers open all sessions there are, compute nothing, and beat; an honest client comes
+    from the same network."""
     held: list[int] = []
 
     async def scenario(first: P2pdTransport) -> None:
@@ -268,7 +271,8 @@ def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: P
         ]
         for pipe in streams:
             pipe.writer.write(announced)
-        for pipe in streams:  # a first message is not waited for longer than a first answer may take
+        # a first message is not waited for longer than a first answer may take
+        for pipe in streams:
             async with asyncio.timeout(DEADLINE_S):
                 await pipe.reader.read()
             pipe.writer.close()
@@ -449,7 +453,8 @@ async def keep_pinging(stream: Stream) -> None:
 
 
 async def drip(address: str, every_s: float, hello: bytes = b"\x13/multistream/1.0.0\n\x07/noise\n") -> float:
-    """Connect to a multiaddr and send ``hello`` byte by byte until the other side closes the connection: the seconds that took."""
+    """Connect to a multiaddr and send ``hello`` byte by byte until the other side closes the
+    connection: the seconds that took."""
     began = time.monotonic()
     _, _, host, _, port, *_ = address.split("/")
     reader, writer = await asyncio.open_connection(host, int(port))

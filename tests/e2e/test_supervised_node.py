@@ -1,4 +1,5 @@
-"""A real node on its owner's machine: it gives its memory back, takes limits while it runs, and comes back."""
+"""A real node on its owner's machine: it gives its memory back, takes limits while it runs, and
+comes back."""
 
 from pathlib import Path
 

@@ -69,7 +69,8 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     assert {len(values) for values in hashes.values()} == {1}
     assert set(running["anna"].hashes()) >= set(range(joined + 2)), "every round was committed"
     evaluations = [event["val_loss"] for event in running["anna"].events if event["event"] == "eval"]
-    # Not the last one: with the outer optimizer's momentum, the loss of so small a model rises for single rounds when it leaves its first plateau.
+    # Not the last one: with the outer optimizer's momentum, the loss of so small a model rises for
+    # single rounds when it leaves its first plateau.
     assert statistics.median(evaluations[len(evaluations) // 2 :]) < evaluations[0]
     status = call("train", "status", "--data-dir", first)
     assert (status["state"], status["running"]) == ("left", False)

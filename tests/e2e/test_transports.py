@@ -1,4 +1,5 @@
-"""Hosts and clients over p2pd and over py-libp2p are in one swarm, and one kind takes over from the other."""
+"""Hosts and clients over p2pd and over py-libp2p are in one swarm, and one kind takes over from the
+other."""
 
 import os
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ LIBP2P_HOST = "third"
 
 @pytest.fixture
 def lab(tmp_path: Path, cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Swarm]:
-    """Two hosts over p2pd, and one over py-libp2p with the blocks of the second. The client is over py-libp2p, too."""
+    """Two hosts over p2pd, and one over py-libp2p with the blocks of the second. The client is over
+    py-libp2p, too."""
     lab = Swarm(tmp_path / "lab", cache_dir)
     try:
         monkeypatch.setenv(TRANSPORT_VARIABLE, "p2pd")

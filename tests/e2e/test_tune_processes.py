@@ -1,4 +1,5 @@
-"""The real model is trained through hosts in processes, which die: by ``swarmnet tune`` as people run it, and by a loop."""
+"""The real model is trained through hosts in processes, which die: by ``swarmnet tune`` as people
+run it, and by a loop."""
 
 import signal
 from collections.abc import Iterator
@@ -38,7 +39,8 @@ def running(tmp_path_factory: pytest.TempPathFactory, cache_dir: Path) -> Iterat
 
 @pytest.fixture
 def lab(running: Swarm) -> Swarm:
-    """Two hosts of the upper half, and one of the lower: a host that the last test killed is started again."""
+    """Two hosts of the upper half, and one of the lower: a host that the last test killed is
+    started again."""
     for name, node in list(running.nodes.items()):
         if node.process.poll() is not None:
             _ = running.relaunch(name).ready
@@ -55,7 +57,8 @@ def whole(cache_dir: Path) -> Any:
 def test_the_real_model_is_tuned_by_the_command(
     lab: Swarm, whole: Any, tmp_path: Path, cache_dir: Path
 ) -> None:
-    """A host is killed, the command is interrupted, the same command resumes and finishes the run, and ``run`` uses its adapter."""
+    """A host is killed, the command is interrupted, the same command resumes and finishes the run,
+    and ``run`` uses its adapter."""
     options = ("--steps", "6", "--batch-size", "4", "--eval-every", "6")
     with TuneProcess(lab, tmp_path, *options) as run:
         run.wait("step", step=2)
@@ -82,7 +85,8 @@ def test_the_real_model_is_tuned_by_the_command(
 
 @pytest.mark.thorough
 def test_gradients_are_right_when_a_host_dies_before_the_backward(lab: Swarm, whole: Any) -> None:
-    """The host of the upper half is killed after the forward: another computes its gradients. In virtual time: ``sim/test_passes.py``."""
+    """The host of the upper half is killed after the forward: another computes its gradients. In
+    virtual time: ``sim/test_passes.py``."""
     texts = [list(range(100 + row, 130 + row)) for row in range(5)]
     with lab.connect() as model:
         prompts, local_prompts = new_prompts(576), new_prompts(576)

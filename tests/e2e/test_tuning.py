@@ -1,4 +1,5 @@
-"""A plain PyTorch loop trains the client's parameters through the swarm: loss and gradients equal those of local autograd."""
+"""A plain PyTorch loop trains the client's parameters through the swarm: loss and gradients equal
+those of local autograd."""
 
 import re
 from collections.abc import Iterator
@@ -64,7 +65,8 @@ def trainable(*parameters: torch.Tensor) -> Iterator[None]:
 def test_prompts_train_through_the_swarm_as_on_the_local_model(
     calm_reference: Reference, spans: tuple[tuple[int, int], ...]
 ) -> None:
-    """Some steps of Adam: at each the loss and the gradient are those of the local model with the same prompts."""
+    """Some steps of Adam: at each the loss and the gradient are those of the local model with the
+    same prompts."""
     losses = []
     with tiny_swarm(calm_reference, spans) as running:
         prompts = new_prompts(32)

@@ -1,4 +1,5 @@
-"""Real nodes and clients in a swarm whose file names a model: they take its weights from each other while no hub answers."""
+"""Real nodes and clients in a swarm whose file names a model: they take its weights from each other
+while no hub answers."""
 
 import json
 import time
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.slow
 
 
 class Members:
-    """The members of a swarm for one model, each with a cache of its own. The first has the model's files."""
+    """The members of a swarm for one model, each with a cache of its own. The first has the model's
+    files."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         newest_ns = max(path.stat().st_ctime_ns for path in (model, *model.glob("*")))
@@ -98,7 +100,8 @@ def save_gguf(folder: Path) -> Path:
 def test_a_gguf_file_that_no_hub_has_is_hosted_run_and_served(members: Members, tmp_path: Path) -> None:
     members.join("first", "0:2", str(tmp_path / "model" / "tiny.gguf"))
     members.join("second", "2:3")
-    # In a process of its own, which reads the address of no hub from the environment when it starts.
+    # In a process of its own, which reads the address of no hub from the environment when it
+    # starts.
     done = run("run", members.name, "!!", "--raw", "-n", "4", "--json", *members.client("third"))
     assert done.returncode == 0, done.stdout + done.stderr
     answer = json.loads(done.stdout)

@@ -1,7 +1,9 @@
-"""Feeds every decoder with what a coverage-guided fuzzer makes of valid input: ``python -m tests.fuzz --seconds 3600``.
+"""Feeds every decoder with what a coverage-guided fuzzer makes of valid input: ``python -m
+tests.fuzz --seconds 3600``.
 
-Each target has a process of its own, two run at a time, and all share the time. What a target learnt is kept in a corpus, so that a later run
-begins where an earlier one ended. An input that a decoder fails on is written to a file, and ``--input FILE TARGET`` reads it again.
+Each target has a process of its own, two run at a time, and all share the time. What a target
+learnt is kept in a corpus, so that a later run begins where an earlier one ended. An input that a
+decoder fails on is written to a file, and ``--input FILE TARGET`` reads it again.
 """
 
 import argparse
@@ -27,7 +29,8 @@ class Result:
     runs: int
     """Number of inputs tried."""
     failed: str
-    """The file with the input that the target failed on, or the last output of the process; empty if the target did not fail."""
+    """The file with the input that the target failed on, or the last output of the process; empty
+    if the target did not fail."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,5 @@
-"""One target under atheris, in a process of its own: ``python -m tests.fuzz.one TARGET [flags of libFuzzer] CORPUS``."""
+"""One target under atheris, in a process of its own: ``python -m tests.fuzz.one TARGET [flags of
+libFuzzer] CORPUS``."""
 
 import signal
 import sys
@@ -23,7 +24,8 @@ def main() -> None:
         except target.refusals:
             return
         except BaseException:
-            # libFuzzer's timer for one input runs on: on a busy machine it would end the process before the input is written.
+            # libFuzzer's timer for one input runs on: on a busy machine it would end the process
+            # before the input is written.
             signal.setitimer(signal.ITIMER_REAL, 0)
             raise
 

@@ -1,7 +1,8 @@
 """Every decoder of what other peers, files and callers send, with inputs to begin from.
 
-A decoder returns, or raises one of our own errors. Anything else is a finding: another exception, more memory than ``MAX_RSS_MIB``, or one input that
-takes longer than ``MAX_INPUT_S``. Signatures count as valid here, so that the code behind their check is reached.
+A decoder returns, or raises one of our own errors. Anything else is a finding: another exception,
+more memory than ``MAX_RSS_MIB``, or one input that takes longer than ``MAX_INPUT_S``. Signatures
+count as valid here, so that the code behind their check is reached.
 """
 
 import asyncio
@@ -73,7 +74,8 @@ SPEC = ProtocolSpec("/test/1", max_header_bytes=1 << 12, max_payload_bytes=1 << 
 
 @dataclass(frozen=True)
 class Target:
-    """``read`` takes what the fuzzer makes of ``seeds``. ``covers`` names the functions of ours that it is there for."""
+    """``read`` takes what the fuzzer makes of ``seeds``. ``covers`` names the functions of ours
+    that it is there for."""
 
     read: Callable[[bytes], object]
     seeds: Callable[[], Sequence[bytes]]
@@ -120,7 +122,7 @@ def halves(data: bytes) -> tuple[bytes, bytes]:
     return data[2 : 2 + size], data[2 + size :]
 
 
-# ---- frames and messages ---------------------------------------------------------------------------------
+# ---- frames and messages -----------------------------------------------------------------------
 
 
 def read_frames(data: bytes) -> None:
@@ -159,7 +161,7 @@ def message_seeds() -> list[bytes]:
     ]
 
 
-# ---- sessions --------------------------------------------------------------------------------------------
+# ---- sessions ----------------------------------------------------------------------------------
 
 
 def read_tensor(data: bytes) -> None:
@@ -243,7 +245,7 @@ def read_refusal(data: bytes) -> None:
     assert 0 <= refused.retry_after_s <= MAX_RETRY_S
 
 
-# ---- directory and membership ----------------------------------------------------------------------------
+# ---- directory and membership ------------------------------------------------------------------
 
 SWARM = bytes(range(32))
 _PEER = Identity.from_seed(b"a peer").peer_id
@@ -333,7 +335,7 @@ def read_report(data: bytes) -> None:
     node_reports.check(parse(report_pb2.NodeReport, data))
 
 
-# ---- training --------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------
 
 
 def read_control(data: bytes) -> None:
@@ -389,7 +391,7 @@ def sealed_job_seeds() -> list[bytes]:
     return [jobs.seal_job(job, Identity.from_seed(b"owner"))]
 
 
-# ---- models ----------------------------------------------------------------------------------------------
+# ---- models ------------------------------------------------------------------------------------
 
 
 def from_file(read: Callable[[Path], object], suffix: str, data: bytes) -> None:

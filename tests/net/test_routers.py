@@ -1,4 +1,5 @@
-"""Real processes behind real Linux routers. ``tests/bench/nat.py`` measures all pairs of routers; these are the cases that must never break."""
+"""Real processes behind real Linux routers. ``tests/bench/nat.py`` measures all pairs of routers;
+these are the cases that must never break."""
 
 import shutil
 import time
@@ -25,7 +26,8 @@ TOKENS = 60
 FORWARDED_S = 60.0
 """Time in which a forwarded port must be found. p2pd looks for the router for about 10 s."""
 SEEN_S = 6.0
-"""Time within which the directory has the new addresses of a host; the host announces them within a second."""
+"""Time within which the directory has the new addresses of a host; the host announces them within a
+second."""
 
 
 def start_hosts(swarm: NatSwarm, places: Sequence[Place]) -> None:
@@ -49,7 +51,8 @@ def test_peers_behind_cone_and_tcp_only_routers_connect_directly(tmp_path: Path)
 
 @pytest.mark.skipif(shutil.which("miniupnpd") is None, reason="not installed: miniupnpd")
 def test_ports_that_a_router_forwards_are_found_and_used(tmp_path: Path) -> None:
-    """By UPnP and by NAT-PMP. Behind a symmetric router, a client could not punch a hole to these hosts."""
+    """By UPnP and by NAT-PMP. Behind a symmetric router, a client could not punch a hole to these
+    hosts."""
     with nat_swarm(tmp_path / "lab", default_cache_dir(), ["upnp", "natpmp", "symmetric"]) as swarm:
         *hosts, client = swarm.places[1:]
         start_hosts(swarm, hosts)

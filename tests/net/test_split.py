@@ -1,4 +1,5 @@
-"""A network that splits into two parts, and heals: real processes, the real DHT, links that drop what goes to the other part.
+"""A network that splits into two parts, and heals: real processes, the real DHT, links that drop
+what goes to the other part.
 
 In less time, without a network: ``conformance/test_dht.py``, whose peers forget each other.
 """

@@ -33,8 +33,8 @@ HOPS = [Hop(PeerId(f"h{at}"), start, end) for at, (start, end) in enumerate(iter
 
 ERROR_LOG_MEAN, ERROR_LOG_STD = -4.0, 0.3
 """Mean and standard deviation of the logarithm of a position's relative error between bfloat16 and
-float32, over 30 blocks of SmolLM2-135M. -3.65 and 0.23 were measured; here every computation has such
-an error, so that two differ by as much."""
+float32, over 30 blocks of SmolLM2-135M. -3.65 and 0.23 were measured; here every computation has
+such an error, so that two differ by as much."""
 HOPS_OF_TINY = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIRES = (torch.float32, torch.bfloat16, torch.int8)
@@ -69,7 +69,8 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
 
 
 def rounded(true: torch.Tensor, seed: int) -> torch.Tensor:
-    """The outputs of an honest host with low precision: each position has a random relative error."""
+    """The outputs of an honest host with low precision: each position has a random relative
+    error."""
     generator = torch.Generator().manual_seed(seed)
     sizes = (ERROR_LOG_MEAN + ERROR_LOG_STD * torch.randn(len(true), 1, generator=generator)).exp()
     return true * (1 + sizes * torch.randn(true.shape, generator=generator))
@@ -181,7 +182,8 @@ def whole_alone(patch: Patch) -> None:
 @defence("a single channel has a bound of its own", off=whole_alone, channels=17)
 @pytest.mark.parametrize("channels", [1, 5, 17, 34])
 def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
-    """As many of 576 channels as the whole may be wrong in; a norm after them leaves nothing of the rest."""
+    """As many of 576 channels as the whole may be wrong in; a norm after them leaves nothing of the
+    rest."""
     true = torch.randn(3, 576, generator=torch.Generator().manual_seed(0))
     for size in (1e6, 30.0, 8.0):
         false = true.clone()
@@ -235,7 +237,8 @@ def test_no_honest_precision_is_accused(
 
 @given(st.integers(0, 1 << 32), st.sampled_from([1, 4, 16, 64]))
 def test_one_position_a_little_beyond_its_bounds_is_no_lie(seed: int, count: int) -> None:
-    """bfloat16 computes some positions of real text this badly; two of sixteen, or more, are a lie."""
+    """bfloat16 computes some positions of real text this badly; two of sixteen, or more, are a
+    lie."""
     generator = torch.Generator().manual_seed(seed)
     true = torch.randn(count, 576, generator=generator)
 

@@ -1,4 +1,5 @@
-"""Network coordinates: finite whatever peers claim, near the true delays among honest peers, and moved little by a minority of liars."""
+"""Network coordinates: finite whatever peers claim, near the true delays among honest peers, and
+moved little by a minority of liars."""
 
 import math
 import random
@@ -117,8 +118,8 @@ PEERS = 40
 def settled(liars: int) -> tuple[list[OwnCoordinate], Delay]:
     """The coordinates of ``PEERS`` peers after some minutes, and the true delays.
 
-    The first ``liars`` push honest peers apart: each answers 1 s late and claims a place beside the peer that asks, on one side of half of them
-    and on the other side of the other half.
+    The first ``liars`` push honest peers apart: each answers 1 s late and claims a place beside the
+    peer that asks, on one side of half of them and on the other side of the other half.
     """
     rng = random.Random(4)
     places = [[rng.gauss(0.0, 0.03) for _ in range(DIMENSIONS)] for _ in range(PEERS)]
@@ -175,7 +176,8 @@ def test_a_peer_that_moves_is_found_at_its_new_place() -> None:
 
 @defence("no peer claims to be certain of its coordinate", off=replacing(coordinates, "MIN_ERROR", 1e-9))
 def test_a_coordinate_claims_no_more_certainty_than_it_may() -> None:
-    """A peer that claims to be certain of its coordinate pulls no harder than one with ``MIN_ERROR``."""
+    """A peer that claims to be certain of its coordinate pulls no harder than one with
+    ``MIN_ERROR``."""
     here = Coordinate(error=0.2)
     pulled = [
         corrected(here, Coordinate((0.1, 0.0, 0.0), error=error), 0.05, direction=(1, 0, 0))

@@ -1,4 +1,5 @@
-"""Placements of experts are near the best ones of small cases; moves stay in bounds, arrive, and leave no expert without a holder."""
+"""Placements of experts are near the best ones of small cases; moves stay in bounds, arrive, and
+leave no expert without a holder."""
 
 import itertools
 import math
@@ -30,7 +31,8 @@ def peers_of(rooms: Sequence[int], trunk: int | None = 0, blocks: int = BLOCKS) 
 
 
 def skewed_rows(seed: int, rows: int, blocks: int, experts: int) -> NDArray[np.int64]:
-    """Rows whose experts are unevenly popular, and often those of one of two subjects: ``[rows, blocks, CHOSEN]``."""
+    """Rows whose experts are unevenly popular, and often those of one of two subjects: ``[rows,
+    blocks, CHOSEN]``."""
     rng = np.random.default_rng(seed)
     popular = rng.dirichlet(np.ones(experts), (2, blocks)) + 0.02
     found = np.empty((rows, blocks, CHOSEN), np.int64)
@@ -61,7 +63,8 @@ def dispatched(placement: Placement, peers: Sequence[ExpertPeer], rows: NDArray[
 def test_placements_are_near_the_best_of_all(
     experts: int, rooms: tuple[int, ...], trunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The best: fewest messages of all placements in this memory whose busiest peer is not busier than ours, or than ``TARGET``."""
+    """The best: fewest messages of all placements in this memory whose busiest peer is not busier
+    than ours, or than ``TARGET``."""
     monkeypatch.setattr(expert_placement, "SPARE", 0.0)
     peers = peers_of(rooms, trunk, blocks=1)
     holders = [held for held in itertools.product((0, 1), repeat=len(rooms)) if any(held)]
@@ -166,7 +169,7 @@ def test_a_faster_peer_computes_more() -> None:
     assert dispatch.busiest <= 1.2
 
 
-# ---- moves ------------------------------------------------------------------------------------------------
+# ---- moves -------------------------------------------------------------------------------------
 
 
 def applied(present: Placement, moves: Moves) -> dict[PeerId, frozenset[Expert]]:
@@ -246,7 +249,7 @@ def test_five_experts_of_a_hundred_move_a_minute() -> None:
     assert most_moves(10_000) <= MOVES_A_MINUTE * 10_000
 
 
-# ---- dispatch and use ----------------------------------------------------------------------------------
+# ---- dispatch and use --------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
@@ -346,7 +349,8 @@ def test_peers_whose_owners_chose_keep_their_experts(seed: int, chosen: set[Expe
 
 
 def test_others_move_for_the_experts_of_a_peer_whose_owner_chose_them() -> None:
-    """Rows choose experts 0 and 1, or 2 and 3. One peer keeps 0 and 2, another one gets a copy of one of them, so that half of the rows need one peer."""
+    """Rows choose experts 0 and 1, or 2 and 3. One peer keeps 0 and 2, another one gets a copy of
+    one of them, so that half of the rows need one peer."""
     rows = np.array([[[0, 1]], [[2, 3]]] * 20)
     fixed, other = ExpertPeer(PeerId("fixed"), 2, is_fixed=True), ExpertPeer(PeerId("other"), 5, 3.0)
     present = {

@@ -56,7 +56,8 @@ WINDOWS = ("", "send", "receive")
 def read_all(
     chunks: Sequence[bytes], protocol: ProtocolSpec, window: str = ""
 ) -> tuple[list[Message], Exception]:
-    """The messages read from ``chunks``, and the error at the end. ``window``: the side of flow control that reads."""
+    """The messages read from ``chunks``, and the error at the end. ``window``: the side of flow
+    control that reads."""
 
     async def main() -> tuple[list[Message], Exception]:
         reader, limiter = asyncio.StreamReader(), RateLimiter()
@@ -116,7 +117,8 @@ def test_every_truncation_is_detected(message: Message, short: int) -> None:
 
 @given(sizes, sizes, st.binary(max_size=300))
 def test_frames_with_any_announced_sizes_are_read_or_refused(first: int, second: int, rest: bytes) -> None:
-    """Sizes over a limit are violations at once; within it, the bytes are a message, a refusal or the end."""
+    """Sizes over a limit are violations at once; within it, the bytes are a message, a refusal or
+    the end."""
     received, end = read_all([struct.pack(">II", first, second) + rest], SMALL)
     if first == REFUSED:
         assert received == []
@@ -138,7 +140,8 @@ def test_frames_with_any_announced_sizes_are_read_or_refused(first: int, second:
 
 @given(sizes, sizes, st.binary(max_size=300))
 def test_a_payload_before_its_credit_is_a_violation(first: int, second: int, rest: bytes) -> None:
-    """So is a payload that needs credit at a reader that grants none. All of ``rest`` is there before any credit."""
+    """So is a payload that needs credit at a reader that grants none. All of ``rest`` is there
+    before any credit."""
     header_bytes = min(first, NEEDS_CREDIT - 4)  # larger values mark other frames
     frame = struct.pack(">II", NEEDS_CREDIT + header_bytes, second) + rest
     for window in ("", "send"):
@@ -256,5 +259,6 @@ def test_garbage_takes_no_more_memory_than_its_size(
         finally:
             tracemalloc.stop()
 
-    # Python's table of interned strings may happen to grow meanwhile, by megabytes. What garbage costs, it costs each time.
+    # Python's table of interned strings may happen to grow meanwhile, by megabytes. What garbage
+    # costs, it costs each time.
     assert any(peak_bytes() < 1 << 20 for _ in range(2))

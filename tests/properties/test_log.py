@@ -1,4 +1,5 @@
-"""The activation log against a model that keeps every sequence whole: the log rebuilds any hop, and feeds any surviving hop."""
+"""The activation log against a model that keeps every sequence whole: the log rebuilds any hop, and
+feeds any surviving hop."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -116,7 +117,8 @@ def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
 def test_a_replacement_sends_the_survivor_exactly_the_missing_steps(
     data: st.DataObject,
 ) -> None:
-    """upstream -> middle -> survivor: the middle is replaced at any moment, even during a replay."""
+    """upstream -> middle -> survivor: the middle is replaced at any moment, even during a
+    replay."""
     upstream, truth, number = a_log(), {}, numbers()
     survivor = Downstream()
     acked = 0
@@ -135,7 +137,8 @@ def test_a_replacement_sends_the_survivor_exactly_the_missing_steps(
         try:
             step = middle.log.next(to_survivor)
         except StepsCompacted:
-            # Only a survivor that was itself being rebuilt may be behind: what is acknowledged has passed through it.
+            # Only a survivor that was itself being rebuilt may be behind: what is acknowledged has
+            # passed through it.
             assert survivor.log.last < acked
             middle.log.detach(to_survivor)
             survivor = Downstream()

@@ -1,6 +1,7 @@
 """No change of a statement that an authority signed is accepted, and no garbage crashes its reader.
 
-Every single bit is flipped, and 100 other changes are tried; with ``--hypothesis-profile thorough`` 100,000 of each.
+Every single bit is flipped, and 100 other changes are tried; with ``--hypothesis-profile thorough``
+100,000 of each.
 """
 
 import math
@@ -116,7 +117,8 @@ def test_no_mutated_proof_redeems_an_invite() -> None:
 
 
 def test_no_replay_is_accepted() -> None:
-    """Another peer replays what alice sent in a handshake and to an issuer, once for each example."""
+    """Another peer replays what alice sent in a handshake and to an issuer, once for each
+    example."""
     bob = Identity.from_seed(b"bob").peer_id
     certificate, _ = SEALED["certificate"]
     for _ in range(settings().max_examples):
@@ -134,7 +136,8 @@ DAY_S = 24 * 3600
 def test_a_bounded_list_names_every_revoked_peer_that_could_enter(
     revocations: list[tuple[int, int, bool]],
 ) -> None:
-    """Each a while after the one before, of one of a few peers or of invites, by a tool that signs the list anew each time."""
+    """Each a while after the one before, of one of a few peers or of invites, by a tool that signs
+    the list anew each time."""
     named, now, revoked_at = RevokedIds(), int(NOW), dict[object, int]()
     for days, number, is_peer in revocations:
         now += days * DAY_S
@@ -149,7 +152,8 @@ def test_a_bounded_list_names_every_revoked_peer_that_could_enter(
         recent = {each for each, then in revoked_at.items() if now < then + KEPT_S}
         assert set(named.in_order()) == set(named.since) == recent
     for revoked, then in revoked_at.items():
-        # The last one that can be issued: by an issuer that learned of the revocation a certificate's lifetime later.
+        # The last one that can be issued: by an issuer that learned of the revocation a
+        # certificate's lifetime later.
         ends = then + 2 * MAX_LIFETIME_S
         assert now >= ends or revoked in named.in_order()
 

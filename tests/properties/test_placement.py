@@ -1,4 +1,5 @@
-"""The throughput of a swarm is that of the tightest set of blocks; a joining host leaves no gap that it could fill; hosts that join at once agree."""
+"""The throughput of a swarm is that of the tightest set of blocks; a joining host leaves no gap
+that it could fill; hosts that join at once agree."""
 
 import random
 from itertools import pairwise
@@ -36,7 +37,8 @@ def pieces(found: list[Claim]) -> int:
 
 @given(claims(10))
 def test_the_throughput_is_that_of_the_tightest_set_of_blocks(found: list[Claim]) -> None:
-    """Compared with all sets of blocks: by the min-cut theorem the throughput is the lowest bound that a set gives."""
+    """Compared with all sets of blocks: by the min-cut theorem the throughput is the lowest bound
+    that a set gives."""
     ratios = []
     for chosen in range(1, 1 << BLOCKS):
         blocks = {block for block in range(BLOCKS) if chosen >> block & 1}

@@ -1,4 +1,5 @@
-"""Moves never lower the throughput, never leave a block without a host, and fill every gap that the hosts can fill."""
+"""Moves never lower the throughput, never leave a block without a host, and fill every gap that the
+hosts can fill."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The scheduler: batches within their limit and of one part of the stage, no starvation, short waits."""
+"""The scheduler: batches within their limit and of one part of the stage, no starvation, short
+waits."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,5 @@
-"""A damaged swarm file is refused, or has the same content: never a valid file with other content."""
+"""A damaged swarm file is refused, or has the same content: never a valid file with other
+content."""
 
 from dataclasses import replace
 from pathlib import Path

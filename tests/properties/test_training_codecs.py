@@ -1,4 +1,5 @@
-"""Every codec on any finite vector: what comes back is near, exact where it was promised, and garbage is refused."""
+"""Every codec on any finite vector: what comes back is near, exact where it was promised, and
+garbage is refused."""
 
 import math
 from itertools import pairwise
@@ -26,7 +27,8 @@ counts = st.sampled_from(LOCAL_LAYERS) | st.integers(0, 10_000)
 
 @st.composite
 def vectors(draw: st.DrawFn) -> torch.Tensor:
-    """Finite float32 [0 .. 10,000]: bell-shaped of any size, of mixed sizes, few distinct values, extremes, subnormals, zeros."""
+    """Finite float32 [0 .. 10,000]: bell-shaped of any size, of mixed sizes, few distinct values,
+    extremes, subnormals, zeros."""
     count = draw(counts)
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     exponent = draw(st.integers(-38, 37))
@@ -117,7 +119,8 @@ def test_topk_keeps_the_largest_values_and_the_earlier_of_equal_ones(values: tor
         kept = order[:64]
         assert not got[order[64:]].any()
         if kept:
-            # A bucket mean lies within its values; it is rounded to eight bits and bounded as a scale is.
+            # A bucket mean lies within its values; it is rounded to eight bits and bounded as a
+            # scale is.
             low, high = float(chunk[kept].min()), float(chunk[kept].max())
             slack = 2.0**-8 * max(abs(low), abs(high)) + MIN_SCALE
             assert bool((got[kept].double() >= max(min(low, MAX_SCALE), -MAX_SCALE) - slack).all())

@@ -21,7 +21,8 @@ TOLERANCE = 2e-3
 
 @dataclass
 class Writer:
-    """A client that writes into several sequences at random, and checks every answer against the whole model."""
+    """A client that writes into several sequences at random, and checks every answer against the
+    whole model."""
 
     reference: Reference
     rng: random.Random

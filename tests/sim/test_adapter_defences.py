@@ -272,7 +272,8 @@ def test_a_host_that_leaves_accepts_no_adapters(reference: Reference) -> None:
 
 
 def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Reference) -> None:
-    """Memory stays within the quota of their owner; who generates meanwhile gets the same tokens, with its adapter."""
+    """Memory stays within the quota of their owner; who generates meanwhile gets the same tokens,
+    with its adapter."""
     limit = 8 * len(part_of(rank=8))
     ours = Adapter(random_tensors(range(6), seed=99))
     sizes: list[int] = []

@@ -1,4 +1,5 @@
-"""Adapters through chains of hosts: each client gets the outputs of PEFT, whatever other clients do and whichever hosts fail."""
+"""Adapters through chains of hosts: each client gets the outputs of PEFT, whatever other clients do
+and whichever hosts fail."""
 
 import asyncio
 from collections.abc import Sequence
@@ -108,7 +109,8 @@ def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
 def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
     reference: Reference, tuned: Tuned
 ) -> None:
-    """The adapter is uploaded again by a second client, and used on: the first client's session goes on in the blocks that stay."""
+    """The adapter is uploaded again by a second client, and used on: the first client's session
+    goes on in the blocks that stay."""
     text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
 
     async def scenario(lab: Lab) -> None:
@@ -178,7 +180,8 @@ def test_clients_with_and_without_adapters_get_their_own_outputs(reference: Refe
 @pytest.mark.parametrize("victim", ["a", "b"])
 @pytest.mark.parametrize("moment", ["upload", "open", "step"])
 def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim: str, moment: str) -> None:
-    """The replacement, which has more blocks, gets the adapter before its session is opened, and computes the same outputs."""
+    """The replacement, which has more blocks, gets the adapter before its session is opened, and
+    computes the same outputs."""
 
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a": (0, 3), "b": (3, 6)})

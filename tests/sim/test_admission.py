@@ -265,7 +265,8 @@ def test_silent_newcomers_keep_no_other_newcomer_out(tmp_path: Path) -> None:
     off=replacing(subnets, "subnet_of", lambda _: "one subnet"),
 )
 def test_many_identities_in_one_subnet_evict_each_other(tmp_path: Path) -> None:
-    """A distant newcomer needs a while for its request; meanwhile the attacker opens new streams."""
+    """A distant newcomer needs a while for its request; meanwhile the attacker opens new
+    streams."""
 
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")

@@ -1,4 +1,5 @@
-"""Hosts that compute as on an accelerator, with caches in an arena and recorded steps, in a swarm with a fault."""
+"""Hosts that compute as on an accelerator, with caches in an arena and recorded steps, in a swarm
+with a fault."""
 
 import asyncio
 from dataclasses import replace

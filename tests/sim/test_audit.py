@@ -1,4 +1,5 @@
-"""Hosts that give wrong outputs, finite ones, in a swarm of real nodes: they are found and replaced, and no honest host is accused."""
+"""Hosts that give wrong outputs, finite ones, in a swarm of real nodes: they are found and
+replaced, and no honest host is accused."""
 
 import asyncio
 import dataclasses
@@ -37,7 +38,8 @@ def names(lab: Lab, peers: Iterable[str]) -> list[str]:
 
 
 def prefer(swarm: Swarm, first: Iterable[str]) -> None:
-    """Route through these hosts as long as they may be used, so that a test need not wait for chance."""
+    """Route through these hosts as long as they may be used, so that a test need not wait for
+    chance."""
     route = swarm.route
     wanted = set(first)
 
@@ -130,7 +132,8 @@ def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Ref
     off=replacing(Auditor, "add_audited_outputs", lambda _, rows: rows),
 )
 def test_the_last_hop_returns_outputs_of_first_positions() -> None:
-    """Outputs of the last hop reach only the client, and a prompt wants only its last one: audits need some of the first positions too."""
+    """Outputs of the last hop reach only the client, and a prompt wants only its last one: audits
+    need some of the first positions too."""
     spec = ChainSpec(6, 32, 512, torch.float32)
     swarm: Any = SimpleNamespace(ledger=None)
     auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)

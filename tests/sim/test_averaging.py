@@ -1,4 +1,5 @@
-"""Rounds of averaging under crashes, hangs, cuts and slow links: one decision, the same bits, in time."""
+"""Rounds of averaging under crashes, hangs, cuts and slow links: one decision, the same bits, in
+time."""
 
 import asyncio
 import itertools
@@ -65,7 +66,8 @@ def test_a_result_is_not_requested_again_while_it_is_verified() -> None:
 
     async def scenario(lab: TrainingLab) -> Outcomes:
         for exchange in lab.exchanges.values():
-            exchange._executor = TimedExecutor(2.5)  # longer than a member waits for one that is silent
+            # longer than a member waits for one that is silent
+            exchange._executor = TimedExecutor(2.5)
         return await lab.average(work)
 
     outcomes: Outcomes = simulate(scenario, lab)

@@ -1,4 +1,5 @@
-"""Results of a sparse codec: all members get the contributions themselves, and no reducer can change them."""
+"""Results of a sparse codec: all members get the contributions themselves, and no reducer can
+change them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -131,7 +132,8 @@ def test_a_contribution_that_does_not_decode_is_left_out() -> None:
 
 
 def traffic(codec: str, count: int) -> tuple[int, int]:
-    """Bytes sent in a round of 8 workers, heartbeats included: by the busiest worker, and by all."""
+    """Bytes sent in a round of 8 workers, heartbeats included: by the busiest worker, and by
+    all."""
     lab = TrainingLab(8)
     work = Work.random(lab, count, codec)
     in_all = []

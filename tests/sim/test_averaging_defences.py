@@ -1,4 +1,5 @@
-"""A member that is late, disagrees, or sends invalid contributions or sizes: the others commit without it."""
+"""A member that is late, disagrees, or sends invalid contributions or sizes: the others commit
+without it."""
 
 import asyncio
 from dataclasses import replace
@@ -237,7 +238,8 @@ def test_a_peer_outside_the_roster_is_refused() -> None:
 
 
 def test_heartbeats_to_a_peer_that_does_not_read_end_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream of a member that waits for a round and reads no heartbeats is ended, and its reservation is released."""
+    """The stream of a member that waits for a round and reads no heartbeats is ended, and its
+    reservation is released."""
     monkeypatch.setattr(memory_network, "STREAM_BUFFER_BYTES", 16)
     lab = TrainingLab(2)
     target, idle = lab.peers

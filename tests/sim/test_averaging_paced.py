@@ -1,4 +1,5 @@
-"""An exchange spread over time: no burst on any link, and the same bits in time, whichever member fails."""
+"""An exchange spread over time: no burst on any link, and the same bits in time, whichever member
+fails."""
 
 from collections import deque
 from pathlib import Path
@@ -23,12 +24,14 @@ SPREAD_S = OVERLAP_STEPS * STEP_S
 COUNT = 1 << 20
 ROUNDS = 3
 GRAIN = 1.08
-"""Tolerance, because parts are sent whole, and time is reserved for the arrival of the last part."""
+"""Tolerance, because parts are sent whole, and time is reserved for the arrival of the last
+part."""
 FAST = LinkProfile(delay_s=0.02, bytes_per_s=1e9)
 
 
 class Meter:
-    """The most bytes that a worker sent in any window of ``seconds``, and the bytes that each worker sent in all."""
+    """The most bytes that a worker sent in any window of ``seconds``, and the bytes that each
+    worker sent in all."""
 
     def __init__(self, lab: TrainingLab, seconds: float) -> None:
         self.peak_bytes = 0
@@ -59,7 +62,8 @@ def exchanged(
 
 
 def peak_share(spread_s: float, late_s: float = 0.0) -> tuple[float, Outcomes]:
-    """The largest share of a worker's bytes in an exchange that it sends in the time of one inner step."""
+    """The largest share of a worker's bytes in an exchange that it sends in the time of one inner
+    step."""
     lab = TrainingLab(4, link=FAST)
     meter = Meter(lab, STEP_S)
     outcomes = exchanged(lab, Work.random(lab, COUNT, "int4"), spread_s, {lab.peers[1]: late_s})
@@ -171,7 +175,8 @@ def test_workers_spread_an_exchange_over_the_steps_that_it_overlaps(
     lab.network.observers.append(observe)
     run(train(lab, "anna", "boris"))
 
-    # In virtual time a call of the computing thread takes equally long for any number of steps; the first round has twice as many.
+    # In virtual time a call of the computing thread takes equally long for any number of steps; the
+    # first round has twice as many.
     overlap_s = 0.0 if method == "diloco" else COMPUTE_S
     later = list(sent.values())[len(sent) // ROUNDS :]
     assert later

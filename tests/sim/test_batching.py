@@ -95,7 +95,8 @@ def test_a_node_that_dies_changes_no_answer(reference: Reference, moment: int) -
 
 
 def repetitive(count: int, tokens: int = 40) -> list[Request]:
-    """Requests whose answers repeat themselves, with a few surprises: by biases, as the tiny model's own choices never do."""
+    """Requests whose answers repeat themselves, with a few surprises: by biases, as the tiny
+    model's own choices never do."""
     biases = tuple((token, 6.0) for token in (11, 12, 13))
     styles = [
         {},
@@ -126,7 +127,8 @@ def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference
 
 
 def draft_model(reference: Reference, *, is_right: bool) -> DraftModel:
-    """The model of the swarm, or one of the same shape with other weights, whose tokens take no time."""
+    """The model of the swarm, or one of the same shape with other weights, whose tokens take no
+    time."""
     model = reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
     if not is_right:
         torch.manual_seed(3)
@@ -140,7 +142,8 @@ def draft_model(reference: Reference, *, is_right: bool) -> DraftModel:
 def test_a_draft_model_saves_trips_and_changes_no_answer(
     reference: Reference, moment: int, *, is_right: bool
 ) -> None:
-    """Without a failure, and with a node that dies at its ninth token. Prompts are random: they have nothing to look up."""
+    """Without a failure, and with a node that dies at its ninth token. Prompts are random: they
+    have nothing to look up."""
     wanted = [
         request(ids, TOKENS, temperature=number % 2, seed=number) for number, ids in enumerate(prompts(6))
     ]
@@ -296,7 +299,8 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
             longer = [*history, *first, 11, 12]
             async with running.answer(request(longer, 5)) as answer:
                 assert [token.id async for token in answer] == reference.greedy(longer, 5)
-                assert answer.reused == len(history) + 5  # the last token of an answer is never sent
+                # the last token of an answer is never sent
+                assert answer.reused == len(history) + 5
             stranger = replace(request(longer, 5), owner="another caller")
             async with running.answer(stranger) as answer:
                 assert [token.id async for token in answer] == reference.greedy(longer, 5)

@@ -1,4 +1,5 @@
-"""The flow model of clients (``scale/clients.py``) beside whole nodes, in one swarm: equal hosts and delays, sessions that never pause."""
+"""The flow model of clients (``scale/clients.py``) beside whole nodes, in one swarm: equal hosts
+and delays, sessions that never pause."""
 
 import asyncio
 import random
@@ -22,9 +23,11 @@ WARM_S, MEASURED_S = 12.0, 20.0
     [
         # One session: the delays and forwards alone.
         (1, 1, 0.97, 1.0),
-        # Hosts that compute 0.8 of the time: a step waits for the forward that runs, which the flow model leaves out.
+        # Hosts that compute 0.8 of the time: a step waits for the forward that runs, which the flow
+        # model leaves out.
         (2, 8, 0.75, 0.95),
-        # 1.6 times the work that hosts can do one step after another: they compute several in one forward, which the flow model leaves out.
+        # 1.6 times the work that hosts can do one step after another: they compute several in one
+        # forward, which the flow model leaves out.
         pytest.param(2, 16, 1.1, 1.4, marks=pytest.mark.thorough),
     ],
 )

@@ -1,4 +1,5 @@
-"""Random swarms under random trouble: right answers or errors with a name, and nothing left behind."""
+"""Random swarms under random trouble: right answers or errors with a name, and nothing left
+behind."""
 
 import asyncio
 import random
@@ -11,7 +12,8 @@ STEPS = 12
 
 
 async def storm(lab: Lab, *, sheltered: bool) -> list[SwarmnetError | None]:
-    """Several clients at work while nodes fail. ``sheltered``: one node of every block never does."""
+    """Several clients at work while nodes fail. ``sheltered``: one node of every block never
+    does."""
     rng = random.Random(f"{lab.seed}/storm")
     cover, more = random_spans(rng)
     spans = cover + more

@@ -1,4 +1,5 @@
-"""Invalid messages of hosts and invalid records that clients refuse, and how they continue without them."""
+"""Invalid messages of hosts and invalid records that clients refuse, and how they continue without
+them."""
 
 import asyncio
 import math
@@ -55,7 +56,8 @@ def lie_not_finite(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
 
 
 Forge = Callable[[MemoryStream, Message], Message | Refusal | None]
-"""The message that a liar sends in place of another, or its refusal of the stream; None: it sends the true message."""
+"""The message that a liar sends in place of another, or its refusal of the stream; None: it sends
+the true message."""
 
 
 def assert_liar_is_replaced(
@@ -64,7 +66,8 @@ def assert_liar_is_replaced(
     forge: Forge,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first peer that lies continues to lie; the answer is right, and the last chain does not contain the liar."""
+    """The first peer that lies continues to lie; the answer is right, and the last chain does not
+    contain the liar."""
     honest = MemoryStream.send
     liar = ""
 

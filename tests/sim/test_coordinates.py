@@ -1,4 +1,5 @@
-"""Hosts and clients learn where they are in delay space from their own pings, and a client estimates delays between hosts that it never measured."""
+"""Hosts and clients learn where they are in delay space from their own pings, and a client
+estimates delays between hosts that it never measured."""
 
 import asyncio
 

@@ -1,4 +1,5 @@
-"""Experts on peers hold against rows that are not finite, false announcements, silent streams and requests to drop experts."""
+"""Experts on peers hold against rows that are not finite, false announcements, silent streams and
+requests to drop experts."""
 
 import asyncio
 import math
@@ -70,7 +71,7 @@ def claim(lab: Lab, name: str, experts: BlockExperts) -> None:
     lab.board.post(*publisher.seal(topic, record.SerializeToString(), lifetime_s=3600.0))
 
 
-# ---- rows -------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -117,7 +118,7 @@ def test_a_peer_with_answers_of_a_wrong_shape_is_tried_ever_later(mixtral: Refer
     simulate(mixtral, scenario, link=LAN, limit_s=300)
 
 
-# ---- announcements ----------------------------------------------------------------------------------------
+# ---- announcements -----------------------------------------------------------------------------
 
 
 @defence(
@@ -234,7 +235,7 @@ def test_a_peer_that_never_answers_holds_a_forward_a_minute_at_most(mixtral: Ref
     simulate(mixtral, scenario, link=LAN, limit_s=200)
 
 
-# ---- streams ----------------------------------------------------------------------------------------------
+# ---- streams -----------------------------------------------------------------------------------
 
 
 @defence(
@@ -262,11 +263,12 @@ def test_silent_streams_give_way_to_a_host_that_needs_experts(mixtral: Reference
     simulate(mixtral, scenario, link=LAN)
 
 
-# ---- requests to move experts -----------------------------------------------------------------------------
+# ---- requests to move experts ------------------------------------------------------------------
 
 
 async def ask_to_drop(lab: Lab, target: str, experts: BlockExperts) -> None:
-    """Ask a peer to drop experts, as a host does, once announcements are visible, and wait until it has decided."""
+    """Ask a peer to drop experts, as a host does, once announcements are visible, and wait until it
+    has decided."""
     await asyncio.sleep(5.0)
     async with lab.network.transport(lab.peer_id("stranger")) as transport:
         stream = await open_experts(lab, transport, target)

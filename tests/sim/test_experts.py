@@ -388,7 +388,8 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
 def test_experts_move_to_where_rows_need_them_and_are_never_missing(
     mixtral: Reference, spans: list[tuple[int, int]]
 ) -> None:
-    """Peers whose owners let hosts choose follow a trunk, one of them each, and others stay; meanwhile answers go on."""
+    """Peers whose owners let hosts choose follow a trunk, one of them each, and others stay;
+    meanwhile answers go on."""
 
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
@@ -590,7 +591,8 @@ def let_gradients_pass(patch: Patch) -> None:
 
 @defence("no training pass leaves out the gradients of experts on peers", off=let_gradients_pass)
 def test_gradients_do_not_flow_through_experts_of_peers(mixtral: Reference) -> None:
-    """A pass through a host whose experts are elsewhere is refused, not computed without their gradients."""
+    """A pass through a host whose experts are elsewhere is refused, not computed without their
+    gradients."""
 
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)

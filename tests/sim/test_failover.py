@@ -1,4 +1,5 @@
-"""A node that serves fails, in every way, at every point of a request: the client sees a pause, never an error."""
+"""A node that serves fails, in every way, at every point of a request: the client sees a pause,
+never an error."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -25,7 +26,8 @@ ONE_REPLICA = {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)}
 TWO_OF_EACH = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
 
 STEP_S = 0.1
-"""More than a step or the replay of the prompt takes on these links, where computing takes no time."""
+"""More than a step or the replay of the prompt takes on these links, where computing takes no
+time."""
 CRASH_S = 0.5 + STEP_S
 SILENT_S = 3.0 + STEP_S
 
@@ -64,7 +66,8 @@ class Outcome:
 
 
 async def converse(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
-    """Send a prompt and read its answer on nodes of ``layout``. Afterwards no live node holds anything for it."""
+    """Send a prompt and read its answer on nodes of ``layout``. Afterwards no live node holds
+    anything for it."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)  # the directory shows them all
@@ -148,7 +151,8 @@ def test_a_replica_continues_when_a_hop_fails(
     outcome = simulate(reference, scenario)
     assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
     assert hit, "the fault was never injected"
-    # A hop that is cut off from the client only continues to serve until the client misses its heartbeats.
+    # A hop that is cut off from the client only continues to serve until the client misses its
+    # heartbeats.
     assert fault == "cut from client" or hit[0].target not in outcome.route
     assert outcome.longest_s <= LIMIT_S[fault]
 
@@ -285,8 +289,8 @@ BACK_S = 6.0
 
 
 def test_a_repair_does_not_wait_for_a_directory_that_does_not_answer(reference: Reference) -> None:
-    """The replica of the directory may have failed with the host. A host that failed before is tried
-    instead."""
+    """The replica of the directory may have failed with the host. A host that failed before is
+    tried instead."""
 
     async def scenario(lab: Lab) -> float:
         for name, blocks in ONE_REPLICA.items():
@@ -315,7 +319,8 @@ def test_a_repair_does_not_wait_for_a_directory_that_does_not_answer(reference: 
 
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: str) -> None:
-    """One of two hosts hangs from the start; the other one fails while it serves and stays away. Then the first one answers again."""
+    """One of two hosts hangs from the start; the other one fails while it serves and stays away.
+    Then the first one answers again."""
 
     def plan(lab: Lab) -> list[list[Delivery]]:
         serving, away = lab.peer_id("b"), lab.peer_id("b2")
@@ -362,7 +367,8 @@ def test_a_reset_connection_is_opened_again(reference: Reference, victim: str) -
 def test_a_session_moves_to_a_better_path_between_two_steps(
     reference: Reference, host: str, phase: str
 ) -> None:
-    """Nothing is replaced, no position is lost or computed twice, and the stream over the other path ends."""
+    """Nothing is replaced, no position is lost or computed twice, and the stream over the other
+    path ends."""
 
     async def scenario(lab: Lab) -> Outcome:
         hits: list[list[Delivery]] = []

@@ -1,4 +1,5 @@
-"""A gateway over whole nodes in virtual time: responses, refused requests, failures in the swarm."""
+"""A gateway over whole nodes in virtual time: responses, refused requests, failures in the
+swarm."""
 
 import asyncio
 import json

@@ -1,4 +1,5 @@
-"""A hop is replaced by a standby that is ready: no step waits when a host leaves, and only for a moment when one fails."""
+"""A hop is replaced by a standby that is ready: no step waits when a host leaves, and only for a
+moment when one fails."""
 
 import asyncio
 import sys
@@ -64,7 +65,8 @@ async def answer(
     standby: bool | None = None,
     at: int = LEAVES_AT,
 ) -> Answer:
-    """Generate an answer on nodes of ``layout``, and call ``act`` after ``at`` tokens. Afterwards no live node holds anything for it."""
+    """Generate an answer on nodes of ``layout``, and call ``act`` after ``at`` tokens. Afterwards
+    no live node holds anything for it."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)  # the directory shows them all
@@ -111,7 +113,8 @@ def test_a_host_that_leaves_hands_over_without_a_pause(reference: Reference, blo
     assert got.longest_decode_s <= 2 * STEP_S
     whole = len(PROMPT) + TOKENS - 1
     others = [name for name in TWO_OF_EACH if TWO_OF_EACH[name] != TWO_OF_EACH[left[0]]]
-    survivors = sorted(got.computed[name] for name in others)[-2:]  # other nodes have computed for audits
+    # other nodes have computed for audits
+    survivors = sorted(got.computed[name] for name in others)[-2:]
     assert survivors == [whole, whole], "a survivor computed twice"
 
 
@@ -385,7 +388,8 @@ def stands_by_never(live: LiveHop, name: str) -> Any:
     off=lambda patch: patch.setattr(LiveHop, "__getattribute__", stands_by_never),
 )
 def test_outputs_of_a_standby_are_not_answers(reference: Reference) -> None:
-    """A host that answers while it stands by, before the hop whose place it may take, changes no token."""
+    """A host that answers while it stands by, before the hop whose place it may take, changes no
+    token."""
     answer_step = HostedSession._answer
     began = HostedSession.__init__
     lied: list[HostedSession] = []

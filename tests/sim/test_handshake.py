@@ -47,7 +47,7 @@ from tests.support.handshake_lab import (
 from tests.support.memory_network import Delivery
 from tests.support.private_swarm import EPOCH, LIFETIME_S, Someone, identity_of
 
-# ---- peers that are refused -----------------------------------------------------------------------------------
+# ---- peers that are refused ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -312,11 +312,12 @@ def test_a_peer_that_newer_rules_refuse_learns_the_reason() -> None:
     run(scenario)
 
 
-# ---- what it costs --------------------------------------------------------------------------------------------
+# ---- what it costs -----------------------------------------------------------------------------
 
 
 def test_two_members_need_one_handshake() -> None:
-    """Only the first stream waits for the handshake; a second one takes as long as without a handshake."""
+    """Only the first stream waits for the handshake; a second one takes as long as without a
+    handshake."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -363,7 +364,7 @@ def test_a_caller_that_gives_up_does_not_end_the_handshake() -> None:
     run(scenario)
 
 
-# ---- a newer swarm file -------------------------------------------------------------------------------------
+# ---- a newer swarm file ------------------------------------------------------------------------
 
 
 NEW_AUTHORITY = identity_of("new authority")

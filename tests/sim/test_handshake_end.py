@@ -1,4 +1,5 @@
-"""When a membership ends: revocations and how they spread, certificates that end, clocks that differ, peers that restart."""
+"""When a membership ends: revocations and how they spread, certificates that end, clocks that
+differ, peers that restart."""
 
 import asyncio
 import itertools
@@ -32,7 +33,7 @@ from tests.support.handshake_lab import (
 )
 from tests.support.private_swarm import EPOCH, PrivateSwarm, identity_of
 
-# ---- the end of a membership ---------------------------------------------------------------------------------------
+# ---- the end of a membership --------------------------------------------------------------------
 
 
 def keep_admitted(patch: Patch) -> None:
@@ -103,7 +104,8 @@ def test_a_member_notices_that_its_certificate_ended() -> None:
 
 
 def test_a_revocation_spreads_to_all_who_are_connected() -> None:
-    """The members stand in a line and each has met its neighbours; the revoked one is at the end."""
+    """The members stand in a line and each has met its neighbours; the revoked one is at the
+    end."""
 
     async def scenario(world: World) -> None:
         line = [await world.member(f"member {number}") for number in range(8)]
@@ -170,7 +172,8 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
 
 @dataclass
 class Signers:
-    """Two signers of the swarm file: a removed one, whose revocation list comes first in order, and one that stays."""
+    """Two signers of the swarm file: a removed one, whose revocation list comes first in order, and
+    one that stays."""
 
     removed: Identity
     staying: Identity

@@ -28,7 +28,7 @@ from tests.support.private_swarm import Someone
 from tests.support.refusals import final_refusal
 from tests.support.switched_off import wait_for_ever
 
-# ---- limits ---------------------------------------------------------------------------------------------------
+# ---- limits -------------------------------------------------------------------------------------
 
 
 @defence("silent streams time out", off=wait_for_ever)
@@ -68,7 +68,8 @@ def test_silent_strangers_keep_no_member_out() -> None:
 
 @defence("one subnet does not take all streams", off=replacing(SubnetLimits, "_evict_from", nothing))
 def test_sixteen_strangers_with_all_streams_keep_no_member_out() -> None:
-    """Outsiders stay silent or keep refused streams open: each stream lasts seconds, and another one follows."""
+    """Outsiders stay silent or keep refused streams open: each stream lasts seconds, and another
+    one follows."""
 
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
@@ -162,7 +163,8 @@ def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
-    """A server that keeps three handshake streams open, and five admitted clients. No other stream is open."""
+    """A server that keeps three handshake streams open, and five admitted clients. No other stream
+    is open."""
     monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
     server = await world.member("bob")
     await server.transport.serve(SESSION, answer)

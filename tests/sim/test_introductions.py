@@ -1,4 +1,5 @@
-"""The addresses that a host dials for a client that names the next hop: signed by that hop, and few."""
+"""The addresses that a host dials for a client that names the next hop: signed by that hop, and
+few."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -176,7 +177,8 @@ def test_a_next_hop_is_dialled_once_at_a_time(reference: Reference) -> None:
 def test_a_client_learns_nothing_of_a_next_hop_that_is_not_reached(
     reference: Reference, next_hop: str
 ) -> None:
-    """Three peers: one that does not exist, one that has signed its addresses, and one that is reachable and has signed nothing."""
+    """Three peers: one that does not exist, one that has signed its addresses, and one that is
+    reachable and has signed nothing."""
 
     async def talk(stranger: Stranger) -> None:
         identity = peer(next_hop)

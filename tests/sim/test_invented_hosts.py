@@ -72,7 +72,8 @@ def test_hosts_leave_no_blocks_to_invented_hosts(reference: Reference, answers: 
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
 
-    simulate(reference, scenario, limit_s=LONG_S + 200.0, seed=1)  # the first host asked is an invented one
+    # the first host asked is an invented one
+    simulate(reference, scenario, limit_s=LONG_S + 200.0, seed=1)
 
 
 @defence("blocks that no host has are filled, whatever is announced", off=believe_all)

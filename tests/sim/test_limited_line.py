@@ -1,4 +1,5 @@
-"""A host with a limited download rate: its clients together do not exceed the rate, and all of them are served."""
+"""A host with a limited download rate: its clients together do not exceed the rate, and all of them
+are served."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -200,7 +201,8 @@ async def compute(lab: Lab) -> int:
 def test_a_host_that_grants_no_credit_is_replaced(
     reference: Reference, use: Callable[[Lab], Awaitable[int]]
 ) -> None:
-    """A host that sends heartbeats but no credit is replaced as soon as a host that computes nothing."""
+    """A host that sends heartbeats but no credit is replaced as soon as a host that computes
+    nothing."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("stingy", lab.hosting((0, 6)))

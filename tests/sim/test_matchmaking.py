@@ -76,7 +76,8 @@ def test_a_worker_that_is_late_is_left_out() -> None:
 
 
 def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
-    """Workers that start together read the directory at different times, so the first ones may lead when a lower peer id comes."""
+    """Workers that start together read the directory at different times, so the first ones may lead
+    when a lower peer id comes."""
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, *early, last = workers
@@ -507,7 +508,8 @@ def test_a_roster_by_hash_is_checked(wrong: pb.Roster) -> None:
 
 
 def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
-    """A leader that reports a lower last exchange than the follower sent cannot make it repeat one."""
+    """A leader that reports a lower last exchange than the follower sent cannot make it repeat
+    one."""
     wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, last_exchange=FIRST + 3), B)))
     with pytest.raises(ProtocolViolation, match="exchange number 196612"):
         roster_from_wire(wire, round=3, me=replace(A, last_exchange=FIRST + 4))

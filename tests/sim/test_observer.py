@@ -1,4 +1,5 @@
-"""The dashboard's observer in a simulated swarm: hosts that join, crash, hang and leave, and edges along which tokens flow."""
+"""The dashboard's observer in a simulated swarm: hosts that join, crash, hang and leave, and edges
+along which tokens flow."""
 
 import asyncio
 import random
@@ -53,7 +54,8 @@ async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
 
 
 async def until(feed: Feed, holds: Callable[[dict[str, Any]], bool]) -> float:
-    """Wait until ``holds`` is true of the state; the virtual seconds waited. The caller sets a time limit."""
+    """Wait until ``holds`` is true of the state; the virtual seconds waited. The caller sets a time
+    limit."""
     loop = asyncio.get_running_loop()
     began_s = loop.time()
     async with feed.watching() as viewer:
@@ -108,8 +110,8 @@ def test_a_generation_appears_as_edges(reference: Reference, tmp_path: Any, priv
 def test_step_times_are_those_that_the_client_measures(
     reference: Reference, tmp_path: Any, asked_after_s: float
 ) -> None:
-    """Three links of 30 ms each way: a token takes 4 of them round. The first one takes as long, unless its prompt is at the first hop before that
-    has its link to the second."""
+    """Three links of 30 ms each way: a token takes 4 of them round. The first one takes as long,
+    unless its prompt is at the first hop before that has its link to the second."""
 
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))

@@ -1,4 +1,5 @@
-"""Hosts whose blocks overlap fail, leave, move, refuse or are cut off at any message of an answer: the client sees a pause, never an error."""
+"""Hosts whose blocks overlap fail, leave, move, refuse or are cut off at any message of an answer:
+the client sees a pause, never an error."""
 
 import pytest
 
@@ -16,7 +17,8 @@ other, hosts that refuse, and hosts that move, in the same chain."""
 def test_an_answer_over_overlapping_hosts_survives_one_or_two_of_them(
     reference: Reference, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every block always has a host that is well. No host follows itself in a chain: it could not dial itself."""
+    """Every block always has a host that is well. No host follows itself in a chain: it could not
+    dial itself."""
     monkeypatch.setattr(standby, "SPARE_POSITIONS", len(PROMPT))
     for number in range(LAYOUTS):
         check(reference, LAYOUTS * seed + number)
@@ -31,7 +33,8 @@ def test_an_answer_goes_on_over_the_hardest_swarms(
 
 
 def check(reference: Reference, swarm: int) -> None:
-    """The tokens are right, no host follows itself, and no wait is longer than the faults explain."""
+    """The tokens are right, no host follows itself, and no wait is longer than the faults
+    explain."""
     answer = simulate(reference, lambda lab: converse(lab, faults=1 + swarm % 2), seed=swarm)
     assert answer.tokens == reference.greedy(PROMPT, TOKENS)
     assert not answer.repeats, answer

@@ -1,4 +1,5 @@
-"""Hosts with too much work refuse more of it at once, and clients use other hosts, wait, or fail with the expected wait."""
+"""Hosts with too much work refuse more of it at once, and clients use other hosts, wait, or fail
+with the expected wait."""
 
 import asyncio
 from collections.abc import AsyncIterator, Hashable, Mapping
@@ -31,7 +32,8 @@ PROMPT = [5, 6, 7]
 TOKENS = 4
 LONG = 300
 FORWARD_S = 0.4
-"""Seconds of every forward of a slow host, whatever its positions: with sessions of several clients, 32 of a prompt."""
+"""Seconds of every forward of a slow host, whatever its positions: with sessions of several
+clients, 32 of a prompt."""
 LIMITS = HostLimits(max_wait_s=5.0)
 ALWAYS_BUSY = HostLimits(max_wait_s=-1.0)
 
@@ -42,7 +44,8 @@ async def start_slow_host(lab: Lab, limits: HostLimits = LIMITS) -> None:
 
 @asynccontextmanager
 async def sending_prompts(lab: Lab, clients: dict[str, int]) -> AsyncIterator[None]:
-    """Clients that compute long prompts in so many sessions at once, for as long as the context is open."""
+    """Clients that compute long prompts in so many sessions at once, for as long as the context is
+    open."""
 
     async def ask(name: str, chain: Chain) -> None:
         while True:
@@ -254,7 +257,8 @@ def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: R
 
 
 async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
-    """Two tokens of a chain that lost its host after the first. The other host is busy for about 20 s, and refuses new sessions beyond ``max_wait_s``."""
+    """Two tokens of a chain that lost its host after the first. The other host is busy for about 20
+    s, and refuses new sessions beyond ``max_wait_s``."""
     await start_slow_host(lab, HostLimits(max_wait_s=max_wait_s))
     async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
         await swarm.refresh()

@@ -1,4 +1,5 @@
-"""Passes with a client's adapter: loss and gradients equal PEFT's, whichever hosts compute or fail; other clients are not affected."""
+"""Passes with a client's adapter: loss and gradients equal PEFT's, whichever hosts compute or fail;
+other clients are not affected."""
 
 import asyncio
 from collections.abc import Callable
@@ -62,7 +63,8 @@ async def train(
     *,
     keep_graphs: bool = True,
 ) -> int:
-    """Run a forward and a backward through nodes of ``layout`` and check the results. Returns the number of failures of hosts."""
+    """Run a forward and a backward through nodes of ``layout`` and check the results. Returns the
+    number of failures of hosts."""
     for name, blocks in layout.items():
         await lab.start(name, lab.hosting(blocks))
     await asyncio.sleep(1.0)
@@ -102,8 +104,9 @@ def test_a_batch_with_an_adapter_gives_the_results_of_one_process(
 def test_the_gradients_are_the_same_when_a_host_is_killed_midway(
     reference: Reference, local: LocalPass, backward: bool, keep_graphs: bool
 ) -> None:
-    """The second pass that one of the hosts in the middle is asked for has its tensors when it dies. There are two ways through the middle and
-    three microbatches, so some host is asked twice."""
+    """The second pass that one of the hosts in the middle is asked for has its tensors when it
+    dies. There are two ways through the middle and three microbatches, so some host is asked
+    twice."""
     killed: list[Delivery] = []
 
     def prepare(lab: Lab) -> None:
@@ -178,7 +181,8 @@ def test_a_host_with_invalid_gradients_of_an_adapter_is_replaced(
         sender = self._transport.peer_id
         if sender in {peer("b").peer_id, peer("b2").peer_id} and message.payload:
             shape = list(pb.PassReply.FromString(message.header).part.tensor.shape)
-            if shape[1:] == [1] and sender in (liars or [sender]):  # the one that the client uses first
+            # the one that the client uses first
+            if shape[1:] == [1] and sender in (liars or [sender]):
                 liars.append(sender)
                 ((part, payload),) = split_tensor(lie(torch.ones(shape)).contiguous())
                 message = Message(pb.PassReply(part=part).SerializeToString(), payload)
@@ -208,11 +212,12 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-# ---- strangers -------------------------------------------------------------------------------------------
+# ---- strangers ---------------------------------------------------------------------------------
 
 
 async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
-    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Heartbeats are left out."""
+    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Heartbeats are left
+    out."""
     wanted: dict[str, Any] = {
         "swarm": SWARM,
         "manifest": lab.manifest,

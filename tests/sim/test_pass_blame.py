@@ -1,4 +1,5 @@
-"""Blame for a pass that cannot be computed: the input of the client, or the host that refuses it."""
+"""Blame for a pass that cannot be computed: the input of the client, or the host that refuses
+it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -49,7 +50,8 @@ def states(seed: int, counts: Sequence[int] = COUNTS) -> torch.Tensor:
 def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     reference: Reference, layout: Mapping[str, tuple[int, int]], backward: bool, counts: Sequence[int]
 ) -> None:
-    # The adapter multiplies its inputs by zero, and makes their gradients as large as the layers behind it allow.
+    # The adapter multiplies its inputs by zero, and makes their gradients as large as the layers
+    # behind it allow.
     adapter = pair(0.0, HUGE) if backward else pair(HUGE, HUGE)
 
     async def scenario(lab: Lab) -> None:
@@ -133,7 +135,8 @@ def suspect_only_the_failing_host(patch: Patch) -> None:
 def test_a_host_whose_numbers_overflow_at_others_is_replaced(
     lies: Lies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hosts that cannot compute with its numbers refuse, one after another. The liar took part each time, each of them only once."""
+    """Hosts that cannot compute with its numbers refuse, one after another. The liar took part each
+    time, each of them only once."""
     directory = save_tiny(lies.family, tmp_path / "model", num_hidden_layers=6)
     reference = Reference(resolve(str(directory), cache_dir=tmp_path / "cache"))
     refused: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}

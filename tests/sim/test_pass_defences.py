@@ -82,7 +82,8 @@ async def assert_refused(stream: Stream, reason: int) -> None:
 
 
 def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:
-    """A stranger sends to the only host while one client generates and another trains; both get correct results."""
+    """A stranger sends to the only host while one client generates and another trains; both get
+    correct results."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), **hosting))

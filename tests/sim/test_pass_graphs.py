@@ -1,4 +1,5 @@
-"""Hosts keep autograd graphs for a while, within limits; gradients are the same with and without them."""
+"""Hosts keep autograd graphs for a while, within limits; gradients are the same with and without
+them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -75,7 +76,8 @@ async def nothing(lab: Lab, batch: RemoteBatch) -> None:
 def train(
     reference: Reference, between: Between = nothing, *, keep_graphs: bool = True, **hosting: Any
 ) -> Watch:
-    """Run a forward, ``between``, and a backward: the results equal those of one process, nothing fails, and nothing is left on hosts."""
+    """Run a forward, ``between``, and a backward: the results equal those of one process, nothing
+    fails, and nothing is left on hosts."""
 
     async def scenario(lab: Lab) -> Watch:
         for name, span in SPANS.items():
@@ -128,7 +130,8 @@ def test_each_missing_graph_costs_one_refusal(reference: Reference) -> None:
     watch = train(reference, drop)
     assert watch.refusals == [refusal_pb2.REASON_GRAPH_GONE] * len(COUNTS)
     assert watch.backwards.count(False) == len(COUNTS)
-    # The inputs of two hosts, the gradients of two, and the inputs of one again: a client that is refused has sent nothing.
+    # The inputs of two hosts, the gradients of two, and the inputs of one again: a client that is
+    # refused has sent nothing.
     assert watch.sent_bytes == 5 * states(0).nbytes
 
 
@@ -177,7 +180,7 @@ def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
     assert refusal_pb2.REASON_GRAPH_GONE in watch.refusals
 
 
-# ---- strangers -------------------------------------------------------------------------------------------
+# ---- strangers ---------------------------------------------------------------------------------
 
 
 class Client:

@@ -1,4 +1,5 @@
-"""Batches go forward and backward through hosts that fail, and give the same results as without failures."""
+"""Batches go forward and backward through hosts that fail, and give the same results as without
+failures."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -91,7 +92,8 @@ async def train(
 
 
 def check(reference: Reference, outcome: Outcome) -> None:
-    """Check that the outcome equals that of the whole model in one process, up to 1e-5 of its norm."""
+    """Check that the outcome equals that of the whole model in one process, up to 1e-5 of its
+    norm."""
     outputs, gradients = reference.train(random_states(0), COUNTS, random_states(1))
     assert_near(outcome.outputs, outputs)
     assert_near(outcome.gradients, gradients)
@@ -121,7 +123,8 @@ def test_the_result_is_the_same_when_a_host_fails_in_the_middle(
         candidates = {lab.peer_id(name) for name in layout if name.startswith("b")}
 
         def prepare() -> None:
-            """The fault hits the first of the candidates that is asked for a second time, when the tensors arrive there."""
+            """The fault hits the first of the candidates that is asked for a second time, when the
+            tensors arrive there."""
             asked: list[PeerId] = []
 
             def strike(delivery: Delivery) -> None:
@@ -146,7 +149,8 @@ def test_the_result_is_the_same_when_a_host_fails_in_the_middle(
 
 
 def test_backward_may_run_where_forward_did_not(reference: Reference) -> None:
-    """If a host ends before the first backward, a replica repeats the forward of its blocks; no other work is repeated."""
+    """If a host ends before the first backward, a replica repeats the forward of its blocks; no
+    other work is repeated."""
 
     async def scenario(lab: Lab) -> tuple[Outcome, PeerId]:
         gone: list[PeerId] = []
@@ -188,7 +192,8 @@ LIES: dict[str, Callable[[torch.Tensor], Message | Refusal]] = {
 def test_a_host_that_sends_invalid_results_is_replaced(
     reference: Reference, lie: Callable[[torch.Tensor], Message | Refusal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two hosts always lies. No client asks it again, not even a client that waited for it."""
+    """One of two hosts always lies. No client asks it again, not even a client that waited for
+    it."""
     honest = MemoryStream.send
     lies: list[Message] = []
 

@@ -1,4 +1,5 @@
-"""Prompts that begin alike are computed once, for the same owner alone, and a failover changes no token."""
+"""Prompts that begin alike are computed once, for the same owner alone, and a failover changes no
+token."""
 
 import asyncio
 import random
@@ -87,7 +88,8 @@ def test_a_prompt_whose_leader_leaves_is_answered(reference: Reference) -> None:
 
 
 def test_no_caches_are_reused_for_another_owner(reference: Reference) -> None:
-    """At no moment: not kept ones, nor those of an answer under way, nor of a sequence that has just been given to another owner."""
+    """At no moment: not kept ones, nor those of an answer under way, nor of a sequence that has
+    just been given to another owner."""
 
     async def scenario(lab: Lab) -> None:
         await start(lab)
@@ -144,7 +146,8 @@ def test_a_node_that_dies_changes_no_answer_with_a_reused_prompt(
 def test_a_hop_in_place_of_a_lost_one_computes_only_answers_under_way(
     reference: Reference, victim: int
 ) -> None:
-    """All kept caches but one at most are given up: later prompts begin anew, and the hosts that are left free them."""
+    """All kept caches but one at most are given up: later prompts begin anew, and the hosts that
+    are left free them."""
     old = [[3 + number * (user + 2) % 80 for number in range(120)] for user in range(3)]
 
     async def scenario(lab: Lab) -> int:
@@ -179,7 +182,8 @@ def test_a_hop_in_place_of_a_lost_one_computes_only_answers_under_way(
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference, victim: int) -> None:
-    """The newest step is all of its sequence, so the log keeps another one: its replay tells a new hop how many steps came before."""
+    """The newest step is all of its sequence, so the log keeps another one: its replay tells a new
+    hop how many steps came before."""
     other = SYSTEM[::-1][:20]
 
     async def scenario(lab: Lab) -> list[list[int]]:
@@ -224,7 +228,8 @@ def test_kept_caches_are_dropped_when_the_positions_are_used_up(
 
 
 def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Reference) -> None:
-    """A session that holds all that its client may have goes on, with copies of no more positions than it needs."""
+    """A session that holds all that its client may have goes on, with copies of no more positions
+    than it needs."""
     unit = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
@@ -265,7 +270,8 @@ def test_a_reused_prompt_of_a_recurrent_model_gives_the_same_answer(tmp_path: Pa
 
 
 class Sessions:
-    """Random work on one chain: sequences grow, go back, fork, are dropped; ``ids`` are those that each should hold."""
+    """Random work on one chain: sequences grow, go back, fork, are dropped; ``ids`` are those that
+    each should hold."""
 
     def __init__(self, lab: Lab, rng: random.Random) -> None:
         self.lab = lab

@@ -96,7 +96,8 @@ def test_a_step_takes_as_many_messages_as_in_an_open_swarm(
     reference: Reference,
 ) -> None:
     def cost(private: PrivateSwarm | None) -> tuple[int, float]:
-        """The messages on links during the last ten tokens, and the virtual seconds that these took."""
+        """The messages on links during the last ten tokens, and the virtual seconds that these
+        took."""
 
         async def scenario(lab: Lab) -> tuple[int, float]:
             await start(lab, **SPANS)

@@ -1,4 +1,5 @@
-"""A model with recurrent states over nodes: a replica continues after a failover, and a client can go back."""
+"""A model with recurrent states over nodes: a replica continues after a failover, and a client can
+go back."""
 
 import asyncio
 from pathlib import Path

@@ -98,7 +98,7 @@ async def reserved(lab: Lab, transport: MemoryTransport, relay: MemoryTransport)
         stream.close()
 
 
-# ---- relays that fail --------------------------------------------------------------------------------------
+# ---- relays that fail --------------------------------------------------------------------------
 
 
 def test_a_peer_reserves_at_two_relays_and_elsewhere_when_one_is_lost() -> None:
@@ -189,7 +189,8 @@ def test_thousands_of_silent_relays_do_not_hide_one_that_answers() -> None:
         reservations = await lab.reserve(alice, [*lab.addresses, *gone])
         await asyncio.sleep(10.0)
         assert len(reservations.held) == 1
-        # At any time at most WANTED attempts run, and a relay that failed is left alone for a while.
+        # At any time at most WANTED attempts run, and a relay that failed is left alone for a
+        # while.
         assert len(opened) <= 30
 
     run(scenario)
@@ -212,7 +213,7 @@ def test_a_bounded_number_of_announced_relays_is_read() -> None:
     assert relay_announcements.ENOUGH >= MAX_FOUND
 
 
-# ---- peers that take more than their share -------------------------------------------------------------------
+# ---- peers that take more than their share -----------------------------------------------------
 
 
 def slots_for_the_first(patch: Patch) -> None:
@@ -360,7 +361,7 @@ def test_a_peer_with_all_circuits_loses_one_to_a_peer_with_fewer() -> None:
     run(scenario)
 
 
-# ---- reports about reach ---------------------------------------------------------------------------------------
+# ---- reports about reach -----------------------------------------------------------------------
 
 
 def believe_one_report(patch: Patch) -> None:

@@ -1,4 +1,5 @@
-"""Renewal of membership: certificates that expire, issuers that are late or lie, swarm files and keys that change."""
+"""Renewal of membership: certificates that expire, issuers that are late or lie, swarm files and
+keys that change."""
 
 import asyncio
 import math

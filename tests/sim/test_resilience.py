@@ -1,4 +1,5 @@
-"""Swarms without a replica, swarms whose hosts leave or join, and the reproducibility of a simulation from its seed."""
+"""Swarms without a replica, swarms whose hosts leave or join, and the reproducibility of a
+simulation from its seed."""
 
 import asyncio
 import os
@@ -155,7 +156,7 @@ def test_a_finishing_host_without_a_replica_serves_out_its_grace(reference: Refe
     assert simulate(reference, scenario) == reference.greedy(PROMPT, 6)
 
 
-# ---- placement --------------------------------------------------------------------------------------------
+# ---- placement ---------------------------------------------------------------------------------
 
 
 def gaps(lab: Lab) -> Sequence[tuple[int, int]]:
@@ -236,7 +237,7 @@ def test_a_dead_host_leaves_the_routes_of_its_clients_and_then_of_all(reference:
     simulate(reference, scenario)
 
 
-# ---- one seed, one trace ----------------------------------------------------------------------------------
+# ---- one seed, one trace -----------------------------------------------------------------------
 
 TRACE = """
 import asyncio, random, sys
@@ -285,7 +286,8 @@ def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_pat
 def test_a_host_announces_its_addresses_at_once_when_they_change(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when a relay leaves, or a laptop changes networks: clients do not wait for the next periodic announcement."""
+    """As when a relay leaves, or a laptop changes networks: clients do not wait for the next
+    periodic announcement."""
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))

@@ -298,7 +298,8 @@ def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) 
         async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
             said: list[str] = []
             supervisor.on_change(lambda status: said.append(status.state))
-            supervisor.resume()  # the limits are applied again before the next observation of the machine
+            # the limits are applied again before the next observation of the machine
+            supervisor.resume()
             supervisor.set_limits(Limits(idle_only=True))
             await asyncio.sleep(2 * OBSERVE_S)
             assert said == []
@@ -360,7 +361,8 @@ def test_a_node_over_its_owners_limit_ends_the_largest_session(reference: Refere
             await asyncio.sleep(GOVERN_S)
             assert set(supervisor.host.sessions) == {least, most}
             status = supervisor.status()
-            assert status.host.cache_bytes_limit == status.host.cache_bytes  # there is no room for more
+            # there is no room for more
+            assert status.host.cache_bytes_limit == status.host.cache_bytes
             machine.ram = limit_bytes + 1
             await asyncio.sleep(GOVERN_S)
             machine.ram = limit_bytes

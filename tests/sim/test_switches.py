@@ -1,4 +1,5 @@
-"""A node switches to another model of the swarm that lacks hosts: its clients lose no token, and it comes back if it cannot host the other model."""
+"""A node switches to another model of the swarm that lacks hosts: its clients lose no token, and it
+comes back if it cannot host the other model."""
 
 import asyncio
 from collections.abc import Callable, Sequence

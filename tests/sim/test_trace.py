@@ -1,4 +1,5 @@
-"""A trace shows what happened to each step of an answer on every hop, and hops that lie about it are replaced."""
+"""A trace shows what happened to each step of an answer on every hop, and hops that lie about it
+are replaced."""
 
 import asyncio
 import itertools

@@ -1,4 +1,5 @@
-"""Replicas that train together through real exchanges while some of them lie. The whole table is ``tests.bench.train_attacks``."""
+"""Replicas that train together through real exchanges while some of them lie. The whole table is
+``tests.bench.train_attacks``."""
 
 from pathlib import Path
 

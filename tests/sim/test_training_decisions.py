@@ -1,4 +1,5 @@
-"""A member that lies about the decision of a round: the others commit without it, name it, and have the same bits."""
+"""A member that lies about the decision of a round: the others commit without it, name it, and have
+the same bits."""
 
 import itertools
 import random
@@ -31,7 +32,8 @@ from tests.support.training_workers import WorkerLab, train, write_job
 from tests.support.virtual_time import run
 
 Lie = Callable[[RoundState, int], Sequence[Control]]
-"""What a liar sends to a member when its link comes up, in addition to what an honest member sends."""
+"""What a liar sends to a member when its link comes up, in addition to what an honest member
+sends."""
 
 RNG = random.Random(0)
 
@@ -188,7 +190,8 @@ def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
 def test_workers_exclude_one_that_decides_alone_and_stay_agreed(
     aggregate: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It leads, and lies to one worker only: this one cannot follow it any more, and would be alone if the others did."""
+    """It leads, and lies to one worker only: this one cannot follow it any more, and would be alone
+    if the others did."""
     exchange = f'min_workers = 2\naggregate = "{aggregate}"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 1", exchange, rounds=4))
     honest = ("anna", "boris", "clara")

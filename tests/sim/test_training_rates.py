@@ -1,4 +1,5 @@
-"""Slices follow the links: receivers measure what arrives, rosters contain the rates, and rounds become faster."""
+"""Slices follow the links: receivers measure what arrives, rosters contain the rates, and rounds
+become faster."""
 
 import asyncio
 import random
@@ -43,7 +44,8 @@ class HomeNetwork(MemoryNetwork):
 
 
 class RatesLab(TrainingLab):
-    """Four workers that gather and average; the uplink of the first is ten times slower than those of the others."""
+    """Four workers that gather and average; the uplink of the first is ten times slower than those
+    of the others."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,11 +13,13 @@ from tests.support.virtual_time import run
 ROUNDS = 8
 DEADLINE_S = 60.0
 LONGEST_WAIT_S = 10.0
-"""Seconds that a round may take for workers that are at another round; its deadline is far later."""
+"""Seconds that a round may take for workers that are at another round; its deadline is far
+later."""
 
 
 def start(seed: str, folder: Path, patch: pytest.MonkeyPatch) -> WorkerLab:
-    """Two to eight workers that start within ten seconds, and see each other's records at once or seconds later."""
+    """Two to eight workers that start within ten seconds, and see each other's records at once or
+    seconds later."""
     rng = random.Random(seed)
     names = [f"worker-{number}" for number in range(rng.randint(2, 8))]
     patch.setattr(training_workers, "COMPUTE_S", rng.choice([0.2, 0.5, 1.0, 2.0]))
@@ -40,7 +42,8 @@ def start(seed: str, folder: Path, patch: pytest.MonkeyPatch) -> WorkerLab:
 
 
 def check_one_group(lab: WorkerLab) -> None:
-    """Assert that from the second round on all workers have the same parameters, and that no round has waited for others."""
+    """Assert that from the second round on all workers have the same parameters, and that no round
+    has waited for others."""
     hashes: dict[int, set[str]] = {}
     for name in lab.events:
         for number, event in lab.rounds(name).items():

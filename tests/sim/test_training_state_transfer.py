@@ -80,8 +80,9 @@ def test_a_long_link_to_one_source_stays_busy() -> None:
             network.set_link(workers[0].member.peer, worker.member.peer, profile)
         began = asyncio.get_running_loop().time()
         assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
-        # Two round trips to begin with, then a one-way delay for each of the six chunks and the first request: the window of
-        # a simulated stream is one chunk. A round trip for each would be 0.15 s more.
+        # Two round trips to begin with, then a one-way delay for each of the six chunks and the
+        # first request: the window of a simulated stream is one chunk. A round trip for each would
+        # be 0.15 s more.
         waits_s = 2 * 0.05 + 7 * 0.025
         assert asyncio.get_running_loop().time() - began < len(DATA) / rate + waits_s + 0.01
 

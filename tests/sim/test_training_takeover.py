@@ -1,4 +1,5 @@
-"""Workers with forged weights that claim to be rounds ahead are ignored; a worker that was away catches up."""
+"""Workers with forged weights that claim to be rounds ahead are ignored; a worker that was away
+catches up."""
 
 import dataclasses
 from pathlib import Path

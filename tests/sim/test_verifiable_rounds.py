@@ -1,4 +1,5 @@
-"""Rounds of jobs with a robust aggregation rule: a reducer that lies is refuted, and moves nothing."""
+"""Rounds of jobs with a robust aggregation rule: a reducer that lies is refuted, and moves
+nothing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -65,7 +66,8 @@ def forged(terms: SliceTerms) -> Contribution:
 
 
 def another_average(terms: SliceTerms, payloads: Payloads) -> Result:
-    """A result with the liar's numbers in the form of a round that is not verifiable: encoded, without contributions."""
+    """A result with the liar's numbers in the form of a round that is not verifiable: encoded,
+    without contributions."""
     result = bundle(terms, payloads)
     return Result(result_hash(result.summary, forged(terms).data), result.summary, forged(terms).data)
 
@@ -145,7 +147,8 @@ def test_without_verification_one_liar_decides_its_slice(monkeypatch: pytest.Mon
 def test_without_signatures_a_forwarded_result_excludes_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A forged contribution is seen by its author alone, so a member that forwards it may be honest."""
+    """A forged contribution is seen by its author alone, so a member that forwards it may be
+    honest."""
     _, outcomes = average_with(other_contributions, 4, monkeypatch, replace(ROBUST, verifiable=False), "topk")
     assert [outcome.refuted for outcome in outcomes.values()] == [()] * 4
 

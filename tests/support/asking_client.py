@@ -1,5 +1,6 @@
-"""A client process that sends a prompt every few seconds, and prints one JSON object for each answer: its tokens or its error, its seconds, the
-time of its end, and the number of hosts that the client knows then.
+"""A client process that sends a prompt every few seconds, and prints one JSON object for each
+answer: its tokens or its error, its seconds, the time of its end, and the number of hosts that the
+client knows then.
 
 python -m tests.support.asking_client SWARM_FILE CACHE_DIR PERIOD_S TOTAL_S BOOTSTRAP...
 """

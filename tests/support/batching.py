@@ -20,7 +20,8 @@ from tests.support.swarm_lab import Lab
 
 def head_of(local: LocalModel) -> LmHead:
     local_layers = LocalLayers(local, LoadOptions(torch.float32, torch.device("cpu")))
-    return LmHead(local_layers, ThreadPoolExecutor(1))  # virtual time runs the calls of executors in place
+    # virtual time runs the calls of executors in place
+    return LmHead(local_layers, ThreadPoolExecutor(1))
 
 
 @asynccontextmanager

@@ -1,4 +1,5 @@
-"""A checkpoint with the structure of Llama-70B and small dimensions: 80 blocks in files of about three blocks each."""
+"""A checkpoint with the structure of Llama-70B and small dimensions: 80 blocks in files of about
+three blocks each."""
 
 import shutil
 from pathlib import Path
@@ -22,7 +23,8 @@ def save_big(folder: Path, shard: str = "330KB") -> Path:
 
 
 def make_tables(model: Path, cache: Path) -> tuple[Path, bytes]:
-    """The tables of the pieces of a model, as a machine with whole files makes them, and its pieces hash."""
+    """The tables of the pieces of a model, as a machine with whole files makes them, and its pieces
+    hash."""
     whole = resolve(str(model), cache_dir=cache)
     whole.verify()
     assert whole.pieces_hash is not None

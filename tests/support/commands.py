@@ -42,7 +42,8 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 def call(*arguments: str) -> Any:
     """The JSON that a command prints with ``--json``. Raises ``RuntimeError`` if the command fails.
 
-    It runs in this process: a new one would spend most of its time on imports. ``e2e/test_readme.py`` starts these commands as users do.
+    It runs in this process: a new one would spend most of its time on imports.
+    ``e2e/test_readme.py`` starts these commands as users do.
     """
     from swarmnet.cli import execute
 
@@ -60,7 +61,8 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 class RunningCommand:
-    """A running command with ``--json`` and the ``events`` it has printed so far. Leaving the context or ``kill`` stops it."""
+    """A running command with ``--json`` and the ``events`` it has printed so far. Leaving the
+    context or ``kill`` stops it."""
 
     def __init__(
         self,
@@ -94,7 +96,8 @@ class RunningCommand:
 
     @property
     def family(self) -> list[psutil.Process]:
-        """The process ids of the command and its descendants; after its end, the last ones that were seen."""
+        """The process ids of the command and its descendants; after its end, the last ones that
+        were seen."""
         if self.process.poll() is None:
             self._family = family(self.pid)
         return self._family
@@ -102,7 +105,8 @@ class RunningCommand:
     def wait(self, kind: str, *, timeout_s: float = TIMEOUT_S, **fields: object) -> dict[str, Any]:
         """The first event of this kind with these fields.
 
-        Raises ``RuntimeError`` with the log if the command ends first, or prints nothing for ``timeout_s``.
+        Raises ``RuntimeError`` with the log if the command ends first, or prints nothing for
+        ``timeout_s``.
         """
         wanted = {"event": kind, **fields}.items()
 
@@ -164,7 +168,8 @@ class RunningCommand:
 
 
 def every_command() -> list[list[str]]:
-    """The words of each command and command group, such as ``swarm create``; none for the program itself."""
+    """The words of each command and command group, such as ``swarm create``; none for the program
+    itself."""
     from swarmnet.cli import app
 
     root: Any = typer.main.get_command(app)

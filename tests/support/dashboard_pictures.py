@@ -1,4 +1,5 @@
-"""Takes the pictures of the dashboard in docs/, of a simulated swarm: ``python -m tests.support.dashboard_pictures``."""
+"""Takes the pictures of the dashboard in docs/, of a simulated swarm: ``python -m
+tests.support.dashboard_pictures``."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -118,7 +118,8 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def looking(browser: Browser, **options: Any) -> Iterator[Page]:
-    """A fresh page. On exit, fails if the console has an error or a request went to another host."""
+    """A fresh page. On exit, fails if the console has an error or a request went to another
+    host."""
     with browser.new_context(**{"timezone_id": "UTC", "locale": "en-GB", **options}) as context:
         page = context.new_page()
         wrong: list[str] = []

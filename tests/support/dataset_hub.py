@@ -75,7 +75,8 @@ def serving(hub: DatasetHub, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def stand_in(handler: type[BaseHTTPRequestHandler], folder: Path) -> Iterator[None]:
-    """A server on this machine that huggingface_hub takes for the hub; its own files are in ``folder``."""
+    """A server on this machine that huggingface_hub takes for the hub; its own files are in
+    ``folder``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})

@@ -43,14 +43,16 @@ def own_services() -> dict[str, Any]:
 
 
 def shell_commands(service: dict[str, Any]) -> Iterator[list[str]]:
-    """The ``swarmnet`` commands in an entry point of the form ``sh -c SCRIPT``, with an address in place of each one it reads."""
+    """The ``swarmnet`` commands in an entry point of the form ``sh -c SCRIPT``, with an address in
+    place of each one it reads."""
     script = service["entrypoint"][2].replace("$$", "$").replace("$(head -n 1 /bootstrap/addresses)", ADDRESS)
     for call in re.findall(r"swarmnet ((?:[^\"&|;]|\"[^\"]*\")+)", script):
         yield shlex.split(call)
 
 
 def instructions(containerfile: str) -> list[tuple[str, str]]:
-    """(instruction, arguments) of each instruction in a Containerfile: line continuations joined, comments left out."""
+    """(instruction, arguments) of each instruction in a Containerfile: line continuations joined,
+    comments left out."""
     text = re.sub(r"^\s*#.*\n", "", containerfile, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return [

@@ -1,4 +1,5 @@
-"""A TCP proxy to a peer whose open connections can be stalled while new ones work, as after a link was cut."""
+"""A TCP proxy to a peer whose open connections can be stalled while new ones work, as after a link
+was cut."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,8 @@ class Detour:
             await cancel(*detour._tasks)
 
     def hold(self) -> asyncio.Event:
-        """Stall the connections that are open, without closing them, until the returned event is set."""
+        """Stall the connections that are open, without closing them, until the returned event is
+        set."""
         held, self._carries = self._carries, asyncio.Event()
         held.clear()
         self._carries.set()

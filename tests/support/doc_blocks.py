@@ -21,7 +21,8 @@ LOCAL_PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. ``kind`` is `run`, `background`, `python`, `not run` or, in the README, a name; ``expected`` must be printed."""
+    """A fenced block. ``kind`` is `run`, `background`, `python`, `not run` or, in the README, a
+    name; ``expected`` must be printed."""
 
     kind: str
     expected: str
@@ -51,7 +52,8 @@ def shell(script: str) -> str:
 
 @contextmanager
 def terminal(script: str) -> Iterator[str]:
-    """A shell that runs a command until it prints that it is ready, and the output so far. Its processes end with the context."""
+    """A shell that runs a command until it prints that it is ready, and the output so far. Its
+    processes end with the context."""
     shell = subprocess.Popen(
         ["bash", "-euc", script],
         stdin=subprocess.DEVNULL,  # commands must not ask
@@ -77,7 +79,8 @@ def terminal(script: str) -> Iterator[str]:
 
 
 def follow(page: Path) -> None:
-    """Run the blocks of a guide in the current directory, then end the processes that they left running.
+    """Run the blocks of a guide in the current directory, then end the processes that they left
+    running.
 
     Free ports replace the ports that a guide names, in later blocks too.
     """

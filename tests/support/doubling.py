@@ -17,7 +17,8 @@ Rows = Sequence[tuple[SequenceCache, torch.Tensor]]
 
 
 class Doubling:
-    """A stage without a model: it doubles its inputs, and records how many positions each forward had."""
+    """A stage without a model: it doubles its inputs, and records how many positions each forward
+    had."""
 
     geometry = GEOMETRY
 

@@ -1,4 +1,5 @@
-"""A trunk and peers with its experts in the simulated swarm, computed with tiny models of several families."""
+"""A trunk and peers with its experts in the simulated swarm, computed with tiny models of several
+families."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -96,7 +97,8 @@ class ExpertLab:
         in_memory: int | None = None,
         **options: Any,
     ) -> Node:
-        """A host of blocks that has the experts ``own`` of each; with ``in_memory``, so many of all experts, and reads the others from disk."""
+        """A host of blocks that has the experts ``own`` of each; with ``in_memory``, so many of all
+        experts, and reads the others from disk."""
         executor = WaitingExecutor()
         hosting = self.trunk_hosting(own, executor, blocks, has_room=has_room, in_memory=in_memory, **options)
         return await self.lab.start(name, hosting, executor)
@@ -133,7 +135,8 @@ class ExpertLab:
         kind: "type[FaultyService] | None" = None,
         row_s: float = 0.0,
     ) -> "FaultyService":
-        """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS`` or "false", until the lab ends."""
+        """A peer that announces ``experts`` and does ``fault`` with rows, one of ``FAULTS`` or
+        "false", until the lab ends."""
         modules = {block: self.load(block, chosen) for block, chosen in experts.items()}
         serving: asyncio.Future[FaultyService] = asyncio.get_running_loop().create_future()
 

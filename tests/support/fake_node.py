@@ -54,7 +54,8 @@ TRUNK_STATUS.host.trunk.CopyFrom(
 
 
 class FakeNode:
-    """Records in ``graces_s`` the grace period of each ``finish``, and in ``asked`` the calls of pause and resume."""
+    """Records in ``graces_s`` the grace period of each ``finish``, and in ``asked`` the calls of
+    pause and resume."""
 
     def __init__(self) -> None:
         self.graces_s: list[float] = []

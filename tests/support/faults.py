@@ -11,7 +11,8 @@ from tests.support.processes import NodeProcess, Swarm
 
 
 class At:
-    """A transformers streamer that runs each action when the answer has ``count`` tokens, for each (count, action)."""
+    """A transformers streamer that runs each action when the answer has ``count`` tokens, for each
+    (count, action)."""
 
     def __init__(self, *actions: tuple[int, Callable[[], object]]) -> None:
         self._actions = dict(actions)
@@ -27,7 +28,8 @@ class At:
 
 
 class Strike:
-    """A function that inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit`` lists the nodes that it hit."""
+    """A function that inflicts ``fault`` on the node that serves ``block`` to ``model``. ``hit``
+    lists the nodes that it hit."""
 
     def __init__(
         self, lab: Swarm, model: Any, fault: Callable[[NodeProcess], object], block: int = 10

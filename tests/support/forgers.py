@@ -85,7 +85,8 @@ FORGERS: Mapping[str, Forger] = {
 
 
 def towards(direction: torch.Tensor, size: float) -> Forger:
-    """A forger that adds ``size`` times the typical channel in the ``direction`` [D] of one token."""
+    """A forger that adds ``size`` times the typical channel in the ``direction`` [D] of one
+    token."""
     return lambda outputs: (
         outputs + size * outputs.abs().median(dim=-1, keepdim=True).values * direction.sign()
     )

@@ -144,7 +144,8 @@ async def gateway(
         app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
-        await asyncio.sleep(swarm.timing.refresh_s + 1)  # until the nodes' announcements have been read
+        # until the nodes' announcements have been read
+        await asyncio.sleep(swarm.timing.refresh_s + 1)
         yield Caller(served, app, http)
 
 

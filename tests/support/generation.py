@@ -19,7 +19,8 @@ def padded(prompts: list[list[int]], *, left: bool = True) -> dict[str, torch.Te
 
 
 def are_greedy(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> list[bool]:
-    """Whether each answer is what ``greedy`` gives, by one forward of a whole model. Prompts are of one length, and answers, too."""
+    """Whether each answer is what ``greedy`` gives, by one forward of a whole model. Prompts are of
+    one length, and answers, too."""
     with torch.inference_mode():
         texts = torch.tensor([prompt + answer for prompt, answer in zip(prompts, answers, strict=True)])
         chosen = model(texts[:, :-1]).logits[:, len(prompts[0]) - 1 :].argmax(-1)
@@ -27,7 +28,8 @@ def are_greedy(model: Any, prompts: list[list[int]], answers: list[list[int]]) -
 
 
 def greedy(model: Any, prompts: list[list[int]], count: int, streamer: Any = None) -> list[list[int]]:
-    """Exactly ``count`` greedy tokens after each prompt: end tokens end no text. Each trip brings one token, so that a fault has a step to hit."""
+    """Exactly ``count`` greedy tokens after each prompt: end tokens end no text. Each trip brings
+    one token, so that a fault has a step to hit."""
     batch = padded(prompts)
     plain = {"speculate": False} if isinstance(model, SwarmModel) else {}
     output = model.generate(

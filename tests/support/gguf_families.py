@@ -1,4 +1,5 @@
-"""Small models of families as gguf files, with the names, keys, orders and values that llama.cpp's converter writes.
+"""Small models of families as gguf files, with the names, keys, orders and values that llama.cpp's
+converter writes.
 
 ``FILES`` says for each family what its converter does (conversion/*.py in llama.cpp).
 """

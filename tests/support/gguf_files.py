@@ -64,7 +64,8 @@ _TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}!{% endfor %}{%
 
 
 def tokenizer(size: int) -> dict[str, Key]:
-    """Return the keys of a tokenizer of so many tokens, whose ids for ``TEXT`` depend on each of them."""
+    """Return the keys of a tokenizer of so many tokens, whose ids for ``TEXT`` depend on each of
+    them."""
     words = ["!!", '!"', "\u01201", "\u0120", "<end>", "<turn>"]
     tokens = [*(chr(33 + index) for index in range(size - len(words))), *words]
     found: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Files of families with recurrent states, latent attention or routed experts, as llama.cpp's converter writes them.
+"""Files of families with recurrent states, latent attention or routed experts, as llama.cpp's
+converter writes them.
 
 Sources are conversion/qwen.py, deepseek.py, glm.py and falcon_h1.py in llama.cpp.
 """

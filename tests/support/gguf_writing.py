@@ -50,9 +50,11 @@ def write(
     quantized: Quantization | None = None,
     is_expanded: bool = False,
 ) -> Path:
-    """Write the file of a model. ``keys`` and ``tensors`` take the place of its own; None: left out.
+    """Write the file of a model. ``keys`` and ``tensors`` take the place of its own; None: left
+    out.
 
-    ``quantized``: the type of matrices, or the type by name. With ``is_expanded`` their values are written as float32.
+    ``quantized``: the type of matrices, or the type by name. With ``is_expanded`` their values are
+    written as float32.
     """
     writer = gguf.GGUFWriter(path, file.architecture)
     settings = {**_common(model.config), **file.keys(model.config), **(keys or {})}

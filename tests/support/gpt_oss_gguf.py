@@ -1,4 +1,5 @@
-"""Writes a small gpt-oss as gguf, with the names and formats of published files: experts in MXFP4, other matrices in Q8_0."""
+"""Writes a small gpt-oss as gguf, with the names and formats of published files: experts in MXFP4,
+other matrices in Q8_0."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ _ENDS = {
 def write_gpt_oss(path: Path, *, leave_out: str = "", yarn: bool = True, **shapes: int) -> GptOssForCausalLM:
     """Write the file, and return the model with the values that it has.
 
-    ``leave_out``: a tensor or a field that is not written. ``shapes``: sizes of the first dimension to which tensors are cut, by name.
+    ``leave_out``: a tensor or a field that is not written. ``shapes``: sizes of the first dimension
+    to which tensors are cut, by name.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10_000.0}
     if yarn:

@@ -67,7 +67,8 @@ def run(scenario: Callable[[World], Awaitable[None]], swarm: PrivateSwarm | None
 
 
 async def hear(transport: Transport, other: Transport, protocol: ProtocolSpec) -> Message:
-    """Exchange a message on a new stream; returns the answer of the other side. Raises the error that prevents it."""
+    """Exchange a message on a new stream; returns the answer of the other side. Raises the error
+    that prevents it."""
     stream = await transport.open(other.peer_id, protocol, deadline_s=DEADLINE_S)
     try:
         with contextlib.suppress(StreamEnded):

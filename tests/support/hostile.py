@@ -2,9 +2,10 @@
 
     python -m tests.support.hostile SECONDS FRAMES_PER_S IDENTITIES ADDRESS
 
-Most frames are pings. The others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in the middle of a message. Streams are
-closed and opened again as fast as the rate needs, however slowly they are read. If less than a third of the frames could be sent in
-the given time, the process goes on until a third was sent. Prints a JSON object that counts what was sent.
+Most frames are pings. The others are garbage, announce 2 GiB, are nested 100,000 deep, or stop in
+the middle of a message. Streams are closed and opened again as fast as the rate needs, however
+slowly they are read. If less than a third of the frames could be sent in the given time, the
+process goes on until a third was sent. Prints a JSON object that counts what was sent.
 """
 
 import asyncio
@@ -39,7 +40,8 @@ def frame(header: bytes, payload: bytes = b"") -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """Nested protobuf groups, which any message may hold as an unknown field: two bytes for each level."""
+    """Nested protobuf groups, which any message may hold as an unknown field: two bytes for each
+    level."""
     return b"\x0b" * depth + b"\x0c" * depth
 
 

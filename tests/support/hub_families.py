@@ -1,8 +1,9 @@
-"""Tiny models of the families that people use, in the layout of the hub: a config.json with the fields of a published one, its dimensions
-scaled down, and tensors by the names that published checkpoints have.
+"""Tiny models of the families that people use, in the layout of the hub: a config.json with the
+fields of a published one, its dimensions scaled down, and tensors by the names that published
+checkpoints have.
 
-No hub is reached: the fields follow published configs, and the names are those that transformers' own ``save_pretrained`` writes, which
-undoes its conversion of the hub's names.
+No hub is reached: the fields follow published configs, and the names are those that transformers'
+own ``save_pretrained`` writes, which undoes its conversion of the hub's names.
 """
 
 import json
@@ -86,7 +87,8 @@ QWEN_VISION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A family: models of it on the hub, and the config.json of a tiny one. ``architecture`` is a class of transformers."""
+    """A family: models of it on the hub, and the config.json of a tiny one. ``architecture`` is a
+    class of transformers."""
 
     models: str
     architecture: str
@@ -796,8 +798,8 @@ MOST_USED = (
         "deepseek_v32",
     ),
 )
-"""The 20 text architectures that people use most, as far as could be found without the hub: by its lists of downloads in mid-2026, reports
-about them, and memory. The order means nothing."""
+"""The 20 text architectures that people use most, as far as could be found without the hub: by its
+lists of downloads in mid-2026, reports about them, and memory. The order means nothing."""
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 _HEAD = """# Families of models
@@ -850,7 +852,8 @@ def _mark(name: str) -> str:
 def page(reasons: Mapping[str, str], files: Mapping[str, str]) -> str:
     """The text of docs/families.md.
 
-    ``reasons`` has, for each of ``REFUSED``, why it is refused; ``files`` the architecture of gguf files.
+    ``reasons`` has, for each of ``REFUSED``, why it is refused; ``files`` the architecture of gguf
+    files.
     """
     lines = [
         "| `model_type` | models | safetensors | gguf | among the 20 most used | recurrent state | |",

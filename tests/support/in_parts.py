@@ -1,4 +1,5 @@
-"""``--in-parts FILE``: hours of tests in several runs. The file names the tests that have passed; they are not run again."""
+"""``--in-parts FILE``: hours of tests in several runs. The file names the tests that have passed;
+they are not run again."""
 
 from pathlib import Path
 

@@ -35,7 +35,8 @@ model = resolve(sys.argv[4], cache_dir=Path(sys.argv[1]))
 
 
 def kill_while(load: str, name: str, hub: ModelHub, tmp_path: Path, writes: int) -> int:
-    """Kill a process that executes ``load``, Python code on ``model`` and ``options``, after it has written this often. Returns the pieces that it has written.
+    """Kill a process that executes ``load``, Python code on ``model`` and ``options``, after it has
+    written this often. Returns the pieces that it has written.
 
     Its cache is ``tmp_path / "cache"``; the hub's files are in ``tmp_path / "hf"``.
     """

@@ -19,7 +19,8 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def lan(count: int) -> Iterator[list[Place]]:
-    """``count`` hosts, 192.168.77.1 and so on. Their names are unique, so that several labs may run at once."""
+    """``count`` hosts, 192.168.77.1 and so on. Their names are unique, so that several labs may run
+    at once."""
     name = f"lan{uuid.uuid4().hex[:6]}"
     with contextlib.ExitStack() as stack:
         bridge = f"{name}B"

@@ -1,4 +1,5 @@
-"""A process that joins a swarm as a host does, without a model: prints its reach as JSON once it is joined, and when asked on stdin."""
+"""A process that joins a swarm as a host does, without a model: prints its reach as JSON once it is
+joined, and when asked on stdin."""
 
 import asyncio
 import json

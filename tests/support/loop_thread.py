@@ -1,4 +1,5 @@
-"""An event loop that runs between the tests of a module, so that heartbeats and leases of peers that serve all of them go on."""
+"""An event loop that runs between the tests of a module, so that heartbeats and leases of peers
+that serve all of them go on."""
 
 import asyncio
 import threading
@@ -29,7 +30,8 @@ class LoopThread:
         self._thread.join()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of the coroutine, or its exception. The coroutine is cancelled if the test's timeout ends the wait."""
+        """The result of the coroutine, or its exception. The coroutine is cancelled if the test's
+        timeout ends the wait."""
         running = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return running.result()

@@ -45,7 +45,8 @@ class MemoryBoard:
 
 
 class MemoryDirectory:
-    """A peer's view of a :class:`MemoryBoard`. A peer that is crashed, hung or isolated neither writes nor reads."""
+    """A peer's view of a :class:`MemoryBoard`. A peer that is crashed, hung or isolated neither
+    writes nor reads."""
 
     def __init__(
         self,

@@ -1,10 +1,13 @@
-"""A simulated network in one process, for tests: links with delay and bandwidth between peers that crash, hang and are cut off.
+"""A simulated network in one process, for tests: links with delay and bandwidth between peers that
+crash, hang and are cut off.
 
-All times come from the running loop. In virtual time a network costs nothing, and one seed gives one trace of deliveries.
+All times come from the running loop. In virtual time a network costs nothing, and one seed gives
+one trace of deliveries.
 
 - :class:`MemoryNetwork` carries messages over links and injects faults.
-- :class:`MemoryTransport` is one peer on it, and :class:`MemoryStream` one end of a stream. They apply the same limits as the transport
-  over libp2p, with the same code: resources, subnets, rates and flow control.
+- :class:`MemoryTransport` is one peer on it, and :class:`MemoryStream` one end of a stream. They
+  apply the same limits as the transport over libp2p, with the same code: resources, subnets, rates
+  and flow control.
 """
 
 import asyncio
@@ -65,7 +68,8 @@ class _Link:
     def __init__(self, profile: LinkProfile, rng: random.Random) -> None:
         self.profile = profile
         self.in_flight: deque[Callable[[], None]] = deque()
-        """Messages that were sent and not delivered, in the order of sending: timers of equal deadlines may fire in any order."""
+        """Messages that were sent and not delivered, in the order of sending: timers of equal
+        deadlines may fire in any order."""
         self.due = 0
         """Number of messages in flight that are due, and wait only for the path to open again."""
         self._rng = rng
@@ -87,7 +91,8 @@ class MemoryNetwork:
         self.observers: list[Callable[[Delivery], None]] = []
         """Called with each message before it is delivered: the place to inject a fault."""
         self.refusal_observers: list[Callable[[MemoryStream, Refusal], None]] = []
-        """Called with each refusal, and the side of the stream that is refused, before it is delivered."""
+        """Called with each refusal, and the side of the stream that is refused, before it is
+        delivered."""
         self._seed = rng.getrandbits(64)
         self._default = default
         self._links: dict[tuple[PeerId, PeerId], _Link] = {}
@@ -99,7 +104,8 @@ class MemoryNetwork:
         self._trace = hashlib.sha256()
 
     def transport(self, peer: PeerId) -> "MemoryTransport":
-        """The transport of ``peer``, which is on the network while its context is open. A crashed peer may get another one."""
+        """The transport of ``peer``, which is on the network while its context is open. A crashed
+        peer may get another one."""
         return MemoryTransport(self, peer)
 
     def set_link(self, a: PeerId, b: PeerId, profile: LinkProfile) -> None:
@@ -116,13 +122,15 @@ class MemoryNetwork:
         return self._addresses.get(peer, "")
 
     def crash(self, peer: PeerId) -> None:
-        """End the process of ``peer``: the other ends of its streams see the end, and it cannot be dialled."""
+        """End the process of ``peer``: the other ends of its streams see the end, and it cannot be
+        dialled."""
         self.resume(peer)
         if transport := self._transports.get(peer):
             transport.end("the peer crashed")
 
     def hang(self, peer: PeerId) -> None:
-        """Stop ``peer`` (SIGSTOP): nothing is delivered to or from it, and its streams stay open."""
+        """Stop ``peer`` (SIGSTOP): nothing is delivered to or from it, and its streams stay
+        open."""
         self._hung.add(peer)
 
     def resume(self, peer: PeerId) -> None:
@@ -137,7 +145,8 @@ class MemoryNetwork:
                 transport.reset(other, protocol)
 
     def improve(self, a: PeerId, b: PeerId, protocol: ProtocolSpec) -> None:
-        """Streams that ``a`` opens to ``b`` now would take a better path than those under ``protocol`` that are open."""
+        """Streams that ``a`` opens to ``b`` now would take a better path than those under
+        ``protocol`` that are open."""
         for stream in list(self._transports[a].open_streams):
             if stream.peer == b and stream.protocol.id == protocol.id:
                 stream.improved.set()
@@ -187,7 +196,8 @@ class MemoryNetwork:
         return self._transports.get(peer)
 
     def carry(self, source: PeerId, target: PeerId, size_bytes: int, arrive: Callable[[], None]) -> None:
-        """Send ``size_bytes`` from ``source`` to ``target``; ``arrive`` is called when they are delivered."""
+        """Send ``size_bytes`` from ``source`` to ``target``; ``arrive`` is called when they are
+        delivered."""
         loop = asyncio.get_running_loop()
         link = self._link(source, target)
         link.in_flight.append(arrive)
@@ -207,7 +217,8 @@ class MemoryNetwork:
 
     def _link(self, source: PeerId, target: PeerId) -> _Link:
         if (source, target) not in self._links:
-            # A generator for each link, so that another peer does not change the jitter of existing links.
+            # A generator for each link, so that another peer does not change the jitter of existing
+            # links.
             rng = random.Random(f"{self._seed}/{source}/{target}")
             self._links[source, target] = _Link(self._default, rng)
         return self._links[source, target]
@@ -245,7 +256,8 @@ class MemoryTransport:
         # A dict keeps the order of opening, in which streams are closed.
         self._streams: dict[MemoryStream, None] = {}
         self._connected: dict[PeerId, MemoryTransport] = {}
-        """Peers with which there was a stream: as in libp2p, a connection outlasts its streams until either side leaves."""
+        """Peers with which there was a stream: as in libp2p, a connection outlasts its streams
+        until either side leaves."""
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
         self._left = asyncio.Event()
@@ -540,7 +552,8 @@ class MemoryStream:
         self._on_end("the other side refused the stream")
 
     def end(self, reason: str) -> None:
-        """Close this end. The other one receives the end and its reason after everything that was sent. Idempotent."""
+        """Close this end. The other one receives the end and its reason after everything that was
+        sent. Idempotent."""
         if self._closed:
             return
         self._closed = True

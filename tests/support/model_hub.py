@@ -46,8 +46,9 @@ class ModelHub:
     ranges: list[tuple[str, int, int]] = field(default_factory=list)
     """The ranges [start, end) that were asked for."""
     fault: str = ""
-    """The fault of all answers to requests for a range: ``whole`` (the whole file), ``shifted``, ``endless``, ``silent``, ``compressed``, ``drop by drop``, or
-    a part of the range that ``_SHORT`` names; empty: none."""
+    """The fault of all answers to requests for a range: ``whole`` (the whole file), ``shifted``,
+    ``endless``, ``silent``, ``compressed``, ``drop by drop``, or a part of the range that
+    ``_SHORT`` names; empty: none."""
     is_closed: bool = False
     """Whether every request is refused."""
     bytes_per_s: float = math.inf
@@ -59,7 +60,8 @@ class ModelHub:
         self._line = threading.Lock()
 
     def send(self, name: str, data: bytes, write: Callable[[bytes], object]) -> None:
-        """Write a part of a file at the rate of the hub: one chunk after another, of all connections in turn."""
+        """Write a part of a file at the rate of the hub: one chunk after another, of all
+        connections in turn."""
         for first in range(0, len(data), CHUNK_BYTES):
             chunk = data[first : first + CHUNK_BYTES]
             with self._line:

@@ -11,9 +11,11 @@ MAX_BYTES = 8
 
 
 def mutations(whole: bytes, count: int) -> Iterator[bytes]:
-    """``whole`` with each one of its bits flipped, then ``count`` other mutations, the same in every run.
+    """``whole`` with each one of its bits flipped, then ``count`` other mutations, the same in
+    every run.
 
-    Of those, half have two or three bits flipped; in the others up to 8 bytes are cut out, replaced or doubled.
+    Of those, half have two or three bits flipped; in the others up to 8 bytes are cut out, replaced
+    or doubled.
     """
     for bit in range(8 * len(whole)):
         yield _flipped(whole, [bit])
@@ -21,7 +23,8 @@ def mutations(whole: bytes, count: int) -> Iterator[bytes]:
 
 
 def mutated(whole: bytes, count: int) -> Iterator[bytes]:
-    """``count`` copies of ``whole`` with a few bits flipped or bytes replaced, the same in every run."""
+    """``count`` copies of ``whole`` with a few bits flipped or bytes replaced, the same in every
+    run."""
     chance = random.Random(len(whole))
     while count > 0:
         changed = _mutated(whole, chance)

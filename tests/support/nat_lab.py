@@ -1,7 +1,9 @@
-"""Hosts behind routers of several kinds, in network namespaces of this machine. Needs root, `ip` and `nft`.
+"""Hosts behind routers of several kinds, in network namespaces of this machine. Needs root, `ip`
+and `nft`.
 
-The internet between them is a bridge in a namespace of its own. Its addresses, 25.0.0.K, look public, because peers dial and announce
-public addresses only; nothing leaves the machine. Host K behind a router is 192.168.K.2, and its router is 25.0.0.K.
+The internet between them is a bridge in a namespace of its own. Its addresses, 25.0.0.K, look
+public, because peers dial and announce public addresses only; nothing leaves the machine. Host K
+behind a router is 192.168.K.2, and its router is 25.0.0.K.
 """
 
 import contextlib
@@ -16,9 +18,10 @@ from pathlib import Path
 from tests.support.commands import Place
 
 KINDS = ("open", "full", "cone", "symmetric", "tcponly", "upnp", "natpmp")
-"""``open``: no router. ``full``: the router forwards every port. ``cone``: one mapping for all destinations, which lets in only those the host
-has sent to. ``symmetric``: another random port for each destination. ``tcponly``: as ``cone``, without UDP. ``upnp``, ``natpmp``: as ``cone``, and the router forwards
-ports when it is asked so in that protocol, by miniupnpd."""
+"""``open``: no router. ``full``: the router forwards every port. ``cone``: one mapping for all
+destinations, which lets in only those the host has sent to. ``symmetric``: another random port for
+each destination. ``tcponly``: as ``cone``, without UDP. ``upnp``, ``natpmp``: as ``cone``, and the
+router forwards ports when it is asked so in that protocol, by miniupnpd."""
 
 
 def why_not() -> str:
@@ -31,7 +34,8 @@ def why_not() -> str:
 
 @contextlib.contextmanager
 def nat_lab(kinds: Sequence[str]) -> Iterator[list[Place]]:
-    """One host behind a router of each kind. Processes that still run there at the end are killed."""
+    """One host behind a router of each kind. Processes that still run there at the end are
+    killed."""
     _remove(len(kinds))
     try:
         _run("ip netns add lab-net")

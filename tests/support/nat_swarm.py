@@ -1,4 +1,5 @@
-"""A swarm of real processes on hosts behind routers: public bootstrap peers, hosts, and a client."""
+"""A swarm of real processes on hosts behind routers: public bootstrap peers, hosts, and a
+client."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ class NatSwarm:
         )
 
     def answer(self, name: str, place: Place, tokens: int = 30) -> tuple[dict[str, Any], float]:
-        """The answer, and the seconds from the start of the command to its end. Raises ``RuntimeError`` if it failed."""
+        """The answer, and the seconds from the start of the command to its end. Raises
+        ``RuntimeError`` if it failed."""
         began = time.monotonic()
         command = self.ask(name, place, tokens)
         if command.wait_for_end() or not command.events:
@@ -88,7 +90,8 @@ class NatSwarm:
         return self.path(f"{name}.log").read_text()
 
     def relayed(self, name: str, protocol_id: str, *, after: int = 0) -> bool:
-        """Whether a process opened a stream of a protocol through a relay, since its log had ``after`` characters."""
+        """Whether a process opened a stream of a protocol through a relay, since its log had
+        ``after`` characters."""
         return f"{protocol_id} with" in self.log(name)[after:]
 
     def close(self) -> None:

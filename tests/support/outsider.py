@@ -1,4 +1,5 @@
-"""A small libp2p peer outside the swarm: TCP, multistream, Noise XX, yamux. Its identity costs nothing."""
+"""A small libp2p peer outside the swarm: TCP, multistream, Noise XX, yamux. Its identity costs
+nothing."""
 
 import asyncio
 import contextlib
@@ -122,7 +123,8 @@ class Outsider:
         self._writer.close()
 
     async def open(self, protocol: str, said: bytes = b"") -> int:
-        """Open a stream under ``protocol``, or begin a negotiation without one, and send a first message on it."""
+        """Open a stream under ``protocol``, or begin a negotiation without one, and send a first
+        message on it."""
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.heard[stream] = b""
         await self._write(_FRAME.pack(0, _WINDOW, _SYN, stream, 0))
@@ -133,7 +135,8 @@ class Outsider:
         await self._write(_FRAME.pack(0, _DATA, 0, stream, len(data)) + data)
 
     async def until_heard(self, stream: int, data: bytes) -> None:
-        """Wait until ``data`` has arrived on ``stream``. Raises ``ConnectionError`` if the connection ends before."""
+        """Wait until ``data`` has arrived on ``stream``. Raises ``ConnectionError`` if the
+        connection ends before."""
         while data not in self.heard[stream]:
             if not self.is_connected:
                 raise ConnectionError
@@ -212,7 +215,8 @@ class Outsider:
 async def outsiders(
     address: str, number: int, *, sources: tuple[str | None, ...] = (None,)
 ) -> AsyncIterator[list[Outsider]]:
-    """``count`` connections from each of ``sources``, each with an identity of its own. Those that were refused are missing."""
+    """``count`` connections from each of ``sources``, each with an identity of its own. Those that
+    were refused are missing."""
     joined: list[Outsider] = []
 
     async def join(source: str | None) -> None:

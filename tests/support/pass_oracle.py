@@ -1,4 +1,5 @@
-"""The true results of a pass with an adapter: transformers and PEFT in this process, differentiated by autograd."""
+"""The true results of a pass with an adapter: transformers and PEFT in this process, differentiated
+by autograd."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from tests.support.rounding import assert_near
 
 @dataclass(frozen=True)
 class LocalPass:
-    """An adapter's tensors, the outputs and input gradients of a pass with it, and the gradients of its tensors by name."""
+    """An adapter's tensors, the outputs and input gradients of a pass with it, and the gradients of
+    its tensors by name."""
 
     tensors: dict[str, torch.Tensor]
     outputs: torch.Tensor
@@ -26,7 +28,8 @@ class LocalPass:
 def lora_pass(
     plain: Any, targets: Sequence[str], inputs: torch.Tensor, counts: Sequence[int], wanted: torch.Tensor
 ) -> LocalPass:
-    """A pass of sequences [P, D] through the blocks of ``plain`` with random LoRA pairs; ``wanted`` are the gradients of the outputs."""
+    """A pass of sequences [P, D] through the blocks of ``plain`` with random LoRA pairs; ``wanted``
+    are the gradients of the outputs."""
     tuned = with_lora(plain, targets)
     stack = tuned.get_base_model().model
     stack.norm = nn.Identity()
@@ -74,7 +77,8 @@ def prefix_pass(
 
 
 def assert_same(found: Sequence[torch.Tensor], own: dict[str, torch.Tensor], expected: LocalPass) -> None:
-    """Assert that outputs, input gradients and the gradients of every adapter tensor are those of ``expected``."""
+    """Assert that outputs, input gradients and the gradients of every adapter tensor are those of
+    ``expected``."""
     assert own.keys() == expected.own.keys()
     pairs = [*zip(found, (expected.outputs, expected.gradients), strict=True)]
     for ours, theirs in [*pairs, *((own[name], expected.own[name]) for name in own)]:

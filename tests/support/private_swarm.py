@@ -1,4 +1,5 @@
-"""A private swarm on a simulated network: an authority, and members with the certificates that a test chooses."""
+"""A private swarm on a simulated network: an authority, and members with the certificates that a
+test chooses."""
 
 import asyncio
 from collections.abc import AsyncIterator

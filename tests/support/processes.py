@@ -1,4 +1,5 @@
-"""Real nodes in processes on this machine, for tests and benchmarks. All processes started here are stopped here."""
+"""Real nodes in processes on this machine, for tests and benchmarks. All processes started here are
+stopped here."""
 
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -84,13 +85,15 @@ class Swarm:
         return self.nodes[name]
 
     def relaunch(self, name: str) -> NodeProcess:
-        """Kill what is left of a node that ``start`` had started, and start it once more with the same identity."""
+        """Kill what is left of a node that ``start`` had started, and start it once more with the
+        same identity."""
         self.nodes[name].kill()
         start, end, _ = name.split("-")
         return self.launch(name, "--blocks", f"{start}:{end}")
 
     def start(self, *spans: tuple[int, int]) -> list[NodeProcess]:
-        """Start nodes for these spans and wait until all are ready; they are named after their span and place."""
+        """Start nodes for these spans and wait until all are ready; they are named after their span
+        and place."""
         nodes = []
         for start, end in spans:
             node = self.launch(f"{start}-{end}-{len(self.nodes)}", "--blocks", f"{start}:{end}")
@@ -102,8 +105,8 @@ class Swarm:
         return nodes
 
     def connect(self, *, bootstrap: Sequence[str] | None = None, **options: Any) -> Any:
-        """A client of this swarm: a transformers model that knows every running node, or those of ``bootstrap``. ``options``: those of
-        ``from_pretrained``."""
+        """A client of this swarm: a transformers model that knows every running node, or those of
+        ``bootstrap``. ``options``: those of ``from_pretrained``."""
         from swarmnet import AutoSwarmModelForCausalLM
 
         known = self.bootstrap if bootstrap is None else bootstrap

@@ -1,4 +1,5 @@
-"""The parts of a recorded swarm: hosts, chains of sessions over them, workers of a job, and the reports of each."""
+"""The parts of a recorded swarm: hosts, chains of sessions over them, workers of a job, and the
+reports of each."""
 
 import hashlib
 import math
@@ -155,7 +156,8 @@ DENSE = 3
 
 @dataclass
 class ExpertPeers:
-    """Peers that compute the experts of ``model``, each those of one residue in every block with experts, and in the first half also its neighbour's."""
+    """Peers that compute the experts of ``model``, each those of one residue in every block with
+    experts, and in the first half also its neighbour's."""
 
     model: CatalogModel
     count: int

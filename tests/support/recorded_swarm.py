@@ -1,6 +1,8 @@
-"""A simulated swarm, shown by the real dashboard: ``python -m tests.support.recorded_swarm --port 8090 --kind full``.
+"""A simulated swarm, shown by the real dashboard: ``python -m tests.support.recorded_swarm --port
+8090 --kind full``.
 
-Peers join and fail, tokens flow and a job makes progress as its clock advances. All of it follows from one seed; nothing is computed.
+Peers join and fail, tokens flow and a job makes progress as its clock advances. All of it follows
+from one seed; nothing is computed.
 """
 
 import argparse
@@ -57,7 +59,8 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of a swarm: hosts of a large and of a small model, blocks of the large one, workers of a job."""
+    """The size of a swarm: hosts of a large and of a small model, blocks of the large one, workers
+    of a job."""
 
     hosts: int
     small_hosts: int = 0
@@ -156,7 +159,7 @@ class RecordedSwarm:
         """Add a host that starts now."""
         return self._join(self.large, age_s=0.0, name=name).peer
 
-    # ---- the simulation ----------------------------------------------------------------------------------
+    # ---- the simulation -------------------------------------------------------------------------
 
     def _join(self, model: CatalogModel, *, age_s: float, name: str | None = None) -> Host:
         rng, number = self._rng, next(self._numbers)

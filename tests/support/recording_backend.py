@@ -1,4 +1,5 @@
-"""A backend that records decode steps where there is no GPU: a recording computes again into the same outputs."""
+"""A backend that records decode steps where there is no GPU: a recording computes again into the
+same outputs."""
 
 from collections.abc import Callable
 
@@ -9,7 +10,8 @@ from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 
 
 class FakeRecorder:
-    """A ``Recorder`` that counts recordings and replays. ``broken`` changes what a replay computes; ``error`` is raised instead of recording."""
+    """A ``Recorder`` that counts recordings and replays. ``broken`` changes what a replay computes;
+    ``error`` is raised instead of recording."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0

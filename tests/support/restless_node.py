@@ -1,4 +1,5 @@
-"""``swarmnet join`` whose node moves to other blocks every few seconds, and not only when the swarm needs it. It is unchanged otherwise.
+"""``swarmnet join`` whose node moves to other blocks every few seconds, and not only when the swarm
+needs it. It is unchanged otherwise.
 
 python -m tests.support.restless_node PERIOD_S join SWARM --num-blocks N ...
 """

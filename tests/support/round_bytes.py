@@ -25,7 +25,8 @@ class CountingNetwork(MemoryNetwork):
 
 
 def bytes_of_a_round(workers: int, steps: int, *, delay_s: float = 0.02) -> int:
-    """The most bytes that all ``workers`` of a ``zo`` job send between the ends of two rounds of ``steps``.
+    """The most bytes that all ``workers`` of a ``zo`` job send between the ends of two rounds of
+    ``steps``.
 
     Matchmaking is included; newcomers and the first round are not.
     """

@@ -2,8 +2,9 @@
 
     python -m tests.support.round_memory
 
-Prints the peak memory of two ``diloco`` rounds in float32, above that of Python and its libraries, in vectors per worker: one vector is
-as large as the parameters. Slices are so large that malloc maps each separately, so freed memory returns to the system at once.
+Prints the peak memory of two ``diloco`` rounds in float32, above that of Python and its libraries,
+in vectors per worker: one vector is as large as the parameters. Slices are so large that malloc
+maps each separately, so freed memory returns to the system at once.
 """
 
 import asyncio

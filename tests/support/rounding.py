@@ -1,9 +1,10 @@
-"""How far results in float32 may be from each other: bounds from the number and the size of the terms.
+"""How far results in float32 may be from each other: bounds from the number and the size of the
+terms.
 
 Every processor adds the terms of a product in an order of its own. By N. J. Higham, Accuracy and
 Stability of Numerical Algorithms (2nd edition, 2002), section 3.1, any order of ``n`` terms errs by
-at most n u / (1 - n u) times the sum of their absolute values, where u is the unit roundoff. A fixed
-tolerance says how one processor rounds. These bounds hold on all of them.
+at most n u / (1 - n u) times the sum of their absolute values, where u is the unit roundoff. A
+fixed tolerance says how one processor rounds. These bounds hold on all of them.
 """
 
 import torch
@@ -13,16 +14,18 @@ UNIT = 2.0**-24
 TINY_TERMS = 1000
 """Terms that one output of a tiny test model depends on, one after another: six blocks with inner
 products of 32 channels (three times), 8 of a head, up to 40 positions and 64 of an MLP. Less would
-ask some processors for more than float32 has. Ten times more would hide a step in half precision."""
+ask some processors for more than float32 has. Ten times more would hide a step in half
+precision."""
 NEAR = 2 * TINY_TERMS * UNIT
-"""Relative distance of two results of a tiny model: both are rounded. It is 1.2e-4, a quarter of the
-unit roundoff of float16."""
+"""Relative distance of two results of a tiny model: both are rounded. It is 1.2e-4, a quarter of
+the unit roundoff of float16."""
 
 
 def assert_product(
     found: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Assert that ``found`` is ``inputs`` [..., K] times ``weight`` [N, K] plus ``bias``, in float32.
+    """Assert that ``found`` is ``inputs`` [..., K] times ``weight`` [N, K] plus ``bias``, in
+    float32.
 
     The true product is computed in float64. Each number has a bound of its own.
     """

@@ -1,4 +1,5 @@
-"""``--sample``: leave out tests marked ``thorough``, and run a ``matrix`` on a sample of its parameters.
+"""``--sample``: leave out tests marked ``thorough``, and run a ``matrix`` on a sample of its
+parameters.
 
 Each value of each parameter occurs in the sample.
 """

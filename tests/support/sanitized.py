@@ -1,4 +1,5 @@
-"""A pytest plugin: compiles the C code with AddressSanitizer and UBSan, which end the tests at their first report. `make sanitized` uses it."""
+"""A pytest plugin: compiles the C code with AddressSanitizer and UBSan, which end the tests at
+their first report. `make sanitized` uses it."""
 
 from swarmnet_protocols.machine import native_code
 

@@ -61,7 +61,8 @@ async def inbound_stream(link: LinkLimiter | None = None) -> AsyncIterator[tuple
 
 @asynccontextmanager
 async def two_ends(link: LinkLimiter | None = None) -> AsyncIterator[tuple[End, End]]:
-    """Both ends of a stream: the end that serves it, limited by ``link``, and the end that opened it."""
+    """Both ends of a stream: the end that serves it, limited by ``link``, and the end that opened
+    it."""
     async with inbound_stream(link) as (one, theirs):
         other = End(await connect(theirs.dup()), LinkLimiter(), is_outbound=True)
         theirs.close()

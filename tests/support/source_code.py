@@ -35,7 +35,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def dotted(node: ast.AST) -> str:
-    """The text ``a.b.c`` of an expression of attributes; for another expression, the attributes at its end."""
+    """The text ``a.b.c`` of an expression of attributes; for another expression, the attributes at
+    its end."""
     if isinstance(node, ast.Attribute):
         return f"{dotted(node.value)}.{node.attr}"
     return node.id if isinstance(node, ast.Name) else ""

@@ -15,7 +15,8 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 
 DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20
-"""Limit on the growth of a process's memory under an attack: less than one of the announced messages."""
+"""Limit on the growth of a process's memory under an attack: less than one of the announced
+messages."""
 
 Scenario = Callable[[P2pdTransport], Awaitable[None]]
 
@@ -69,7 +70,8 @@ async def send_garbage(transport: P2pdTransport, peer: PeerId, protocol: Protoco
 async def send_oversized(
     transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec, sizes: tuple[int, int]
 ) -> None:
-    """Send frames that announce a header and a payload of ``sizes``; their streams must end before all of it was sent."""
+    """Send frames that announce a header and a payload of ``sizes``; their streams must end before
+    all of it was sent."""
     for _ in range(4):
         pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
         reader, writer = pipe.reader, pipe.writer

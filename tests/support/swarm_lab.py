@@ -1,4 +1,5 @@
-"""A whole swarm in one process: real nodes and clients over simulated links, faults on observed events."""
+"""A whole swarm in one process: real nodes and clients over simulated links, faults on observed
+events."""
 
 import asyncio
 import copy
@@ -65,7 +66,8 @@ class Reference:
     def train(
         self, inputs: torch.Tensor, counts: Sequence[int], gradients: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The outputs of sequences after all blocks, and the gradients at their inputs for ``gradients`` at the outputs: [P, D] each."""
+        """The outputs of sequences after all blocks, and the gradients at their inputs for
+        ``gradients`` at the outputs: [P, D] each."""
         whole = self.stage(0, self.local.manifest.blocks)
         _, graph = whole.record_sequences(inputs, counts)
         return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)[0]
@@ -145,7 +147,8 @@ class Lab:
         )
 
     async def start(self, name: str, hosting: Hosting, executor: Executor | None = None) -> Node:
-        """Start a node that runs until the lab ends or the network crashes it; returns when it serves.
+        """Start a node that runs until the lab ends or the network crashes it; returns when it
+        serves.
 
         ``executor`` is its torch thread, if its work takes time or waits for peers.
         """
@@ -193,7 +196,8 @@ class Lab:
         executor: Executor | None = None,
         is_loaded: bool = True,
     ) -> AsyncIterator[Supervisor]:
-        """A node that runs within its owner's limits, on ``executor`` as in ``start``. ``is_loaded``: on entry it serves or is paused."""
+        """A node that runs within its owner's limits, on ``executor`` as in ``start``.
+        ``is_loaded``: on entry it serves or is paused."""
         if executor is not None:
             self._executors[name] = executor
         async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as supervisor:
@@ -275,7 +279,8 @@ class Lab:
         return tokens
 
     def once(self, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]) -> list[Delivery]:
-        """Do ``action`` at the first delivery that ``matches``. Returns a list that holds that delivery afterwards."""
+        """Do ``action`` at the first delivery that ``matches``. Returns a list that holds that
+        delivery afterwards."""
         return once(self.network, matches, action)
 
     def cache_bytes(self) -> dict[str, int]:
@@ -318,7 +323,8 @@ def simulate(
 ) -> T:
     """Run a scenario in a lab, in virtual time; errors name the virtual time and the seed.
 
-    A scenario fails after ``limit_s`` virtual seconds: a stuck one would exchange heartbeats for ever.
+    A scenario fails after ``limit_s`` virtual seconds: a stuck one would exchange heartbeats for
+    ever.
     """
 
     async def within() -> T:

@@ -8,14 +8,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 97
 BLOCKS = 6
 LIVELY = 0.4
-"""A spread of the weights so large that greedy tokens differ, and that rounding does not decide them."""
+"""A spread of the weights so large that greedy tokens differ, and that rounding does not decide
+them."""
 CALM = 0.1
 """A spread that hardly magnifies rounding: float32 gradients are within 3e-6 of those in float64.
 With ``LIVELY`` they are up to 3e-5 away, on every kind of processor."""
 
 
 def save_tiny_llama(directory: Path, *, blocks: int = BLOCKS, spread: float = LIVELY) -> Path:
-    """Save the same random Llama with a byte-sized vocabulary each time, in HF layout; ``spread`` is that of its weights."""
+    """Save the same random Llama with a byte-sized vocabulary each time, in HF layout; ``spread``
+    is that of its weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,

@@ -1,4 +1,5 @@
-"""Small models of several families, built in a test and saved in the layout that users have on disk."""
+"""Small models of several families, built in a test and saved in the layout that users have on
+disk."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_tiny(family: str, directory: Path, *, max_shard_size: str = "5GB", **changes: Any) -> Path:
-    """Save a model with random weights, large enough that its tokens differ; ``changes`` go into its config."""
+    """Save a model with random weights, large enough that its tokens differ; ``changes`` go into
+    its config."""
     import transformers
 
     name, extra = (FAMILIES | OTHERS)[family]

@@ -1,4 +1,5 @@
-"""The public model facade over a swarm of tiny nodes in this process, in real time: no processes, no sockets."""
+"""The public model facade over a swarm of tiny nodes in this process, in real time: no processes,
+no sockets."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -78,7 +79,8 @@ def load_tiny(directory: Path, **options: float) -> Reference:
 def tiny_swarm(
     reference: Reference, spans: Sequence[tuple[int, int]] = SPANS, *, labels: int | None = None
 ) -> Iterator[TinySwarm]:
-    """A swarm with one node for each of ``spans``, and a client of it; with ``labels``, a classifier."""
+    """A swarm with one node for each of ``spans``, and a client of it; with ``labels``, a
+    classifier."""
     labs: list[Lab] = []
 
     @asynccontextmanager

@@ -2,8 +2,8 @@
 
     python -m tests.support.torn_writes ROOT KILLS
 
-Prints one JSON object: ``torn``, the number of kills that left an unfinished write, and ``rounds``: for each child, the round of the newest
-whole checkpoint before and after it.
+Prints one JSON object: ``torn``, the number of kills that left an unfinished write, and ``rounds``:
+for each child, the round of the newest whole checkpoint before and after it.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Trains the small mixture of experts whose routing tests use, with the project's own workers: ``python -m tests.support.train_experts FOLDER``.
+"""Trains the small mixture of experts whose routing tests use, with the project's own workers:
+``python -m tests.support.train_experts FOLDER``.
 
-Writes ``FOLDER/model``, in Hugging Face layout; ``FOLDER/packed``, the same in 4 bits; and ``FOLDER/expert_routing.npz``, the experts that it chooses for
-code and for prose. It is no test, because it takes half an hour: ``stdlib_experts`` in ``swarmnet_protocols/models`` is the packed model, and
-``tests/data`` has the routing.
+Writes ``FOLDER/model``, in Hugging Face layout; ``FOLDER/packed``, the same in 4 bits; and
+``FOLDER/expert_routing.npz``, the experts that it chooses for code and for prose. It is no test,
+because it takes half an hour: ``stdlib_experts`` in ``swarmnet_protocols/models`` is the packed
+model, and ``tests/data`` has the routing.
 """
 
 import argparse
@@ -95,7 +97,8 @@ batches = 16
 
 
 def train(folder: Path, rounds: int, most_s: float) -> None:
-    """Train for ``rounds`` rounds or ``most_s`` seconds, whichever ends first, and write ``folder/model``."""
+    """Train for ``rounds`` rounds or ``most_s`` seconds, whichever ends first, and write
+    ``folder/model``."""
     folder.mkdir(parents=True, exist_ok=True)
     job = create_job(folder, JOB.format(rounds=rounds))
     began = time.monotonic()
@@ -116,7 +119,8 @@ def train(folder: Path, rounds: int, most_s: float) -> None:
 
 
 def pack(folder: Path) -> None:
-    """Write ``folder/packed`` from ``folder/model``: matrices in 4 bits, rounded to the nearest, in the layout of GPTQ; embeddings in 16 bits."""
+    """Write ``folder/packed`` from ``folder/model``: matrices in 4 bits, rounded to the nearest, in
+    the layout of GPTQ; embeddings in 16 bits."""
     packed, model = folder / "packed", folder / "model"
     packed.mkdir()
     tensors: dict[str, torch.Tensor] = {}
@@ -137,7 +141,8 @@ def pack(folder: Path) -> None:
 
 
 def in_4_bits(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors by which GPTQ stores ``matrix``, ``[rows, columns]``: codes, and a scale and a zero point for ``GROUP`` columns of a row."""
+    """The tensors by which GPTQ stores ``matrix``, ``[rows, columns]``: codes, and a scale and a
+    zero point for ``GROUP`` columns of a row."""
     rows, columns = matrix.shape
     groups = matrix.view(rows, -1, GROUP)
     low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
@@ -188,7 +193,8 @@ def windows(text: bytes) -> torch.Tensor:
 
 @contextmanager
 def recording(model: Any) -> Iterator[list[torch.Tensor]]:
-    """The experts that each forward within the context chooses, ``[rows, chosen]``, block after block."""
+    """The experts that each forward within the context chooses, ``[rows, chosen]``, block after
+    block."""
     chosen: list[torch.Tensor] = []
 
     def record(experts: Any, args: tuple[Any, ...]) -> None:
@@ -203,7 +209,8 @@ def recording(model: Any) -> Iterator[list[torch.Tensor]]:
 
 
 def routing(model: Any, text: bytes) -> NDArray[np.uint8]:
-    """The experts of the rows of some windows of ``text``, ``[rows, blocks, chosen]``, in ascending order for each row and block."""
+    """The experts of the rows of some windows of ``text``, ``[rows, blocks, chosen]``, in ascending
+    order for each row and block."""
     with torch.no_grad(), recording(model) as chosen:
         model(input_ids=windows(text), use_cache=False)
     return torch.stack(chosen, 1).sort(-1).values.to(torch.uint8).numpy()

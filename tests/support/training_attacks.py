@@ -1,4 +1,5 @@
-"""Sixteen replicas of one job that average over simulated links, some of them sending false contributions."""
+"""Sixteen replicas of one job that average over simulated links, some of them sending false
+contributions."""
 
 import asyncio
 import math
@@ -31,8 +32,8 @@ from tests.support.virtual_time import run
 WORKERS = 16
 
 Attack = Callable[[Tensor, int, Sequence[Tensor]], Tensor]
-"""The contributions of ``bad`` workers [bad, n], computed from the honest contributions of all workers [workers, n], theirs first, in this
-round and in all earlier ones."""
+"""The contributions of ``bad`` workers [bad, n], computed from the honest contributions of all
+workers [workers, n], theirs first, in this round and in all earlier ones."""
 
 
 def sign_flip(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:
@@ -58,7 +59,8 @@ def stale_replay(honest: Tensor, bad: int, past: Sequence[Tensor]) -> Tensor:
 def a_little_is_enough(honest: Tensor, bad: int, past: Sequence[Tensor], z: float | None = None) -> Tensor:
     """Baruch et al. 2019, "A Little Is Enough", section 3: ``z`` standard deviations from the mean.
 
-    By default the largest ``z`` that enough honest workers exceed to form a majority with the bad ones.
+    By default the largest ``z`` that enough honest workers exceed to form a majority with the bad
+    ones.
     """
     good = honest[bad:]
     if z is None:
@@ -92,7 +94,8 @@ UNCHECKED = Unchecked("float32", torch.float32, biased=False)
 
 @dataclass(frozen=True)
 class Trained:
-    """The result of a run. ``excluded``: for every round, the workers that the others left out, with the reasons."""
+    """The result of a run. ``excluded``: for every round, the workers that the others left out,
+    with the reasons."""
 
     loss: float
     excluded: tuple[Mapping[PeerId, str], ...]
@@ -111,7 +114,8 @@ def attack_job(folder: Path, aggregator: str, *, rounds: int, steps: int, eval_b
 def train(
     job: Job, folder: Path, bad: int, attack: Attack, *, rules: AggregationRules | None = None
 ) -> Trained:
-    """Train ``job`` to its last round; the first ``bad`` workers alter all their contributions. ``rules`` replace those of the job."""
+    """Train ``job`` to its last round; the first ``bad`` workers alter all their contributions.
+    ``rules`` replace those of the job."""
     return run(_train(job, folder, bad, attack, rules or averaging_rules(job)))
 
 

@@ -40,7 +40,8 @@ Outcomes = dict[PeerId, Outcome]
 
 @dataclass
 class TrainingLab:
-    """``count`` workers whose exchanges are open until ``crash``; ``average`` runs one round of all."""
+    """``count`` workers whose exchanges are open until ``crash``; ``average`` runs one round of
+    all."""
 
     count: int
     seed: int = 0
@@ -146,7 +147,8 @@ class Work:
 
 
 def check_agreement(work: Work, outcomes: Outcomes) -> None:
-    """Assert that all decisions are equal, and that all members that committed have the same bits: the mean of the named contributors."""
+    """Assert that all decisions are equal, and that all members that committed have the same bits:
+    the mean of the named contributors."""
     known = [outcome for outcome in outcomes.values() if not outcome.behind]
     assert len({outcome.committed for outcome in known}) <= 1
     committed = [outcome for outcome in known if outcome.committed]
@@ -164,12 +166,14 @@ def check_agreement(work: Work, outcomes: Outcomes) -> None:
 
 
 def kind_of(delivery: Delivery) -> str:
-    """The kind of message that a delivery carries: "hello", "report", ...; "heartbeat" for messages of the accepting side."""
+    """The kind of message that a delivery carries: "hello", "report", ...; "heartbeat" for messages
+    of the accepting side."""
     return pb.ExchangeRequest.FromString(delivery.message.header).WhichOneof("kind") or "heartbeat"
 
 
 def on_delivery(
     lab: TrainingLab, matches: Callable[[Delivery], bool], action: Callable[[Delivery], None]
 ) -> None:
-    """Do ``action`` once, at the first delivery of an exchange that matches, before its receiver sees it."""
+    """Do ``action`` once, at the first delivery of an exchange that matches, before its receiver
+    sees it."""
     once(lab.network, lambda delivery: delivery.protocol.id == EXCHANGE.id and matches(delivery), action)

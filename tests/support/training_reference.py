@@ -1,7 +1,8 @@
 """The published update rules in float64, as their papers write them, for a whole swarm at once.
 
-Shapes: W workers, N parameters. ``inner(worker, step, x)`` is one inner step of one worker. Every function returns the
-parameters of the workers at the end of each round, after any outer step: a list of [W, N].
+Shapes: W workers, N parameters. ``inner(worker, step, x)`` is one inner step of one worker. Every
+function returns the parameters of the workers at the end of each round, after any outer step: a
+list of [W, N].
 """
 
 from collections.abc import Callable, Sequence
@@ -62,7 +63,8 @@ def diloco(run: Run, steps: int, eta: float, mu: float) -> list[Vector]:
 def streaming(
     run: Run, steps: int, fragments: int, tau: int, mixing: float, outer: tuple[float, float]
 ) -> list[Vector]:
-    """At inner step H/P (r + 1), Δ of fragment r mod P is taken, H steps and P fragments; at τ steps later the outer step and the mixing are done."""
+    """At inner step H/P (r + 1), Δ of fragment r mod P is taken, H steps and P fragments; at τ
+    steps later the outer step and the mixing are done."""
     eta, mu = outer
     theta, v = run.start.copy(), np.zeros_like(run.start)
     cuts = [len(theta) * p // fragments for p in range(fragments + 1)]
@@ -86,7 +88,8 @@ def streaming(
 def eager(run: Run, steps: int, eta: float, mu: float) -> list[Vector]:
     """Δ̃_i(t) = Δ_i(t)/M + Δ̄(t-1) - Δ_i(t-1)/M; θ_i <- Outer(θ_i, Δ̃_i).
 
-    The first round has no average and no outer step: workers go on, and no own part of it was ever applied.
+    The first round has no average and no outer step: workers go on, and no own part of it was ever
+    applied.
     """
     theta, v = run.replicas(), np.zeros((run.workers, len(run.start)))
     start, before, applied, trace = theta, None, np.zeros_like(theta), []
@@ -115,7 +118,8 @@ def noloco(
     *,
     groups: Sequence[Sequence[Sequence[int]]],
 ) -> list[Vector]:
-    """δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; ``groups``: who with whom, by round."""
+    """δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; ``groups``:
+    who with whom, by round."""
     phi, delta, trace = run.replicas(), np.zeros((run.workers, len(run.start))), []
     for t in range(run.rounds):
         theta = run.train(phi, t * steps, steps)
@@ -145,7 +149,8 @@ def sparseloco(
 
 
 def co2(run: Run, steps: int, lr: float, mu: float, clip: float) -> list[Vector]:
-    """m <- clip(μ m + (x - x̄_stale)/Λ, ±φ); x <- x - α m, one round late: Λ = 1. No outer step after the first round."""
+    """m <- clip(μ m + (x - x̄_stale)/Λ, ±φ); x <- x - α m, one round late: Λ = 1. No outer step
+    after the first round."""
     x, m = run.start, np.zeros_like(run.start)
     local, stale, trace = run.replicas(), None, []
     for t in range(run.rounds):
@@ -163,7 +168,8 @@ def co2(run: Run, steps: int, lr: float, mu: float, clip: float) -> list[Vector]
 def zeroth_order(
     run: Run, loss: Callable[[int, Vector], float], seed: int, h: int, eps: float, lr: float
 ) -> list[Vector]:
-    """Each worker's steps g = [L(θ + ε z) - L(θ - ε z)] / 2ε; θ <- θ - lr g z; then θ <- θ - lr Σ_j ḡ_j z_j from the start of the round."""
+    """Each worker's steps g = [L(θ + ε z) - L(θ - ε z)] / 2ε; θ <- θ - lr g z; then θ <- θ - lr Σ_j
+    ḡ_j z_j from the start of the round."""
     theta, trace = run.start, []
     for t in range(run.rounds):
         directions = [direction(seed, t, j, len(theta)) for j in range(h)]
@@ -191,7 +197,8 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[in
 
 
 def direction(seed: int, round: int, index: int, count: int) -> Vector:
-    """The first ``count`` elements of a direction: the bits of the generator's words, the lowest first, 0 for 1 and 1 for -1."""
+    """The first ``count`` elements of a direction: the bits of the generator's words, the lowest
+    first, 0 for 1 and 1 for -1."""
     bits: list[int] = []
     for block in range(-(-count // 128)):
         words = philox((block % WORD, block // WORD, round, index), (seed % WORD, seed // WORD))
@@ -200,9 +207,11 @@ def direction(seed: int, round: int, index: int, count: int) -> Vector:
 
 
 def noloco_variance(alpha: float, gamma: float, replicas: int) -> NDArray[np.float64]:
-    """[3, 3]: one round on (E d², E d δ, E δ²), d the deviation of a replica, without inner steps, in pairs drawn anew.
+    """[3, 3]: one round on (E d², E d δ, E δ²), d the deviation of a replica, without inner steps,
+    in pairs drawn anew.
 
-    δ' = α δ - γ P d and d' = d + δ', with P a projection, independent of both, and E P = q on deviations.
+    δ' = α δ - γ P d and d' = d + δ', with P a projection, independent of both, and E P = q on
+    deviations.
     """
     q = 0.5 * (1 + 1 / (replicas - 1))
     momentum = np.array([gamma**2 * q, -2 * alpha * gamma * q, alpha**2])

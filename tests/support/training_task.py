@@ -1,4 +1,5 @@
-"""A small task for update rules: a few workers pull a few parameters towards targets of their own."""
+"""A small task for update rules: a few workers pull a few parameters towards targets of their
+own."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,8 @@ NAMES = tuple(f"worker-{i}" for i in range(WORKERS))
 
 
 class Task:
-    """Workers that pull the parameters towards targets of their own, with a different perturbation at every step."""
+    """Workers that pull the parameters towards targets of their own, with a different perturbation
+    at every step."""
 
     def __init__(self, size: int = SIZE) -> None:
         rng = np.random.default_rng(3)

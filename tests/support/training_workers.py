@@ -72,7 +72,8 @@ def copy_sources(folder: Path) -> None:
 
 
 def write_job(folder: Path, method: str, settings: str = "", exchange: str = "", rounds: int = ROUNDS) -> str:
-    """The TOML of a job that trains in a second. Its data in ``folder`` are random words unless they exist."""
+    """The TOML of a job that trains in a second. Its data in ``folder`` are random words unless
+    they exist."""
     data = folder / "data"
     if not data.exists():
         data.mkdir()
@@ -117,7 +118,8 @@ class WorkerLab:
         self.tasks[name].cancel()
 
     async def finished(self) -> None:
-        """Wait until every worker that has not crashed is done, including those that start meanwhile."""
+        """Wait until every worker that has not crashed is done, including those that start
+        meanwhile."""
         while waiting := [task for task in self.tasks.values() if not task.done()]:
             await asyncio.wait(waiting)
         for task in self.tasks.values():
@@ -167,7 +169,8 @@ class WorkerLab:
 
 
 async def train(lab: WorkerLab, *names: str, limit_s: float = 3000.0) -> None:
-    """Run these workers until all have ended. Raises ``TimeoutError`` after ``limit_s`` of virtual time."""
+    """Run these workers until all have ended. Raises ``TimeoutError`` after ``limit_s`` of virtual
+    time."""
     try:
         async with asyncio.timeout(limit_s):
             for name in names:

@@ -1,4 +1,5 @@
-"""Asyncio in virtual time: timers fire in the order of their deadlines, nothing sleeps, one seed gives one trace."""
+"""Asyncio in virtual time: timers fire in the order of their deadlines, nothing sleeps, one seed
+gives one trace."""
 
 import asyncio
 import itertools
@@ -33,7 +34,8 @@ class _VirtualSelector(selectors.SelectSelector):
 
 
 class _NumberedTask(asyncio.Task[T]):
-    """Hashed by number: task groups and ``asyncio.wait`` iterate over sets, whose order must not follow addresses."""
+    """Hashed by number: task groups and ``asyncio.wait`` iterate over sets, whose order must not
+    follow addresses."""
 
     def __init__(self, number: int, coroutine: Coroutine[Any, Any, T], **options: Any) -> None:
         self._number = number
@@ -52,7 +54,8 @@ class TimedExecutor(ThreadPoolExecutor):
 
 
 class WaitingExecutor(Executor):
-    """An executor whose work may wait for coroutines of the loop, as :meth:`start_on_loop` starts them, while virtual time goes on.
+    """An executor whose work may wait for coroutines of the loop, as :meth:`start_on_loop` starts
+    them, while virtual time goes on.
 
     Its thread and the loop never run at the same time, so that one seed gives one trace.
     """
@@ -63,7 +66,8 @@ class WaitingExecutor(Executor):
         """Released when the thread gives control back to the loop."""
 
     def run(self, work: Callable[[], None]) -> None:
-        """Call ``work``, which raises nothing, on the thread; returns when it has ended or waits for the loop."""
+        """Call ``work``, which raises nothing, on the thread; returns when it has ended or waits
+        for the loop."""
 
         def enter() -> None:
             try:
@@ -100,7 +104,8 @@ class WaitingExecutor(Executor):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Starts at time 0. Work for executors runs in place, at once or after the time of a ``TimedExecutor``."""
+    """Starts at time 0. Work for executors runs in place, at once or after the time of a
+    ``TimedExecutor``."""
 
     def __init__(self) -> None:
         self._virtual = _VirtualSelector()
@@ -150,6 +155,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run ``main`` to its end in virtual time. Raises ``DeadlockError`` when no event can happen any more."""
+    """Run ``main`` to its end in virtual time. Raises ``DeadlockError`` when no event can happen
+    any more."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

@@ -1,9 +1,11 @@
 """A small internet on this machine: hosts with delay, loss and rate between them, and silent cuts.
 
-    python -m tests.support.wan [--hosts 3] [--delay-ms 25] [--loss 0.01] [--rate-mbit 100] [-- COMMAND ...]
+    python -m tests.support.wan [--hosts 3] [--delay-ms 25] [--loss 0.01] [--rate-mbit 100]
+        [-- COMMAND ...]
 
-Each host is a network namespace with one TUN interface; a router in this process carries the packets between them, so TCP
-and QUIC are treated alike. Needs root and /dev/net/tun; the kernel's netem is not needed.
+Each host is a network namespace with one TUN interface; a router in this process carries the
+packets between them, so TCP and QUIC are treated alike. Needs root and /dev/net/tun; the kernel's
+netem is not needed.
 """
 
 import argparse
@@ -37,17 +39,20 @@ QUEUE_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Uplink:
-    """The connection of a host. Between two hosts the delays add up, and the worse loss and the lower rate count."""
+    """The connection of a host. Between two hosts the delays add up, and the worse loss and the
+    lower rate count."""
 
     delay_s: float = 0.0125
-    """One way, to the middle of the Internet: the round trip between two such hosts takes four times this."""
+    """One way, to the middle of the Internet: the round trip between two such hosts takes four
+    times this."""
     loss: float = 0.0
     bytes_per_s: float = 12_500_000.0
     down_bytes_per_s: float = math.inf
 
 
 class WanHost:
-    """One host: run a command at its ``place``; ``cut`` it off, ``heal`` it. Packets pass between hosts of the same ``side``."""
+    """One host: run a command at its ``place``; ``cut`` it off, ``heal`` it. Packets pass between
+    hosts of the same ``side``."""
 
     def __init__(self, number: int, namespace: str, tun: int, uplink: Uplink) -> None:
         self.number = number
@@ -204,7 +209,8 @@ def _host(number: int, uplink: Uplink) -> Iterator[WanHost]:
             _ip("-n", namespace, "link", "set", name, "mtu", str(MTU_BYTES), "txqueuelen", "2000")
             _ip("-n", namespace, "addr", "add", f"{NETWORK}.{number}/24", "dev", name)
             _ip("-n", namespace, "link", "set", name, "up")
-            # What nearly all home machines use; it fills the queue of an uplink, where BBR keeps it short.
+            # What nearly all home machines use; it fills the queue of an uplink, where BBR keeps it
+            # short.
             _ip("-n", namespace, "route", "change", f"{NETWORK}.0/24", "dev", name, "congctl", "cubic")
             yield WanHost(number, namespace, tun, uplink)
         finally:

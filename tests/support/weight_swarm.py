@@ -1,4 +1,5 @@
-"""Hosts that serve weights to each other over a simulated network, on a loop in a thread of its own."""
+"""Hosts that serve weights to each other over a simulated network, on a loop in a thread of its
+own."""
 
 import asyncio
 import random

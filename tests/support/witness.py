@@ -32,13 +32,15 @@ def ids_and_ends(file: Path, text: str) -> tuple[list[int], list[int]]:
 
 
 def greedy_logits(file: Path, prompt: Sequence[int], count: int) -> torch.Tensor:
-    """Return ``count`` rows of llama.cpp's logits: after the prompt, then after each greedy token."""
+    """Return ``count`` rows of llama.cpp's logits: after the prompt, then after each greedy
+    token."""
     answer = _ask(["logits", file, str(count)], " ".join(map(str, prompt)))
     return torch.from_numpy(np.frombuffer(answer, np.float32).reshape(count, -1).copy())
 
 
 def expanded(file: Path) -> Path:
-    """Return a copy of a file next to it, with the float32 values that llama.cpp gives its matrices."""
+    """Return a copy of a file next to it, with the float32 values that llama.cpp gives its
+    matrices."""
     copy = file.with_stem(f"{file.stem}-expanded")
     _ask(["expand", file, copy], "")
     return copy

@@ -49,7 +49,8 @@ def create_job(folder: Path, toml: str) -> str:
 
 @contextmanager
 def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
-    """Start workers and wait until they are ready. Those in the dictionary at the end are killed."""
+    """Start workers and wait until they are ready. Those in the dictionary at the end are
+    killed."""
     running: dict[str, WorkerProcess] = {}
     try:
         for name in names:

@@ -1,4 +1,5 @@
-"""One example of every message two peers may exchange. ``python -m tests.wire.examples`` writes them as golden vectors.
+"""One example of every message two peers may exchange. ``python -m tests.wire.examples`` writes
+them as golden vectors.
 
 A vector that has been released never changes: an older peer still sends it.
 """

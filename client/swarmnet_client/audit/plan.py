@@ -1,8 +1,10 @@
-"""Plans of audits: the hop, the number of positions, and the budget. Pure but for the random source.
+"""Plans of audits: the hop, the number of positions, and the budget. Pure but for the random
+source.
 
-An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >= x``, and costs ``m`` positions of the
-host's blocks, because all positions before it are needed to compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at
-``x`` is found in one of ``x`` audits, and an audit costs 1 + ln(MAX_DIGEST_POSITIONS) positions on average.
+An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >=
+x``, and costs ``m`` positions of the host's blocks, because all positions before it are needed to
+compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at ``x`` is found in one of
+``x`` audits, and an audit costs 1 + ln(MAX_DIGEST_POSITIONS) positions on average.
 """
 
 import random
@@ -15,10 +17,12 @@ from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 
 SHARE = 0.03
-"""Extra work for audits, as a share of the work that hosts do for the client, in positions times blocks."""
+"""Extra work for audits, as a share of the work that hosts do for the client, in positions times
+blocks."""
 NEWCOMER_POSITIONS = 4
-"""Positions of a host's first audit. With more, the budget would not cover every host of a chain within
-200 positions. With fewer, hosts that repeat earlier outputs would pass: the first position has none."""
+"""Positions of a host's first audit. With more, the budget would not cover every host of a chain
+within 200 positions. With fewer, hosts that repeat earlier outputs would pass: the first position
+has none."""
 MAX_REMEMBERED = 4096
 """Most audited hosts that are remembered."""
 
@@ -48,7 +52,8 @@ class Ledger:
         self._audited: dict[PeerId, None] = {}
 
     def earn(self, work: int) -> None:
-        """Hosts have computed ``work`` positions times blocks: a share of it may be spent on audits."""
+        """Hosts have computed ``work`` positions times blocks: a share of it may be spent on
+        audits."""
         self._credit += SHARE * work
 
     def may_spend(self, cost: int) -> bool:
@@ -56,11 +61,13 @@ class Ledger:
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:
-        """Spend ``cost`` on an audit; a negative cost is given back. The third computation after a mismatch may overdraw the budget."""
+        """Spend ``cost`` on an audit; a negative cost is given back. The third computation after a
+        mismatch may overdraw the budget."""
         self._credit -= cost
 
     def plan(self, hops: Sequence[Hop]) -> AuditPlan:
-        """Return the next audit: of a host that was never audited, if there is one among ``hops``."""
+        """Return the next audit: of a host that was never audited, if there is one among
+        ``hops``."""
         new = [hop for hop in hops if hop.peer not in self._audited]
         drawn = min(int(1 / (1 - self.rng.random())), MAX_DIGEST_POSITIONS)
         return AuditPlan(self.rng.choice(new or list(hops)), NEWCOMER_POSITIONS if new else drawn)
@@ -76,7 +83,8 @@ class Ledger:
 def witnesses(
     hosts: Sequence[HostInfo], audited: Hop, without: frozenset[PeerId], rng: random.Random
 ) -> list[Hop]:
-    """Random hosts outside of ``without`` that together have the blocks of ``audited`` in its precision; empty if there are none."""
+    """Random hosts outside of ``without`` that together have the blocks of ``audited`` in its
+    precision; empty if there are none."""
     able = [
         host
         for host in hosts

@@ -23,15 +23,16 @@ Read = Callable[[torch.Tensor], torch.Tensor]
 """Turns outputs [P, D] of the last block into logits [P, V]: final norm and lm_head."""
 
 SLICE = 16
-"""Positions that are read at a time. More would take more memory: each has a logit for every token."""
+"""Positions that are read at a time. More would take more memory: each has a logit for every
+token."""
 
 
 @dataclass(frozen=True)
 class Bound:
     """The largest differences of a position between two honest hosts.
 
-    ``whole``: root mean square of the relative errors. ``part``: the largest difference of a number,
-    in units of the smaller of the two or of the position's median, whichever is larger.
+    ``whole``: root mean square of the relative errors. ``part``: the largest difference of a
+    number, in units of the smaller of the two or of the position's median, whichever is larger.
     """
 
     whole: float
@@ -46,20 +47,21 @@ class Bound:
 
 
 STATES = Bound(whole=0.25, part=4.0)
-"""For hidden states, as they are and after a norm. Larger bounds hide lies; smaller ones accuse hosts
-that compute many blocks in bfloat16 (decision 0104 has the measurements)."""
+"""For hidden states, as they are and after a norm. Larger bounds hide lies; smaller ones accuse
+hosts that compute many blocks in bfloat16 (decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
 """For logits. A host that moves one token's logit further is found."""
 SPARE = 16
-"""Positions per position that may exceed its bounds, at least one in an audit. With more, honest hosts
-that compute many blocks in bfloat16 are accused: about one of 3,000 positions exceeds them. With
-fewer, a liar has more positions to itself."""
+"""Positions per position that may exceed its bounds, at least one in an audit. With more, honest
+hosts that compute many blocks in bfloat16 are accused: about one of 3,000 positions exceeds them.
+With fewer, a liar has more positions to itself."""
 SLACK = 2.0
 """Factor of the bounds that no position may exceed."""
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the differences of every position, whole [P] and largest part [P], of two tensors [P, D].
+    """Return the differences of every position, whole [P] and largest part [P], of two tensors [P,
+    D].
 
     A number's size is its own or, where that is small, the median of the position's sizes.
     Transformers have a few channels that are thousands of times larger than the rest. In a plain
@@ -86,7 +88,8 @@ def after_norm(states: torch.Tensor) -> torch.Tensor:
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
-    """Check whether two honest hosts, of any precision, may have computed ``one`` and ``other`` [P, D].
+    """Check whether two honest hosts, of any precision, may have computed ``one`` and ``other`` [P,
+    D].
 
     Both have the same inputs. ``read`` is given for outputs of the last hop.
     """
@@ -127,8 +130,8 @@ class Verdict(Enum):
     WRONG = auto()
     """Two other hosts agree with each other and not with the audited one."""
     DOUBTED_WITNESS = auto()
-    """The third host agrees with the audited one and not with the second. No proof against the second:
-    the two may collude."""
+    """The third host agrees with the audited one and not with the second. No proof against the
+    second: the two may collude."""
     UNDECIDED = auto()
     """All three differ, or the third agrees with both."""
 
@@ -142,7 +145,8 @@ def judge(
 ) -> Verdict:
     """Return the verdict on the outputs that a host ``reported``.
 
-    ``second`` and ``third`` are what other hosts computed from the same inputs. ``read`` as in ``agree``.
+    ``second`` and ``third`` are what other hosts computed from the same inputs. ``read`` as in
+    ``agree``.
     """
     if agree(reported, second, read):
         return Verdict.RIGHT

@@ -171,7 +171,7 @@ class Auditor:
             return outputs
         return torch.cat([part[row.first :] for row, part in zip(rows, parts, strict=True)])
 
-    # ---- audits -----------------------------------------------------------------------------------------
+    # ---- audits ---------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Audit one hop at a time, whenever the budget allows."""

@@ -96,7 +96,7 @@ class Chain:
         other sequences again."""
         self._in_flight.give_up_idle = give_up_idle
 
-    # ---- steps ------------------------------------------------------------------------------------------
+    # ---- steps ----------------------------------------------------------------------------------
 
     async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send new positions ([P] ids or [P, D] embeddings) through all blocks.
@@ -186,7 +186,7 @@ class Chain:
             self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
             self._steps_s.clear()
 
-    # ---- outputs ----------------------------------------------------------------------------------------
+    # ---- outputs --------------------------------------------------------------------------------
 
     async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
         """Receive from one hop on a stream. Return whether the session went on with another stream.

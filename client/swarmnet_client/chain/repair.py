@@ -136,7 +136,7 @@ class ChainRepair:
         is_unhosted = isinstance(self.last_error, Unreachable) or not self.swarm.hosts
         return no_route() if is_unhosted and type(error) is Unreachable else error
 
-    # ---- the hops ---------------------------------------------------------------------------------------
+    # ---- the hops -------------------------------------------------------------------------------
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Return the blocks that neither a live hop nor a standby covers.
@@ -170,7 +170,7 @@ class ChainRepair:
             [*(live for live in self.hops if live.alive), *new], key=lambda live: live.hop.start
         )
 
-    # ---- filling gaps -----------------------------------------------------------------------------------
+    # ---- filling gaps ---------------------------------------------------------------------------
 
     async def _fill(self, pause_s: float) -> None:
         """Open sessions until all hops of a route are open.

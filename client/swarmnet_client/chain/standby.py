@@ -238,7 +238,7 @@ class Standbys:
         if standby.feeding is not None:
             standby.feeding.cancel()
 
-    # ---- preparing one ----------------------------------------------------------------------------------
+    # ---- preparing one --------------------------------------------------------------------------
 
     async def _prepare(self, place: _Place, precision: str | None) -> None:
         """Open a standby and have it fed; try again as long as no host can be found."""

@@ -144,7 +144,7 @@ class ChainSupervisor:
         if self._is_resting:
             self._trouble.set()
 
-    # ---- repair -----------------------------------------------------------------------------------------
+    # ---- repair ---------------------------------------------------------------------------------
 
     async def _keep_whole(self) -> NoReturn:
         while True:
@@ -221,7 +221,7 @@ class ChainSupervisor:
         asked_s = asyncio.get_running_loop().time() - live.leaving_since
         return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 
-    # ---- failures ---------------------------------------------------------------------------------------
+    # ---- failures -------------------------------------------------------------------------------
 
     def session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
         """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it,
@@ -315,7 +315,7 @@ class ChainSupervisor:
         self._repair.last_error = error
         self._trouble.set()
 
-    # ---- messages of hops other than outputs --------------------------------------------------------------
+    # ---- messages of hops other than outputs ----------------------------------------------------
 
     async def handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
         """Handle a message of a hop. Raises ``ProtocolViolation`` for an unknown message."""
@@ -363,7 +363,7 @@ class ChainSupervisor:
         if standby is not None and standby.replaced.leaving and standby.is_ready(self._in_flight.acked):
             self._trouble.set()
 
-    # ---- findings of audits -----------------------------------------------------------------------------
+    # ---- findings of audits ---------------------------------------------------------------------
 
     @property
     def hops(self) -> tuple[LiveHop, ...]:

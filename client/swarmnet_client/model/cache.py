@@ -52,7 +52,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._are_ids = True
         self.tokens: torch.Tensor | None = None
 
-    # ---- the interface of transformers -------------------------------------------------------------------------
+    # ---- the interface of transformers ----------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Number of columns in the cache, with padding."""
@@ -98,7 +98,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def batch_size(self) -> int:
         return len(self._sequences) or -1
 
-    # ---- the swarm --------------------------------------------------------------------------------------
+    # ---- the swarm ------------------------------------------------------------------------------
 
     @property
     def takes_embeddings(self) -> bool:

@@ -179,7 +179,7 @@ class Swarm:
         """A random session id. It is a secret: a host that knows it may link to the session."""
         return self._rng.randbytes(16)
 
-    # ---- hosts that are known ----------------------------------------------------------------------------
+    # ---- hosts that are known -------------------------------------------------------------------
 
     @property
     def hosts(self) -> Sequence[HostInfo]:
@@ -229,7 +229,7 @@ class Swarm:
             view = self._view()
             self._pings.follow(self._hosts, lambda host: view.delay_to(host.peer) + host.step_s)
 
-    # ---- routes ------------------------------------------------------------------------------------------
+    # ---- routes ---------------------------------------------------------------------------------
 
     def route(
         self,
@@ -329,7 +329,7 @@ class Swarm:
         others = [host for host in self._hosts.values() if host.peer not in {hop.peer, *self.banned}]
         return not uncovered(others, (hop.start, hop.end))
 
-    # ---- what chains report ------------------------------------------------------------------------------
+    # ---- what chains report ---------------------------------------------------------------------
 
     def measured(self, chain: Sequence[Hop], step_s: float) -> None:
         """A decode step took ``step_s`` through ``chain``, from the client and back."""
@@ -370,7 +370,7 @@ class Swarm:
         self._hosts.pop(peer, None)
         self._rooms.clear()
 
-    # ---- inside ------------------------------------------------------------------------------------------
+    # ---- inside ---------------------------------------------------------------------------------
 
     def _view(self, *, explore: bool = False) -> View:
         now = self._now()

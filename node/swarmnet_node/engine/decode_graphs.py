@@ -103,7 +103,8 @@ class DecodeGraphs:
             slots = self._new_slots(key[0])
             self._fill(slots, inputs, sequences)
             expected = self._run(slots, key[1])[:count].clone()
-            if bool(expected.isfinite().all()):  # a client may send such numbers, which cannot be compared
+            # a client may send such numbers, which cannot be compared
+            if bool(expected.isfinite().all()):
                 self._record(key, slots, expected)
             return expected
         slots, recording = self._recordings[key]

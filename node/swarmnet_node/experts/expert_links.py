@@ -130,7 +130,7 @@ class ExpertLinks:
         self.changes += 1
         self._changed.set()
 
-    # ---- peers that are tried --------------------------------------------------------------------
+    # ---- peers that are tried -------------------------------------------------------------------
 
     async def _find(self) -> NoReturn:
         while True:

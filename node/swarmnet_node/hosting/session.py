@@ -217,7 +217,7 @@ class HostedSession:
         """End the session because the host is over its owner's memory limit."""
         self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
 
-    # ---- the client's stream ---------------------------------------------------------------------
+    # ---- the client's stream --------------------------------------------------------------------
 
     async def run(self) -> None:
         """Serve until the client's stream ends or the session fails, then free all memory."""
@@ -341,7 +341,7 @@ class HostedSession:
     async def _failure(self) -> None:
         await asyncio.shield(self._failed)
 
-    # ---- downstream ------------------------------------------------------------------------------
+    # ---- downstream -----------------------------------------------------------------------------
 
     async def _relink(self, wanted: pb.Relink) -> None:
         if self._is_last:
@@ -396,7 +396,7 @@ class HostedSession:
         self._counters.links_lost += 1
         return True
 
-    # ---- upstream --------------------------------------------------------------------------------
+    # ---- upstream -------------------------------------------------------------------------------
 
     async def accept(self, link: LinkStream, epoch: int) -> None:
         """Apply the steps of this link until it ends or another replaces it. Raises ``Refusal`` if

@@ -69,7 +69,8 @@ def _terminals_idle_s(clock: Clock) -> float | None:
                 status = path.stat()
             except OSError:
                 continue
-            if status.st_uid != 0 or path.parent.name == "pts":  # consoles without a login are root's
+            # consoles without a login are root's
+            if status.st_uid != 0 or path.parent.name == "pts":
                 times.append(status.st_atime)
     return max(0.0, clock() - max(times)) if times else None
 

@@ -207,7 +207,7 @@ class Worker:
         self._failure = error
         self._failed.set()
 
-    # ---- rounds ----------------------------------------------------------------------------------
+    # ---- rounds ---------------------------------------------------------------------------------
 
     async def _run_rounds(self) -> None:
         while not self._is_done():
@@ -391,7 +391,7 @@ class Worker:
         params_hash = await self._compute(self._replica.params_hash)
         self._emit({**event, "params_hash": params_hash, **exchange_fields(outcome)})
 
-    # ---- the shared state ------------------------------------------------------------------------
+    # ---- the shared state -----------------------------------------------------------------------
 
     async def _resume(self) -> None:
         """Load the newest checkpoint, or keep the job's initial parameters."""
@@ -503,7 +503,7 @@ class Worker:
 
         await self._compute(save)
 
-    # ---- helpers ---------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------
 
     def _announcements(self) -> Iterable[Announcement]:
         addresses = tuple(self._transport.addresses())

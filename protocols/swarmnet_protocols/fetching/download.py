@@ -218,7 +218,8 @@ class _Download:
         return source.name in self._dropped or source.name in self._failed
 
     async def _use(self, source: PieceSource) -> None:
-        """Prepare a source, and fetch over its connections until it can bring no unit that is left."""
+        """Prepare a source, and fetch over its connections until it can bring no unit that is
+        left."""
         self._preparing += not source.is_last
         try:
             await source.prepare()

@@ -3,10 +3,10 @@
 Readers of safetensors and gguf map it into memory like the whole file. Its folder is named by the
 SHA-256 of the whole file::
 
-    model-00002-of-00030.safetensors   the file; where pieces are missing it has holes, which take no space
+    model-00002-of-00030.safetensors   the file; missing pieces are holes, which take no space
     lock                               locked by the processes that use the file
-    present                            one bit for each piece, set once the piece is verified and on disk
-    noted                              the hashes of pieces as they first arrived, where no other source has told them
+    present                            one bit a piece, set once it is verified and on disk
+    noted                              hashes of pieces as they arrived, if nobody else told them
 
 A bit is set only after its data has reached the disk. So a process or machine may stop at any
 moment: marked pieces are on disk, and the next start fetches the others.
@@ -79,7 +79,7 @@ class PieceFile:
                     file.truncate(0)
                     file.truncate(self.file.size)
 
-    # ---- which pieces are here ------------------------------------------------------------------------------
+    # ---- which pieces are here ------------------------------------------------------------------
 
     def use(self, table: PieceTable, edges: Iterable[int] | None, *, notes: bool = False) -> None:
         """Read which pieces are here, numbered by ``table``.
@@ -140,7 +140,7 @@ class PieceFile:
             if self.has(piece):
                 yield self._starts[piece], self._starts[piece + 1]
 
-    # ---- writing --------------------------------------------------------------------------------------------
+    # ---- writing --------------------------------------------------------------------------------
 
     def check(self, first: int, data: bytes | memoryview) -> int:
         """Return how many whole pieces from ``first`` on ``data`` begins with.
@@ -224,7 +224,8 @@ class PieceFile:
                 file.write(there)
 
     def verify(self, progress: Progress | None = None) -> bool:
-        """Hash the present pieces again, and forget changed ones. Returns False if any has changed."""
+        """Hash the present pieces again, and forget changed ones. Returns False if any has
+        changed."""
         good = bytearray(len(self._bits))
         with self.path.open("rb") as file:
             for piece in range(len(self._starts) - 1):
@@ -291,7 +292,8 @@ class PieceFile:
             self._hold = None
 
     def write_head(self, data: bytes) -> None:
-        """Write the beginning of the file before its hashes are known. It is not marked as present."""
+        """Write the beginning of the file before its hashes are known. It is not marked as
+        present."""
         self.create()
         with full_disk(self.folder):
             _write_all(self.path, 0, memoryview(data))

@@ -146,7 +146,7 @@ class Admissions:
             finally:
                 await cancel(*running, admissions._lookup)
 
-    # ---- answering -------------------------------------------------------------------------------------
+    # ---- answering ------------------------------------------------------------------------------
 
     async def _answer(self, requests: TypedStream[pb.AdmissionReply, pb.AdmissionRequest]) -> None:
         stream = requests.stream
@@ -239,7 +239,7 @@ class Admissions:
 
         return Announcer(self._directory, random.Random(), compose, 3 * self._timing.record_s)
 
-    # ---- this peer's swarm file and certificate ----------------------------------------------------------
+    # ---- this peer's swarm file and certificate -------------------------------------------------
 
     async def _fetch_swarm_files(self) -> None:
         """Ask bootstrap peers for a newer swarm file.

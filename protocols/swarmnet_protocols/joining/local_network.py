@@ -90,7 +90,7 @@ _SALT_BYTES = 16
 _SWARM, _ADDRESS = "swarm=", "dnsaddr="
 
 
-# ---- the TXT record -----------------------------------------------------------------------------------
+# ---- the TXT record ----------------------------------------------------------------------------
 
 
 def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
@@ -160,7 +160,7 @@ def _is_local(address: str, networks: Sequence[Network]) -> bool:
     return "/p2p-circuit" not in address and ip is not None and any(ip in each for each in networks)
 
 
-# ---- announcing and browsing --------------------------------------------------------------------------
+# ---- announcing and browsing -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

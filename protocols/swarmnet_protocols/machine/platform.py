@@ -50,7 +50,7 @@ else:
 """Arguments of ``subprocess.Popen`` for a child that Ctrl-C does not reach. Its parent ends it."""
 
 
-# ---- files --------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------
 
 
 def lock(descriptor: int, *, shared: bool = False, wait: bool = False) -> None:
@@ -133,7 +133,7 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
     return 0 if sys.platform == "win32" else stat.S_IMODE(status.st_mode) & mask
 
 
-# ---- ports --------------------------------------------------------------------------------------------
+# ---- ports -------------------------------------------------------------------------------------
 
 
 def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
@@ -156,7 +156,7 @@ def share_port(end: socket.socket) -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
 
-# ---- the process and its children ---------------------------------------------------------------------
+# ---- the process and its children --------------------------------------------------------------
 
 
 def allow_open_files(count: int) -> None:

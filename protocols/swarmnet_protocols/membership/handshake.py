@@ -165,7 +165,7 @@ class Handshakes:
             for admitted in handshakes._admitted.values():
                 admitted.end()
 
-    # ---- checks before a stream --------------------------------------------------------------------------
+    # ---- checks before a stream -----------------------------------------------------------------
 
     def check(self, peer: PeerId, protocol: ProtocolSpec) -> None:
         """Raise ``NotAuthorised`` unless ``peer`` is admitted with a role that may open
@@ -256,7 +256,7 @@ class Handshakes:
         except KeyError:
             raise NotAuthorised(f"{peer} has not shown that it is a member") from None
 
-    # ---- the handshake -----------------------------------------------------------------------------------
+    # ---- the handshake --------------------------------------------------------------------------
 
     def _outgoing_handshake(self, peer: PeerId, addresses: tuple[str, ...]) -> "asyncio.Task[None]":
         """Return the running handshake with ``peer``, or start one.
@@ -394,7 +394,7 @@ class Handshakes:
             self._spawn(self._fetch_revocations(peer))
         return admitted
 
-    # ---- while a handshake stream is open ----------------------------------------------------------------
+    # ---- while a handshake stream is open -------------------------------------------------------
 
     def _add_stream(self, admitted: AdmittedPeer, stream: Stream) -> None:
         admitted.handshake_streams[stream] = None
@@ -551,7 +551,7 @@ class Handshakes:
         ours = self.membership.revocations.serials
         return [pb.Serial(signer=signer, serial=serial) for signer, serial in ours.items()]
 
-    # ---- revocation lists --------------------------------------------------------------------------------
+    # ---- revocation lists -----------------------------------------------------------------------
 
     async def _serve_revocations(
         self, lists: TypedStream[pb.RevocationsReply, pb.RevocationsRequest]
@@ -583,7 +583,7 @@ class Handshakes:
         finally:
             self._fetching.discard(peer)
 
-    # ---- tasks -------------------------------------------------------------------------------------------
+    # ---- tasks ----------------------------------------------------------------------------------
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -59,7 +59,8 @@ class IssuedCertificates:
     @classmethod
     @contextmanager
     def open(cls, directory: Path) -> Iterator["IssuedCertificates"]:
-        """Open the records in ``directory``. Raises ``ConfigError`` for a file in another format."""
+        """Open the records in ``directory``. Raises ``ConfigError`` for a file in another
+        format."""
         path = directory / ISSUED_NAME
         try:
             path.touch(mode=0o600)

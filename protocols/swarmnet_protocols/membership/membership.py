@@ -62,7 +62,8 @@ class Membership:
     """
 
     def __init__(self, rules: Rules, peer: PeerId, clock: Clock, *, folder: Path | None = None) -> None:
-        """Load certificate and lists from ``folder``. Raises ``ConfigError`` if it cannot be read."""
+        """Load certificate and lists from ``folder``. Raises ``ConfigError`` if it cannot be
+        read."""
         self.rules = rules
         self.peer = peer
         self.clock = clock
@@ -83,7 +84,8 @@ class Membership:
 
     @property
     def is_public(self) -> bool:
-        """Whether every peer is a member and no key can revoke one. Then there are no handshakes."""
+        """Whether every peer is a member and no key can revoke one. Then there are no
+        handshakes."""
         return self.rules.admission is Admission.OPEN and not self.rules.keys
 
     @property

@@ -124,7 +124,8 @@ class Revocations:
         return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
     def pardoning(self, peer: PeerId, since: float) -> "Revocations":
-        """Return these lists without entries of ``peer`` that are dated before Unix time ``since``."""
+        """Return these lists without entries of ``peer`` that are dated before Unix time
+        ``since``."""
         return Revocations(
             replace(each, revoked=replace(each.revoked, peers=each.revoked.peers - {peer}))
             if 0 < each.revoked.since.get(peer, 0) < since

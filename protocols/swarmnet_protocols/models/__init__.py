@@ -1,4 +1,5 @@
-"""Models on this machine: finding them by name, their identity, and loading parts of them with transformers."""
+"""Models on this machine: finding them by name, their identity, and loading parts of them with
+transformers."""
 
 from swarmnet_protocols.fetching.pieces import ModelFile, Progress
 from swarmnet_protocols.models.local_model import LocalModel

@@ -1,4 +1,5 @@
-"""Manifests: the identity of a model, from the hashes of its files and the tensors of each block."""
+"""Manifests: the identity of a model, from the hashes of its files and the tensors of each
+block."""
 
 import hashlib
 import json
@@ -13,7 +14,8 @@ from swarmnet_protocols.fetching.pieces import ModelFile
 from swarmnet_protocols.wire.canonical_json import canonical_json
 
 BlockKey = int | Literal["local_layers"]
-"""The number of a block, or "local_layers" for what a client computes itself: embeddings, final norm, lm_head."""
+"""The number of a block, or "local_layers" for what a client computes itself: embeddings, final
+norm, lm_head."""
 
 MAX_JSON_BYTES = 64 << 20
 MAX_FILES = 10_000
@@ -26,7 +28,8 @@ MAX_FILE_BYTES = 1 << 50
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of a model, and the tensors of each block. Peers whose manifests have the same hash compute with the same weights."""
+    """The files of a model, and the tensors of each block. Peers whose manifests have the same hash
+    compute with the same weights."""
 
     architecture: str
     blocks: int
@@ -62,7 +65,8 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "Manifest":
-        """Read a manifest from an untrusted source. Raises ``IntegrityError`` unless it is well-formed and within all limits."""
+        """Read a manifest from an untrusted source. Raises ``IntegrityError`` unless it is
+        well-formed and within all limits."""
         if len(text) > MAX_JSON_BYTES:
             raise IntegrityError(f"the manifest is longer than {MAX_JSON_BYTES} bytes")
         try:

@@ -83,7 +83,7 @@ class RoutedTransport(TransportWrapper):
         Returns the first try while it runs, else None.
         """
 
-    # ---- addresses ---------------------------------------------------------------------------------------
+    # ---- addresses ------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
         """Return the multiaddrs that this peer listens on, and those that its router forwards."""
@@ -119,7 +119,7 @@ class RoutedTransport(TransportWrapper):
             each for each in (*(one.observed for one in held), *self.observed.values()) if each is not None
         ]
 
-    # ---- streams of this peer ----------------------------------------------------------------------------
+    # ---- streams of this peer -------------------------------------------------------------------
 
     async def open(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
@@ -272,7 +272,7 @@ class RoutedTransport(TransportWrapper):
         relays = map(relay_of, self.direct.permitted(peer, through_relays))
         return [each for each in relays if each is not None and each[0] not in (self.peer_id, peer)]
 
-    # ---- streams that come in through relays -------------------------------------------------------------
+    # ---- streams that come in through relays ----------------------------------------------------
 
     def use_relays(self, guarded: Transport) -> None:
         """Ask for circuits, and accept them, over ``guarded``."""

@@ -4,7 +4,7 @@ Clients call :func:`find_chain`. A chain is a list of hops that cover blocks [st
 is a host and the blocks it runs. The cost of a chain is the expected time of one decode step of one
 token, in seconds::
 
-    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks / spare + penalties of the host)
+    cost = sum over hops of (delay to the hop + queue_s + block_s * blocks / spare + penalties)
            + delay from the last hop + changes of precision * PRECISION_S
 
 - Delays are one-way seconds. The first and the last delay are to and from the client (or ``source``

@@ -4,11 +4,11 @@ This is Vivaldi (Dabek et al. 2004, "Vivaldi: A Decentralized Network Coordinate
 3.4; section 5.4 for heights). A peer has a position in a Euclidean space and a height, which is the
 delay of its access link. The estimated delay between peers i and j, in one-way seconds, is
 
-    distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j        (without the adjustments a, if they make it negative)
+    distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j     (without a, if a makes it negative)
 
 When peer i measures this delay as ``delay_s``, it moves as if a spring connected the two peers::
 
-    w    = e_i / (e_i + e_j)                                      e: the relative error that a peer expects of its coordinate
+    w    = e_i / (e_i + e_j)         e: the relative error that a peer expects of its coordinate
     r    = delay_s - distance(i, j), without the adjustments      the residual
     e_i <- C w |r| / delay_s + (1 - C w) e_i
     x_i <- x_i + C w r unit(x_i - x_j)                            and h_i in proportion

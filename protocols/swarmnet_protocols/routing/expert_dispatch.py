@@ -6,12 +6,14 @@ the same function.
 The trunk of a block computes its routing. A row is sent once to each other peer that computes some
 of its experts, so the first measure is
 
-    messages = the number of (row, block, peer other than the trunk of the block) that compute an expert of the row
+    messages = the number of (row, block, peer) where a peer other than the trunk of the block
+               computes an expert of the row
 
 A row returns to its trunk after every block, even if the same peer computes its experts in the next
 block. The trunk waits for the slowest peer, so the second measure is
 
-    busiest = sum over blocks of the longest time of a peer / sum over blocks of the mean time, if all peers took equally long
+    busiest = sum over blocks of the longest time of a peer
+              / sum over blocks of the mean time, if all peers took equally long
 """
 
 import math

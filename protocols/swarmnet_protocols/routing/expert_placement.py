@@ -196,7 +196,7 @@ class _Block:
         """Share of the rows that each peer computes in ``TARGET`` times the mean time."""
         self._trunk = trunks[0] if trunks else None
 
-    # ---- the cost -----------------------------------------------------------------------------------------
+    # ---- the cost -------------------------------------------------------------------------------
 
     def shares(self, hold: Holds) -> Floats:
         """Return each holder's share of the rows of an expert, ``[E, P]``."""
@@ -234,7 +234,7 @@ class _Block:
         excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
         return excess
 
-    # ---- changes ------------------------------------------------------------------------------------------
+    # ---- changes --------------------------------------------------------------------------------
 
     def apply(self, change: _Change) -> None:
         for expert, peer in change.drops:

@@ -198,7 +198,7 @@ def should_relocate(
     return relocation, memory
 
 
-# ---- before a host leaves its blocks -------------------------------------------------------------------
+# ---- before a host leaves its blocks -----------------------------------------------------------
 
 
 def staying(look: Look, relocation: Relocation) -> list[Claim]:
@@ -249,7 +249,7 @@ def is_confirmed(look: Look, relocation: Relocation, left: Collection[int]) -> b
     return all(counts[block] for block in left)
 
 
-# ---- another model -------------------------------------------------------------------------------------
+# ---- another model -----------------------------------------------------------------------------
 
 
 def _among_models(
@@ -270,7 +270,7 @@ def _among_models(
     return switch, replace(memory, need=None)
 
 
-# ---- other blocks --------------------------------------------------------------------------------------
+# ---- other blocks ------------------------------------------------------------------------------
 
 
 def _among_blocks(

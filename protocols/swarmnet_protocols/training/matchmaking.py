@@ -216,7 +216,7 @@ class Matchmaking:
         found = await asyncio.gather(*(self._position_of(member) for member in members[:MAX_MEMBERS]))
         return {each.peer: WorkerPosition(each.round, each.state) for each in found if each is not None}
 
-    # ---- as follower ------------------------------------------------------------------------------------
+    # ---- as follower ----------------------------------------------------------------------------
 
     async def _follow(self, member: Candidate, me: Candidate, measured: Measured, timeout_s: float) -> Roster:
         """Follow ``member``, or the leader that it follows itself."""
@@ -337,7 +337,7 @@ class Matchmaking:
             return OutOfSync(member.peer, reply.position.round, reply.position.state)
         return None
 
-    # ---- as leader --------------------------------------------------------------------------------------
+    # ---- as leader ------------------------------------------------------------------------------
 
     async def _lead(
         self, me: Candidate, expected: dict[PeerId, Candidate], measured: Measured, timeout_s: float

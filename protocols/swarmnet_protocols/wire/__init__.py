@@ -1,1 +1,2 @@
-"""Protobuf code generated from proto/ (never edited by hand), canonical JSON, and the roles of members."""
+"""Protobuf code generated from proto/ (never edited by hand), canonical JSON, and the roles of
+members."""

@@ -19,8 +19,8 @@ class Turn:
 class Conversation:
     """The turns of a chat after an optional system message.
 
-    ``context``: length of the model's context in tokens. Without a chat template, or with ``raw``, the model continues the text of all
-    turns.
+    ``context``: length of the model's context in tokens. Without a chat template, or with ``raw``,
+    the model continues the text of all turns.
     """
 
     tokenizer: Any
@@ -35,7 +35,8 @@ class Conversation:
         return self.raw or not self.tokenizer.chat_template
 
     def encode(self) -> "torch.Tensor":
-        """The tokens that the model reads before its next answer, [1, tokens]. Raises ``ConfigError`` if its template fails."""
+        """The tokens that the model reads before its next answer, [1, tokens]. Raises
+        ``ConfigError`` if its template fails."""
         if self.is_plain:
             text = self.system + "".join(turn.question + turn.answer for turn in self.turns)
             encoded = self.tokenizer(text, return_tensors="pt")
@@ -45,9 +46,11 @@ class Conversation:
         return input_ids
 
     def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
-        """The tokens of :meth:`encode`, and the number of oldest turns dropped so that ``answer_tokens`` fit after them.
+        """The tokens of :meth:`encode`, and the number of oldest turns dropped so that
+        ``answer_tokens`` fit after them.
 
-        Turns are dropped until half the context is free, because the hosts then compute all remaining turns again.
+        Turns are dropped until half the context is free, because the hosts then compute all
+        remaining turns again.
         """
         input_ids, dropped = self.encode(), 0
         limit = self.context - min(answer_tokens, self.context // 4)
@@ -59,7 +62,8 @@ class Conversation:
         return input_ids, dropped
 
     def messages(self) -> list[dict[str, str]]:
-        """The messages as chat templates and the OpenAI API take them; the last one is a question if it has no answer yet."""
+        """The messages as chat templates and the OpenAI API take them; the last one is a question
+        if it has no answer yet."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             told.append({"role": "user", "content": turn.question})

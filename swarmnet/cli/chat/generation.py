@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen, and how many. ``temperature`` 0: greedily. ``top_p`` None: the model's generation config."""
+    """How tokens are chosen, and how many. ``temperature`` 0: greedily. ``top_p`` None: the model's
+    generation config."""
 
     max_new_tokens: int = 256
     temperature: float = 0.0
@@ -38,9 +39,10 @@ class RunHop:
 class RunAnswer:
     """An answer as ``run --json`` prints it.
 
-    ``token_ids``: the new tokens. ``trips``: steps sent through the chain; with speculation fewer than new tokens. ``precisions``: the
-    precisions of the hosts' weights, one of each. ``audited``: how often a host's output was recomputed by another. ``wrong_hosts``:
-    hosts whose output differed.
+    ``token_ids``: the new tokens. ``trips``: steps sent through the chain; with speculation fewer
+    than new tokens. ``precisions``: the precisions of the hosts' weights, one of each. ``audited``:
+    how often a host's output was recomputed by another. ``wrong_hosts``: hosts whose output
+    differed.
     """
 
     text: str
@@ -120,7 +122,8 @@ def generate(
     *,
     continues: bool = False,
 ) -> RunAnswer:
-    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer piece by piece.
+    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer
+    piece by piece.
 
     ``continues``: the answer continues the text of the prompt; otherwise it is a text of its own.
     Raises ``Stopped`` for Ctrl-C.
@@ -165,7 +168,8 @@ def generate(
 
 
 class _Streamer:
-    """A streamer of transformers: ``put`` is called with the prompt, and then with each new token."""
+    """A streamer of transformers: ``put`` is called with the prompt, and then with each new
+    token."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None], prompt: list[int]) -> None:
         self.started = time.monotonic()

@@ -17,15 +17,16 @@ _HISTORY_LINES = 1000
 
 @dataclass(frozen=True)
 class Keyboard:
-    """Reads messages: of one line, or of several between ``QUOTES`` or with a backslash at the end of all but the last."""
+    """Reads messages: of one line, or of several between ``QUOTES`` or with a backslash at the end
+    of all but the last."""
 
     is_terminal: bool
 
     def read(self) -> str | None:
         """Return the next message, or None at the end of the input.
 
-        Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row, and ``BadParameter`` for input that
-        is not in the terminal's encoding.
+        Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row, and ``BadParameter`` for input
+        that is not in the terminal's encoding.
         """
         try:
             return self._message()
@@ -78,7 +79,8 @@ def not_text(error: UnicodeDecodeError) -> typer.BadParameter:
 
 @contextmanager
 def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
-    """Input from the terminal, or from stdin if that is none. At a terminal ``words`` are completed, and input is stored in ``history`` (0600).
+    """Input from the terminal, or from stdin if that is none. At a terminal ``words`` are
+    completed, and input is stored in ``history`` (0600).
 
     On Windows the terminal itself edits lines, and no history is stored.
     """

@@ -1,4 +1,5 @@
-"""A chat with a model on the swarm: reads messages and commands and prints answers, until the user leaves."""
+"""A chat with a model on the swarm: reads messages and commands and prints answers, until the user
+leaves."""
 
 import dataclasses
 import json
@@ -75,7 +76,8 @@ class Chat:
     def run(self, history: Path | None) -> None:
         """Chat until the user leaves; input is stored in the file ``history``.
 
-        Without a terminal, the first error ends the chat. Raises ``KeyboardInterrupt`` for a second Ctrl-C in a row at the prompt.
+        Without a terminal, the first error ends the chat. Raises ``KeyboardInterrupt`` for a second
+        Ctrl-C in a row at the prompt.
         """
         with (
             _ended_by_sigterm(),
@@ -96,7 +98,8 @@ class Chat:
     def take(self, text: str) -> None:
         """Run a command, or answer a message. A message without an answer is not kept as a turn.
 
-        Raises ``typer.BadParameter`` for an invalid command, ``SwarmnetError`` for a failed answer, ``Stopped`` for Ctrl-C.
+        Raises ``typer.BadParameter`` for an invalid command, ``SwarmnetError`` for a failed answer,
+        ``Stopped`` for Ctrl-C.
         """
         if text.startswith("//"):
             self._ask(text[1:])
@@ -105,7 +108,7 @@ class Chat:
         elif text.strip():
             self._ask(text if self.conversation.is_plain else text.strip())
 
-    # ---- answers ----------------------------------------------------------------------------------------
+    # ---- answers --------------------------------------------------------------------------------
 
     def _ask(self, question: str) -> None:
         self.conversation.turns.append(Turn(question))
@@ -156,7 +159,7 @@ class Chat:
             note(_mended(self._route, answer))
         self._route = answer.route
 
-    # ---- commands ---------------------------------------------------------------------------------------
+    # ---- commands -------------------------------------------------------------------------------
 
     def _greet(self) -> None:
         note(f'/help lists the commands; {QUOTES} begins and ends a message of several lines; "/quit" leaves')
@@ -262,7 +265,8 @@ def _what_happened(error: BaseException) -> str:
 
 
 def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions:
-    """``sampling`` with one setting changed by text; `default` resets it. Raises ``typer.BadParameter``."""
+    """``sampling`` with one setting changed by text; `default` resets it. Raises
+    ``typer.BadParameter``."""
     fields = {field.name: field for field in dataclasses.fields(SamplingOptions)}
     if name not in fields:
         known = ", ".join([*fields, "system"])
@@ -292,7 +296,8 @@ def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Make SIGTERM end the process; by default it acts like Ctrl-C, which ends only the current answer in a chat."""
+    """Make SIGTERM end the process; by default it acts like Ctrl-C, which ends only the current
+    answer in a chat."""
 
     def leave(_signal: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(EXIT_INTERRUPTED)

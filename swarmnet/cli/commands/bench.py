@@ -39,7 +39,8 @@ LOCAL_BLOCKS = 4
 
 @dataclass(frozen=True)
 class BenchRun:
-    """The measurements of one prompt. ``tokens_per_s``: rate after the first token; 0 if the answer has only one."""
+    """The measurements of one prompt. ``tokens_per_s``: rate after the first token; 0 if the answer
+    has only one."""
 
     first_token_s: float
     tokens_per_s: float
@@ -95,7 +96,8 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Measure a swarm as a client sees it: seconds to the first token, and tokens per second. With --local, measure this machine as a host.
+    """Measure a swarm as a client sees it: seconds to the first token, and tokens per second. With
+    --local, measure this machine as a host.
 
     Prompts are random tokens. Speculation is off, because its gain depends on the text.
 

@@ -51,7 +51,8 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     ] = "100mbit",
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a bootstrap peer until Ctrl-C. New peers enter the swarm through it, and it stores a part of the directory. It needs no model and little memory."""
+    """Run a bootstrap peer until Ctrl-C. New peers enter the swarm through it, and it stores a part
+    of the directory. It needs no model and little memory."""
     max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
     relay_bytes_per_s = read_relay_rate(relay)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)

@@ -11,7 +11,8 @@ from swarmnet.paths import default_data_dir
 
 
 def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """Pause the node on this machine until `swarmnet resume`. Its memory is free within 5 seconds."""
+    """Pause the node on this machine until `swarmnet resume`. Its memory is free within 5
+    seconds."""
     from swarmnet_node.owner import control
 
     control.pause(data_dir or default_data_dir())
@@ -44,7 +45,8 @@ def finish(
     ] = DEFAULT_GRACE_S,
     as_json: JsonFlag = False,
 ) -> None:
-    """Stop the node on this machine gently: it takes no new sessions, and running sessions move to other peers first."""
+    """Stop the node on this machine gently: it takes no new sessions, and running sessions move to
+    other peers first."""
     from swarmnet_node.owner import control
 
     check_at_least_zero(grace_s, option="--grace")

@@ -61,7 +61,8 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a swarm on a web page until Ctrl-C: its hosts and blocks, their speed, training jobs, and which blocks lack hosts.
+    """Show a swarm on a web page until Ctrl-C: its hosts and blocks, their speed, training jobs,
+    and which blocks lack hosts.
 
     The data directory keeps a history of 30 days.
     """
@@ -123,7 +124,8 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
 
 
 def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "ServerConfig":
-    """The configuration of a node's dashboard. Raises ``ConfigError`` if it cannot be served there."""
+    """The configuration of a node's dashboard. Raises ``ConfigError`` if it cannot be served
+    there."""
     from swarmnet.dashboard.server import ServerConfig
 
     config = ServerConfig(*endpoint, _key_in(key_file))
@@ -158,7 +160,8 @@ async def dashboard_of(
 def _check(
     config: "ServerConfig", *, key_option: str = "--api-key-file FILE", port_option: str = "--port"
 ) -> None:
-    """Raise ``ConfigError`` for an invalid address or a missing key, before the swarm is searched, which takes seconds."""
+    """Raise ``ConfigError`` for an invalid address or a missing key, before the swarm is searched,
+    which takes seconds."""
     from swarmnet.web.server import listen
 
     config.api_keys(key_option)

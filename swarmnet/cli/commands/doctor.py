@@ -1,4 +1,5 @@
-"""``swarmnet doctor``: examines this machine and prints findings, each with the command that fixes it."""
+"""``swarmnet doctor``: examines this machine and prints findings, each with the command that fixes
+it."""
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -51,7 +52,8 @@ def doctor(  # noqa: PLR0913 - options of the command line
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach it. Takes up to 10 seconds.
+    """Check this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach
+    it. Takes up to 10 seconds.
 
     The exit code is 1 if a check fails.
     """

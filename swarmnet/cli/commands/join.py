@@ -191,7 +191,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
-    """Host a part of a model until `swarmnet finish` or Ctrl-C. The first node of a swarm needs no --bootstrap.
+    """Host a part of a model until `swarmnet finish` or Ctrl-C. The first node of a swarm needs no
+    --bootstrap.
 
     \b
     Examples:

@@ -47,7 +47,8 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show or change what the node on this machine may use. Changes hold at once and after a restart."""
+    """Show or change what the node on this machine may use. Changes hold at once and after a
+    restart."""
     from swarmnet_node.owner import control
 
     changes = lifted(clear) | read_options(context.params)

@@ -118,7 +118,8 @@ def show(
 def verify(
     model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
-    """Hash all files of a model on this machine and compare the hashes with the model's manifest."""
+    """Hash all files of a model on this machine and compare the hashes with the model's
+    manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
     with progress(quiet=as_json) as report:
         local.verify(report)

@@ -284,7 +284,8 @@ def open_model(  # noqa: PLR0913 - options of the command line
 
 
 def _question(prompt: str | None) -> str:
-    """Return the prompt; without one, all of stdin, without the mark that some editors begin a file with."""
+    """Return the prompt; without one, all of stdin, without the mark that some editors begin a file
+    with."""
     try:
         text = sys.stdin.read(MAX_MESSAGE_CHARS + 2).removeprefix("\ufeff") if prompt is None else prompt
         text.encode()

@@ -154,7 +154,8 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Serve a model that runs on the swarm as an OpenAI-compatible endpoint, until Ctrl-C.
 
-    All callers share one client of the swarm. An endpoint that only this machine reaches needs no key.
+    All callers share one client of the swarm. An endpoint that only this machine reaches needs no
+    key.
     """
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import AccessPolicy, check_exposed
@@ -186,7 +187,8 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
 
 
 def check_origin(text: str) -> str:
-    """Return an origin as clients send it: of a page, or with a scheme of its own of an app or extension."""
+    """Return an origin as clients send it: of a page, or with a scheme of its own of an app or
+    extension."""
     found = _ORIGIN.fullmatch(text)
     if found is None or int(found["port"] or 0) > 65535:
         raise typer.BadParameter(
@@ -195,14 +197,16 @@ def check_origin(text: str) -> str:
             param_hint="'--cors'",
         )
     scheme, host, port = found["scheme"].lower(), found["host"], found["port"]
-    if scheme in _DEFAULT_PORTS:  # browsers write only these in lower case and without the usual port
+    # browsers write only these in lower case and without the usual port
+    if scheme in _DEFAULT_PORTS:
         host = host.lower()
         port = None if port == _DEFAULT_PORTS[scheme] else port
     return f"{scheme}://{host}" + (f":{port}" if port else "")
 
 
 def _keys(files: Sequence[Path]) -> "ApiKeys":
-    """The API keys of the environment and of ``files``. A key without a name is named after its file and line."""
+    """The API keys of the environment and of ``files``. A key without a name is named after its
+    file and line."""
     from swarmnet.web.middleware import ApiKeys
 
     keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}

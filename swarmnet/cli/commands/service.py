@@ -36,7 +36,8 @@ def install(
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Let systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install come before COMMAND.
+    """Let systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install
+    come before COMMAND.
 
     Relative paths refer to the current directory.
     """
@@ -85,7 +86,8 @@ def status(
 
 
 def _check(command: list[str]) -> None:
-    """Raise the error of a command line that ``command`` would refuse, because systemd would restart it again and again."""
+    """Raise the error of a command line that ``command`` would refuse, because systemd would
+    restart it again and again."""
     from swarmnet_protocols.membership.invites import is_invite
 
     if command[0] not in RUN_FOR_LONG:

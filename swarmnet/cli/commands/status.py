@@ -56,7 +56,8 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
 
 
 def _plain(message: "Message") -> dict[str, object]:
-    """The fields of a message by name, as JSON has them: bytes in hexadecimal digits, null for what is not set."""
+    """The fields of a message by name, as JSON has them: bytes in hexadecimal digits, null for what
+    is not set."""
 
     def plain(value: object) -> object:
         return _plain(value) if hasattr(value, "DESCRIPTOR") else value  # type: ignore[arg-type]

@@ -124,7 +124,8 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
-    """A model as the swarm file lists it: a local one under the name of its file or directory, one of the hub under its name there."""
+    """A model as the swarm file lists it: a local one under the name of its file or directory, one
+    of the hub under its name there."""
     from swarmnet_protocols.models import resolve
     from swarmnet_protocols.models.public_names import name_for_peers
 
@@ -194,7 +195,8 @@ def sign(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Sign a swarm file after an edit; --bootstrap adds an address. Distribute the file again afterwards."""
+    """Sign a swarm file after an edit; --bootstrap adds an address. Distribute the file again
+    afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
@@ -213,7 +215,8 @@ def new_key(
     *,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a key for an issuer. List the public key under `issuers` in swarm.toml and sign the file."""
+    """Make a key for an issuer. List the public key under `issuers` in swarm.toml and sign the
+    file."""
     from swarmnet.swarm_file.keys import create_key
 
     public = f"ed25519:{create_key(path).public_key.hex()}"
@@ -241,7 +244,8 @@ def rotate_key(
     ] = "",
     as_json: JsonFlag = False,
 ) -> None:
-    """Replace the authority keys with a new one. The swarm stays the same. Distribute its file again afterwards."""
+    """Replace the authority keys with a new one. The swarm stays the same. Distribute its file
+    again afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
     overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s

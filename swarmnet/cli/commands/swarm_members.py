@@ -88,7 +88,8 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Admit one peer, even a revoked one: list it in the swarm file, or print an invite that only this peer can redeem."""
+    """Admit one peer, even a revoked one: list it in the swarm file, or print an invite that only
+    this peer can redeem."""
     who = check_peer_id(peer)
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
@@ -150,7 +151,8 @@ def revoke(
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
-    """Send the revocation list to the swarm; returns the peers that have received it. Raises ``Unreachable`` if there are none."""
+    """Send the revocation list to the swarm; returns the peers that have received it. Raises
+    ``Unreachable`` if there are none."""
     import asyncio
 
     from swarmnet_protocols.joining.network import push_revocations
@@ -167,7 +169,8 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
 
 
 def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
-    """List the members that the swarm file names, or that the issuer in this --data-dir admitted."""
+    """List the members that the swarm file names, or that the issuer in this --data-dir
+    admitted."""
     file = swarm_file.load(swarm)
     rows = _listed(file) if file.admission is Admission.ALLOW_LIST else _issued(file, swarm, data_dir)
     if as_json:
@@ -297,7 +300,8 @@ def _invite_id(text: str) -> bytes | None:
 
     if re.fullmatch("[0-9a-f]{32}", text):
         return bytes.fromhex(text)
-    # An expired invite can be revoked too, because the certificates that it granted may still be valid.
+    # An expired invite can be revoked too, because the certificates that it granted may still be
+    # valid.
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 
@@ -331,11 +335,13 @@ def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
 
 
 def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedIds") -> int:
-    """Sign and write the revocation list without expired entries; returns its serial, higher than the last."""
+    """Sign and write the revocation list without expired entries; returns its serial, higher than
+    the last."""
     from swarmnet_protocols.membership.revocations import sign_list
 
     path, now = _list_path(swarm), wall_clock()
-    # Serials begin at the present time in seconds, so one made after the list was lost is still higher than that of the lost list.
+    # Serials begin at the present time in seconds, so one made after the list was lost is still
+    # higher than that of the lost list.
     serial = int(now)
     if path.exists():
         serial = max(serial, _read_list(path, file, now).serial + 1)

@@ -74,7 +74,8 @@ def create(
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Check a job and its data, sign it with this machine's key, and publish it under the hash of its content."""
+    """Check a job and its data, sign it with this machine's key, and publish it under the hash of
+    its content."""
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
 
     from swarmnet_node.training.job_store import LocalFiles, check_job, store_job, store_local_files
@@ -150,9 +151,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time and loses no committed round.
+    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time
+    and loses no committed round.
 
-    The first time, the command shows what the job reads, sends and uses on this machine, and asks for consent.
+    The first time, the command shows what the job reads, sends and uses on this machine, and asks
+    for consent.
     """
     check_job_id(job)
     changes = limit_options.read_options({"up": up, "down": down})
@@ -240,7 +243,8 @@ def export(
     cache_dir: CacheDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers loads it."""
+    """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
+    loads it."""
     directory = data_dir or default_data_dir()
     job = check_job_id(job) if job else newest_job(directory)
 

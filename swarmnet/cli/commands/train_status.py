@@ -110,7 +110,8 @@ def _show(
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
-    """Whether the process that wrote the status still runs. A process with its pid that started later is another one."""
+    """Whether the process that wrote the status still runs. A process with its pid that started
+    later is another one."""
     import psutil
 
     try:

@@ -132,10 +132,11 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     max_disk: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an adapter.
+    """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an
+    adapter.
 
-    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text", "label"}. An interrupted run
-    continues when you repeat the command.
+    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text",
+    "label"}. An interrupted run continues when you repeat the command.
     """
     rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
     if not 0 < rate < math.inf:

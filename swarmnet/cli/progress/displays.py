@@ -25,7 +25,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Telling:
-    """An event as users see it. ``is_news``: keep ``sentence`` on the terminal. ``summary``: the run so far, None to keep the last."""
+    """An event as users see it. ``is_news``: keep ``sentence`` on the terminal. ``summary``: the
+    run so far, None to keep the last."""
 
     sentence: str
     is_news: bool = True
@@ -83,7 +84,8 @@ class Lines:
 
 @contextmanager
 def bars(console: "Console") -> Iterator[Display]:
-    """A bar for the run, one for each long step and a summary below them; events that are news are printed above."""
+    """A bar for the run, one for each long step and a summary below them; events that are news are
+    printed above."""
     from rich import progress as rich_progress
     from rich.console import RenderableType
     from rich.table import Column

@@ -50,7 +50,8 @@ def save_panels(panels: Sequence[Panel], path: Path) -> None:
 
 
 def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]:
-    """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of a worker's history into ``out``; returns their paths."""
+    """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of a worker's history into ``out``;
+    returns their paths."""
     points = list(points)
     axes = (
         ("tokens", "{} of all workers", "tokens", _TOKENS),
@@ -74,7 +75,8 @@ def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]
 
 
 def plot_tuning(losses: Sequence[float], evaluations: Sequence[Mapping[str, float]], path: Path) -> None:
-    """Draw the loss of steps 1, 2, ... and the ``val_loss`` of ``evaluations``, if any, into a PNG file at ``path``."""
+    """Draw the loss of steps 1, 2, ... and the ``val_loss`` of ``evaluations``, if any, into a PNG
+    file at ``path``."""
     lines = [Line("training", range(1, len(losses) + 1), losses)]
     if evaluations:
         steps = [point["step"] for point in evaluations]

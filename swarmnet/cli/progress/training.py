@@ -1,4 +1,5 @@
-"""The events and the status of a training worker as sentences, for ``train join`` and ``train status``."""
+"""The events and the status of a training worker as sentences, for ``train join`` and ``train
+status``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,8 @@ if TYPE_CHECKING:
 
 
 def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
-    """What a job reads, sends and uses on this machine. Paths in it were given by this machine's user, not by the job's author."""
+    """What a job reads, sends and uses on this machine. Paths in it were given by this machine's
+    user, not by the job's author."""
     from swarmnet_protocols.training.jobs import PYTHON_STDLIB
 
     if job.data.hub is not None:
@@ -34,7 +36,8 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
 
 
 def tell(event: Fields, status: Fields) -> Telling:
-    """An event of a worker for the display. ``status``: that of its ``TrainingRecord``, after the event."""
+    """An event of a worker for the display. ``status``: that of its ``TrainingRecord``, after the
+    event."""
     bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
     return Telling(sentence(event), _is_news(event), summary(status), bar)
 

@@ -1,4 +1,5 @@
-"""``python -m tests.sim.scale``: run scenarios at any number of hosts, print a table or JSON, and draw plots."""
+"""``python -m tests.sim.scale``: run scenarios at any number of hosts, print a table or JSON, and
+draw plots."""
 
 import argparse
 import json

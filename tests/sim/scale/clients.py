@@ -1,10 +1,12 @@
-"""Clients of a simulated swarm: each chooses chains with the real search on its own pings and measurements; sessions are flows.
+"""Clients of a simulated swarm: each chooses chains with the real search on its own pings and
+measurements; sessions are flows.
 
-A host computes steps one after another at its speed, and steps wait only at hosts that have as much work as they can do (a fluid model: batches
-of steps absorb what is random). The waits W_h and rates X_k are an equilibrium of client k, whose chain has the delay Z_k and the service
-times D_kh:
+A host computes steps one after another at its speed, and steps wait only at hosts that have as much
+work as they can do (a fluid model: batches of steps absorb what is random). The waits W_h and rates
+X_k are an equilibrium of client k, whose chain has the delay Z_k and the service times D_kh:
 
-    X_k = 1 / (Z_k + sum over its hosts h of (D_kh + W_h)),   sum over k of X_k D_kh <= 1,   W_h > 0 only where that is 1
+    X_k = 1 / (Z_k + sum over its hosts h of (D_kh + W_h))
+    sum over k of X_k D_kh <= 1, and W_h > 0 only where that is 1
 """
 
 import math
@@ -142,7 +144,8 @@ class Clients:
         return sum(work[: max(round(len(work) / 10), 1)]) / (sum(work) or 1.0)
 
     def _sample(self, rng: random.Random) -> dict[PeerId, HostInfo]:
-        """The hosts that a client reads: all of a small swarm; of a large one a random sample, and the hosts of each block that the sample lacks."""
+        """The hosts that a client reads: all of a small swarm; of a large one a random sample, and
+        the hosts of each block that the sample lacks."""
         if len(self.infos) <= WANTED:
             return self.infos
         known = {peer: self.infos[peer] for peer in rng.sample(list(self.infos), WANTED)}
@@ -157,7 +160,8 @@ class Clients:
         return known
 
     def optimum(self) -> float:
-        """Tokens per second that no choice of chains exceeds: by the hosts' speeds, and by each client's own delay without any queue.
+        """Tokens per second that no choice of chains exceeds: by the hosts' speeds, and by each
+        client's own delay without any queue.
 
         Of the delays, each client's best chain of its hosts is found with all delays known.
         """
@@ -209,7 +213,8 @@ class Clients:
         return None
 
     def _replaced(self, client: Client, chain: Sequence[Hop], at: int) -> list[Hop]:
-        """The chain in which the hop at index ``at``, which reported the next one, is replaced; that one too if another hop has reported it before."""
+        """The chain in which the hop at index ``at``, which reported the next one, is replaced;
+        that one too if another hop has reported it before."""
         is_repeated = client.exclusions.separate(chain[at].peer, chain[at + 1].peer, self._now)
         self.reports += 1
         view = replace(self._view(client), hops=[*chain[:at], *chain[at + 1 + is_repeated :]])
@@ -223,7 +228,8 @@ class Clients:
         return sum(delay_s(one, other) for one, other in pairwise(places))
 
     def _report(self) -> None:
-        """The shares of time that hosts report as busy, averaged as engines do. A host that lies about its speed reports that it has no work."""
+        """The shares of time that hosts report as busy, averaged as engines do. A host that lies
+        about its speed reports that it has no work."""
         newest = 1 - math.exp(-ROUND_S / BUSY_S)
         sessions = Counter(hop.peer for client in self.clients for hop in client.chain)
         for peer, host in self.hosts.items():

@@ -1,6 +1,8 @@
-"""Messages and bytes that the directory costs a host and a client, computed from the sizes and periods of the real code.
+"""Messages and bytes that the directory costs a host and a client, computed from the sizes and
+periods of the real code.
 
-Only searches of the DHT for the peers nearest to a key grow with the swarm: with Kademlia, by one call for each doubling at most.
+Only searches of the DHT for the peers nearest to a key grow with the swarm: with Kademlia, by one
+call for each doubling at most.
 """
 
 import math
@@ -20,7 +22,8 @@ CALL_BYTES = 150
 
 
 def traffic_per_node(nodes: int) -> tuple[float, float]:
-    """Messages and bytes a second that a host sends, and so receives, for the directory: it announces itself, and looks whether it should move."""
+    """Messages and bytes a second that a host sends, and so receives, for the directory: it
+    announces itself, and looks whether it should move."""
     stores = KEY_SALTS * REPLICAS / TIMING.announce_s
     reads = shards_read(nodes) / LOOK_S
     search = math.log2(max(nodes, 2))

@@ -1,9 +1,11 @@
-"""Hosts of a simulated swarm: speeds, places on the network, routers, and lifetimes, drawn from a seed.
+"""Hosts of a simulated swarm: speeds, places on the network, routers, and lifetimes, drawn from a
+seed.
 
-Lifetimes: Weibull distributions with shapes below 1, as every published trace has (the longer a host has run, the longer it stays). Visitors: k 0.59,
-scale 41 min, within the range of BitTorrent sessions in Stutzbach and Rejaie 2006, "Understanding Churn in Peer-to-Peer Networks". Always-on
-machines: k 0.6, scale 5 days, near Heien et al. 2011, "Correlated Resource Models of Internet End Hosts". The shares of the kinds, and the
-links, are assumptions.
+Lifetimes: Weibull distributions with shapes below 1, as every published trace has (the longer a
+host has run, the longer it stays). Visitors: k 0.59, scale 41 min, within the range of BitTorrent
+sessions in Stutzbach and Rejaie 2006, "Understanding Churn in Peer-to-Peer Networks". Always-on
+machines: k 0.6, scale 5 days, near Heien et al. 2011, "Correlated Resource Models of Internet End
+Hosts". The shares of the kinds, and the links, are assumptions.
 """
 
 import math
@@ -31,7 +33,8 @@ LINKS = {
     "high satellite": (0.01, 0.28),
 }
 CONTINENTS = ((0.0, 0.0), (0.04, 0.0), (0.08, 0.06), (0.01, 0.06))
-"""Their places in one-way seconds: North America, Europe, Asia, South America. A host's clock is six hours later on each next one."""
+"""Their places in one-way seconds: North America, Europe, Asia, South America. A host's clock is
+six hours later on each next one."""
 CONTINENT_SPREAD_S = 0.008
 ROUTERS = {"open": 0.4, "cone": 0.45, "symmetric": 0.15}
 """Shares of hosts that can be dialled, and of those behind either kind of router."""
@@ -65,7 +68,8 @@ def random_place(rng: random.Random) -> Place:
 
 
 def delay_s(one: Place, other: Place) -> float:
-    """One-way seconds between two places. Each pair deviates by up to a quarter from what a space can represent, as routes of the internet do."""
+    """One-way seconds between two places. Each pair deviates by up to a quarter from what a space
+    can represent, as routes of the internet do."""
     plain_s = math.dist(one.position, other.position) + one.access_s + other.access_s
     pair = sorted((one.position, other.position))
     return plain_s * (0.75 + 0.5 * crc32(repr(pair).encode()) / 0xFFFFFFFF)
@@ -102,7 +106,8 @@ def weibull(rng: random.Random, shape: float, mean_s: float) -> float:
 
 
 def residual(rng: random.Random, shape: float, mean_s: float) -> float:
-    """What is left of the lifetime of a host that is met at a random moment: a uniform part of a lifetime drawn in proportion to its length."""
+    """What is left of the lifetime of a host that is met at a random moment: a uniform part of a
+    lifetime drawn in proportion to its length."""
     lifetimes = [weibull(rng, shape, mean_s) for _ in range(64)]
     return rng.choices(lifetimes, lifetimes)[0] * rng.random()
 
@@ -117,7 +122,8 @@ def lifetime(rng: random.Random, kind: Kind) -> float:
 
 
 def arrivals_per_s(kind: Kind, hosts: int, now: float, continent: int) -> float:
-    """Rate at which hosts of this kind join on one continent, of a swarm of ``hosts`` on average. That of evening machines peaks at 21 h local time."""
+    """Rate at which hosts of this kind join on one continent, of a swarm of ``hosts`` on average.
+    That of evening machines peaks at 21 h local time."""
     mean_s = {"always on": 5 * DAY * math.gamma(1 + 1 / 0.6), "visitor": 41 * 60 * math.gamma(1 + 1 / SHAPE)}
     rate = KINDS[kind] * hosts / len(CONTINENTS) / mean_s.get(kind, 4 * HOUR)
     if kind == "evening":

@@ -1,4 +1,5 @@
-"""The rules by which simulated hosts choose blocks: ours, Petals', and none after the host joined."""
+"""The rules by which simulated hosts choose blocks: ours, Petals', and none after the host
+joined."""
 
 import math
 import random
@@ -45,7 +46,8 @@ class Ours:
 
 
 class Petals:
-    """Petals' ``server/block_selection.py`` and the periods of its command line, with the claims of all hosts that chose blocks."""
+    """Petals' ``server/block_selection.py`` and the periods of its command line, with the claims of
+    all hosts that chose blocks."""
 
     stops_to_move = True
     period_s = 60.0
@@ -72,7 +74,8 @@ class Petals:
         others = [claim for claim in snapshot.joining if claim.peer != host.id]
         initial = _throughputs([*others, host.claim(host.span, settled=True)], blocks)
         if initial.min() > self.balance_quality * initial.mean():
-            return None  # no placement has a minimum above the mean, so the last condition below cannot hold
+            # no placement has a minimum above the mean, so the last condition below cannot hold
+            return None
         length = host.span[1] - host.span[0]
         throughputs = initial.copy()
         throughputs[slice(*host.span)] -= host.peer.announced * (1 + self.eps)
@@ -114,7 +117,8 @@ def _throughputs(claims: list[Claim], blocks: int) -> NDArray[np.float64]:
 
 
 def _best_start(throughputs: NDArray[np.float64], length: int) -> int:
-    """The first of the windows whose sorted throughputs are least, compared one after another: one of those with the least throughput."""
+    """The first of the windows whose sorted throughputs are least, compared one after another: one
+    of those with the least throughput."""
     values: list[float] = throughputs.tolist()
     least, last = min(values), len(values) - length
     at = values.index(least)

@@ -1,4 +1,5 @@
-"""The scenarios of the simulator at scale. Each is a function of a rule, a number of hosts and a seed, and gives a :class:`Result`."""
+"""The scenarios of the simulator at scale. Each is a function of a rule, a number of hosts and a
+seed, and gives a :class:`Result`."""
 
 import math
 import random
@@ -57,7 +58,8 @@ class Result:
     coverage: float
     """Mean share of blocks with a host."""
     throughput_of_optimum: float
-    """Of clients, where the scenario is about them; else mean throughput of the hosts, divided by that of the same hosts if each had every block."""
+    """Of clients, where the scenario is about them; else mean throughput of the hosts, divided by
+    that of the same hosts if each had every block."""
     busiest_tenth: float
     """Share of all work that the busiest tenth of the hosts does for 200 clients."""
     moves_per_node_hour: float
@@ -136,7 +138,8 @@ def _result(
 
 
 def idle_clients(setting: Setting) -> Result:
-    """200 clients choose chains over equal hosts, at first without any load, and then again and again."""
+    """200 clients choose chains over equal hosts, at first without any load, and then again and
+    again."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm()
     swarm.place(_equal_hosts(rng, setting.nodes))
@@ -157,7 +160,8 @@ def idle_clients(setting: Setting) -> Result:
 
 
 def third_leaves(setting: Setting) -> Result:
-    """Half of equal hosts are replaced within an hour; then a third leaves without a word, and none joins for another hour."""
+    """Half of equal hosts are replaced within an hour; then a third leaves without a word, and none
+    joins for another hour."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm()
     swarm.place(_equal_hosts(rng, setting.nodes))
@@ -195,7 +199,8 @@ def third_leaves(setting: Setting) -> Result:
 
 
 def half_hour_lifetimes(setting: Setting) -> Result:
-    """Hosts of uneven speeds and lengths that stay half an hour on average, for an hour; of more than 2000 hosts for 20 minutes."""
+    """Hosts of uneven speeds and lengths that stay half an hour on average, for an hour; of more
+    than 2000 hosts for 20 minutes."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm()
     mean_s = HOUR / 2
@@ -235,7 +240,8 @@ def daily_cycle(setting: Setting) -> Result:
 
 
 def outages(setting: Setting) -> Result:
-    """The tenth of the hosts nearest to one of them is down for 20 minutes; after an hour, half of all hosts end within ten minutes."""
+    """The tenth of the hosts nearest to one of them is down for 20 minutes; after an hour, half of
+    all hosts end within ten minutes."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm()
     swarm.place(_uneven_host(rng) for _ in range(setting.nodes))
@@ -264,7 +270,8 @@ def outages(setting: Setting) -> Result:
 
 
 def started_together(setting: Setting) -> Result:
-    """All hosts start within a second on a model of 30 blocks; 20 of them at most. Loads: the work of hosts over a minute, in multiples of the mean."""
+    """All hosts start within a second on a model of 30 blocks; 20 of them at most. Loads: the work
+    of hosts over a minute, in multiples of the mean."""
     rng = random.Random(setting.seed)
     swarm = setting.swarm(30)
     for host in _equal_hosts(rng, min(setting.nodes, 20)):
@@ -287,7 +294,8 @@ def started_together(setting: Setting) -> Result:
 
 
 def liars(setting: Setting) -> Result:
-    """One of 20 equal hosts announces a hundred times its speed, and has a mined peer id; ``liars_share``: its work, in shares of an honest host."""
+    """One of 20 equal hosts announces a hundred times its speed, and has a mined peer id;
+    ``liars_share``: its work, in shares of an honest host."""
     rng = random.Random(setting.seed)
     peers = _equal_hosts(rng, setting.nodes)
     lying = {f"12D3KooW{number:050x}" for number in range(max(setting.nodes // 20, 1))}
@@ -311,10 +319,12 @@ def liars(setting: Setting) -> Result:
 
 
 def slanderers(setting: Setting) -> Result:
-    """Three of ten equal hosts report to clients that they do not reach those of one in 20, which are honest.
+    """Three of ten equal hosts report to clients that they do not reach those of one in 20, which
+    are honest.
 
     ``honest_share`` and ``slandered_share``: the work of these over two minutes, in shares of
-    another host, without such reports and with them, the mean of ``SLANDER_DRAWS`` draws of clients.
+    another host, without such reports and with them, the mean of ``SLANDER_DRAWS`` draws of
+    clients.
     """
     rng = random.Random(setting.seed)
     peers = _equal_hosts(rng, setting.nodes)

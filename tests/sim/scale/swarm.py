@@ -1,4 +1,5 @@
-"""A simulated swarm: hosts that join, leave, look at the directory and move, as events of one heap; the decisions are those of the real code."""
+"""A simulated swarm: hosts that join, leave, look at the directory and move, as events of one heap;
+the decisions are those of the real code."""
 
 import hashlib
 import math
@@ -20,8 +21,9 @@ TIMING = Timing()
 SNAPSHOT_S = 2.0
 """Age up to which hosts see what the directory holds: it takes that long to publish and to read."""
 SAMPLE = 400
-"""Records that hosts know in a large swarm: those of a few reads of the directory, each a random sample. For blocks that are in none of them
-they read all records. Hosts that look at the same time see the same sample here, which makes it harder for them not to act alike."""
+"""Records that hosts know in a large swarm: those of a few reads of the directory, each a random
+sample. For blocks that are in none of them they read all records. Hosts that look at the same time
+see the same sample here, which makes it harder for them not to act alike."""
 MEASURE_S = 10.0
 """Period of measurements."""
 RETRY_S = 15.0
@@ -100,7 +102,8 @@ class Measures:
     coverage: list[float] = field(default_factory=list)
     """Share of blocks with a serving host."""
     of_optimum: list[float] = field(default_factory=list)
-    """Throughput of the serving hosts, divided by that of the same hosts if each had every block."""
+    """Throughput of the serving hosts, divided by that of the same hosts if each had every
+    block."""
     weakest: list[float] = field(default_factory=list)
     """Rate of the weakest block, divided by the mean."""
     moves: int = 0
@@ -128,7 +131,8 @@ class Measures:
 
 
 class SimulatedSwarm:
-    """Hosts of one model of ``blocks`` blocks. Loading a span takes ``load_s`` seconds, drawn between half and one and a half of it."""
+    """Hosts of one model of ``blocks`` blocks. Loading a span takes ``load_s`` seconds, drawn
+    between half and one and a half of it."""
 
     def __init__(self, rule: Rule, seed: int, *, blocks: int, load_s: float = 20.0) -> None:
         self.rng = random.Random(seed)
@@ -157,7 +161,7 @@ class SimulatedSwarm:
         """Hash of all that happened."""
         return self._trace.hexdigest()
 
-    # ---- events ------------------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------
 
     def after(self, delay_s: float, event: Callable[[], None]) -> None:
         self._number += 1
@@ -173,7 +177,7 @@ class SimulatedSwarm:
         self._changed = self._unmeasured = True
         self._trace.update(f"{self.now!r} {what} {host.id} {details}\n".encode())
 
-    # ---- hosts -------------------------------------------------------------------------------------------
+    # ---- hosts ----------------------------------------------------------------------------------
 
     def join(self, peer: Peer, lifetime_s: float = math.inf, *, silent: bool = False) -> SimulatedHost:
         """A host joins now and leaves after ``lifetime_s``."""
@@ -234,7 +238,7 @@ class SimulatedSwarm:
     def _loading_s(self) -> float:
         return self._load_s * self.rng.uniform(0.5, 1.5)
 
-    # ---- moves -------------------------------------------------------------------------------------------
+    # ---- moves ----------------------------------------------------------------------------------
 
     def _look_later(self, host: SimulatedHost) -> None:
         delay_s = self._rule.look_s(self.rng)
@@ -285,7 +289,7 @@ class SimulatedSwarm:
             host.move = None
             self._happened("stays", host, host.span)
 
-    # ---- the directory -----------------------------------------------------------------------------------
+    # ---- the directory --------------------------------------------------------------------------
 
     def snapshot(self, *, fresh: bool = False) -> Snapshot:
         """What hosts read now. It is up to ``SNAPSHOT_S`` old."""
@@ -329,7 +333,7 @@ class SimulatedSwarm:
                 joining.append(host.claim(target, settled=True))
         return joining, serving
 
-    # ---- measurements ------------------------------------------------------------------------------------
+    # ---- measurements ---------------------------------------------------------------------------
 
     def serving(self) -> list[SimulatedHost]:
         return [host for host in self.hosts.values() if host.alive and host.serves]

@@ -1,4 +1,5 @@
-"""Simulated swarms stay served and balanced, by the rules that hosts and clients run; a failing seed prints the command that replays it."""
+"""Simulated swarms stay served and balanced, by the rules that hosts and clients run; a failing
+seed prints the command that replays it."""
 
 import json
 import sys
@@ -34,7 +35,8 @@ FIELDS = {
 
 @contextmanager
 def simulated(scenario: str, nodes: int, seed: int, rule: str = "ours") -> Iterator[Result]:
-    """The result of a scenario; a failed assertion about it is followed by the command that runs it again."""
+    """The result of a scenario; a failed assertion about it is followed by the command that runs it
+    again."""
     result = run(scenario, Setting(rule, nodes, seed, FEW_CLIENTS))
     try:
         yield result
@@ -62,7 +64,8 @@ def test_hosts_that_start_together_are_balanced_after_two_moves_each(seed: int) 
 
 
 def fill_gaps_alone(patch: Patch) -> None:
-    """Each host fills gaps at once, without the plan of all and without regard to announced moves."""
+    """Each host fills gaps at once, without the plan of all and without regard to announced
+    moves."""
     look = Outlook.__init__
 
     def at_present(outlook: Outlook, claims: Sequence[Claim], *, blocks: int) -> None:
@@ -126,7 +129,8 @@ def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
     off=replacing(chain_search, "USUAL_EXCESS", 1e9),
 )
 def test_a_host_that_claims_hundredfold_speed_has_hardly_more_work() -> None:
-    """Ten of 200 hosts lie. A liar has 1.85 times the work of an honest host if slow steps do not count as work."""
+    """Ten of 200 hosts lie. A liar has 1.85 times the work of an honest host if slow steps do not
+    count as work."""
     assert run("liars", Setting("ours", 200, 0, 100)).notes["liars_share"] <= 1.2
 
 

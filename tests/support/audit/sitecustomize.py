@@ -1,7 +1,7 @@
 """Ends a Python process that unpickles, or that runs code from outside the files of the program.
 
-``tests/conftest.py`` puts this folder on the PYTHONPATH of every process a test starts; Python imports a module of this name
-when it starts. It imports only the standard library.
+``tests/conftest.py`` puts this folder on the PYTHONPATH of every process a test starts; Python
+imports a module of this name when it starts. It imports only the standard library.
 """
 
 import os
@@ -50,7 +50,8 @@ def objection(event: str, arguments: tuple[object, ...], caller: FrameType | Non
 
 
 def install(object_to: Callable[[str], None], events: Collection[str]) -> None:
-    """From now on, call ``object_to`` for each of these events of this process that is a violation."""
+    """From now on, call ``object_to`` for each of these events of this process that is a
+    violation."""
 
     def hook(event: str, arguments: tuple[object, ...]) -> None:
         if event in events and (wrong := objection(event, arguments, _caller())):

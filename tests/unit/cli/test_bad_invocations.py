@@ -1,4 +1,5 @@
-"""Commands that cannot work: each ends with its documented exit code, says what is wrong and what to do, and does nothing."""
+"""Commands that cannot work: each ends with its documented exit code, says what is wrong and what
+to do, and does nothing."""
 
 import json
 import os
@@ -199,7 +200,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def here(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with empty data directories, so that a test sees files that a command leaves behind."""
+    """The working directory, with empty data directories, so that a test sees files that a command
+    leaves behind."""
     for variable in ("XDG_DATA_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.chdir(place)

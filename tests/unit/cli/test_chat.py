@@ -1,4 +1,5 @@
-"""A chat: its requests to the swarm, its memory, its commands. A tiny model runs on tiny nodes in this process."""
+"""A chat: its requests to the swarm, its memory, its commands. A tiny model runs on tiny nodes in
+this process."""
 
 import json
 import signal
@@ -40,7 +41,8 @@ def tiny(reference: Reference) -> Iterator[TinySwarm]:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """A tokenizer of the words ``w0`` to ``w96``, without special tokens: decoded ids are encoded to the same ids."""
+    """A tokenizer of the words ``w0`` to ``w96``, without special tokens: decoded ids are encoded
+    to the same ids."""
     known = Tokenizer(WordLevel({f"w{number}": number for number in range(VOCABULARY)}, unk_token="w3"))
     known.pre_tokenizer = WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=known)
@@ -72,7 +74,8 @@ def test_a_second_message_does_not_compute_the_first_again(
     ids += [*first["token_ids"], 10, 30, 11]
     assert second["prompt_tokens"] == len(ids)
     assert second["token_ids"] == reference.greedy(ids, 6)
-    # The last token of the first answer, four more of the prompt at most, and all but one of the second answer.
+    # The last token of the first answer, four more of the prompt at most, and all but one of the
+    # second answer.
     assert computed <= 1 + 3 + 5
 
 

@@ -1,4 +1,5 @@
-"""The command line: exit codes, messages with a next step, and commands that do nothing when something is wrong."""
+"""The command line: exit codes, messages with a next step, and commands that do nothing when
+something is wrong."""
 
 import asyncio
 import errno

@@ -1,4 +1,5 @@
-"""``swarmnet demo`` with programs in the place of its nodes, client and gateway; ``e2e/test_cli.py`` has the real ones."""
+"""``swarmnet demo`` with programs in the place of its nodes, client and gateway;
+``e2e/test_cli.py`` has the real ones."""
 
 import json
 import sys
@@ -25,7 +26,8 @@ if command == "serve":
     sys.exit("no memory")
 sys.stdin.read()
 """
-"""Prints the event that the demo waits for. The gateway then ends; the others stay until their stdin ends."""
+"""Prints the event that the demo waits for. The gateway then ends; the others stay until their
+stdin ends."""
 
 
 def test_a_demo_whose_gateway_ends_says_so_and_stops(

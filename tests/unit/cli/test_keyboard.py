@@ -14,7 +14,8 @@ import pytest
 
 from swarmnet.cli.chat.keyboard import Keyboard
 
-# The process is in a session of its own, so the terminal that it opens controls it, and Ctrl-C reaches it.
+# The process is in a session of its own, so the terminal that it opens controls it, and Ctrl-C
+# reaches it.
 READER = """
 import os, sys
 from pathlib import Path
@@ -47,8 +48,8 @@ class Typist:
         self._screen = self._screen.split(wanted.encode(), 1)[1]
 
     def interrupt(self) -> None:
-        """Ctrl-C for a reader that waits. CPython's readline ignores a Ctrl-C between its prompt and its ``select`` until the next key. A
-        person is never that fast, a test is.
+        """Ctrl-C for a reader that waits. CPython's readline ignores a Ctrl-C between its prompt
+        and its ``select`` until the next key. A person is never that fast, a test is.
         """
         while self._process.status() != psutil.STATUS_SLEEPING:
             time.sleep(0.001)

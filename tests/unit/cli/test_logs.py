@@ -1,4 +1,5 @@
-"""Logs: each entry is one line in one format with its fields, has no secrets, and strangers cannot make the log large."""
+"""Logs: each entry is one line in one format with its fields, has no secrets, and strangers cannot
+make the log large."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""A node under systemd: the unit has the command as typed, systemd accepts the unit, and is told when the node is ready."""
+"""A node under systemd: the unit has the command as typed, systemd accepts the unit, and is told
+when the node is ready."""
 
 import os
 import shlex
@@ -20,7 +21,8 @@ JOIN = ["join", "lab/swarm.toml", "--num-blocks", "10"]
 
 @pytest.fixture
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """A stand-in for systemctl that records its arguments; returns a function that reads the records."""
+    """A stand-in for systemctl that records its arguments; returns a function that reads the
+    records."""
     log, program = tmp_path / "systemctl.log", tmp_path / "bin" / "systemctl"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho ActiveState=active\n')

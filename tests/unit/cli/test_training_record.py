@@ -1,4 +1,5 @@
-"""The record of a worker's training: totals that survive restarts, a history of bounded size, and curves."""
+"""The record of a worker's training: totals that survive restarts, a history of bounded size, and
+curves."""
 
 import json
 import sys

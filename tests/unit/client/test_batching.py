@@ -1,4 +1,5 @@
-"""The decisions of the batcher: which requests start or wait, which sequence they reuse, how prompts share a step; and sampling."""
+"""The decisions of the batcher: which requests start or wait, which sequence they reuse, how
+prompts share a step; and sampling."""
 
 import math
 import random
@@ -61,10 +62,12 @@ def test_the_sequence_that_holds_most_of_a_prompt_is_reused() -> None:
     assert pick_sequence(sequences, wanted).number == 1
     sequences[1].answer = Answer(wanted)
     assert pick_sequence(sequences, wanted).number == 2
-    assert pick_sequence(sequences, Request((1, 2, 3), 5)).number == 2  # the sequence unused for longest
+    # the sequence unused for longest
+    assert pick_sequence(sequences, Request((1, 2, 3), 5)).number == 2
     assert pick_sequence(sequences, Request((*LONG, 99), 5, owner="another")).number == 2
     assert sequences[2].shared(Request((*LONG, 99), 5, owner="another")) == 0
-    assert sequences[1].shared(Request(LONG, 5)) == len(LONG) - 1  # at least one position must be sent
+    # at least one position must be sent
+    assert sequences[1].shared(Request(LONG, 5)) == len(LONG) - 1
 
 
 def test_prompts_share_a_step_and_short_prompts_are_served_first() -> None:
@@ -120,7 +123,8 @@ def test_a_draw_follows_from_seed_and_position_alone() -> None:
 
 
 def test_penalties_and_biases_follow_the_formula_of_openai() -> None:
-    """The score becomes mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j]; other rows of the batch keep theirs."""
+    """The score becomes mu[j] - c[j] * frequency - (c[j] > 0) * presence + bias[j]; other rows of
+    the batch keep theirs."""
     scores = rows(3, 12)
     counts = {3: 2, 7: 1}
     rules = Sampling(

@@ -1,4 +1,5 @@
-"""Adapters that PEFT puts into a swarm model are found for upload to hosts; adapters that hosts cannot apply are refused."""
+"""Adapters that PEFT puts into a swarm model are found for upload to hosts; adapters that hosts
+cannot apply are refused."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -219,7 +220,7 @@ def test_an_adapter_is_made_once_for_each_version_of_the_parameters(model: Any) 
         assert adapter() is None
 
 
-# ---- prefixes --------------------------------------------------------------------------------------------
+# ---- prefixes ----------------------------------------------------------------------------------
 
 
 def prefix_cache(model: Any, rows: int = 2) -> DynamicCache:

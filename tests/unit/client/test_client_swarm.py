@@ -109,7 +109,8 @@ def test_measurements_of_a_host_that_left_are_dropped() -> None:
 
 
 def spread_hosts(count: int, blocks: int = 80, length: int = 10) -> list[HostInfo]:
-    """``count`` hosts of ``length`` blocks each, the windows one after another, in the order of their peer ids."""
+    """``count`` hosts of ``length`` blocks each, the windows one after another, in the order of
+    their peer ids."""
     starts = range(0, blocks - length + 1, length)
     windows = [starts[number % len(starts)] for number in range(count)]
     return [
@@ -123,7 +124,8 @@ def ping_by_id(patch: Patch) -> None:
 
 @defence("no peer id attracts the pings of clients", off=ping_by_id)
 def test_a_mined_peer_id_is_pinged_by_no_more_clients_than_others() -> None:
-    """800 hosts, of which a client pings 32: each is pinged by 8 of 200 clients on average, by 20 with a chance of 1 in 10,000."""
+    """800 hosts, of which a client pings 32: each is pinged by 8 of 200 clients on average, by 20
+    with a chance of 1 in 10,000."""
     hosts, clients = spread_hosts(800), 200
     pings = Counter(
         host.peer for seed in range(clients) for host in drawn(hosts, frozenset(), random.Random(seed))
@@ -143,7 +145,8 @@ def ping_the_best(patch: Patch) -> None:
 
 @defence("announcements at most double the pings to a host", off=ping_the_best)
 def test_better_hosts_get_at_most_twice_the_pings_of_others() -> None:
-    """What a host announces decides which hosts count as better. Each is pinged by 8 of 200 clients on average, by 30 with a chance of 1 in 1,000."""
+    """What a host announces decides which hosts count as better. Each is pinged by 8 of 200 clients
+    on average, by 30 with a chance of 1 in 1,000."""
     hosts, clients = spread_hosts(800), 200
     claims = {host.peer: 0.0 if index < 40 else 1.0 for index, host in enumerate(hosts)}
     pings = Counter(

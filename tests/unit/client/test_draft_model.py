@@ -1,4 +1,5 @@
-"""A draft model: it continues a sequence greedily, wherever that goes, and reads long prompts in the background."""
+"""A draft model: it continues a sequence greedily, wherever that goes, and reads long prompts in
+the background."""
 
 import itertools
 import math

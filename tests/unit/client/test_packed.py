@@ -17,7 +17,8 @@ INPUTS, OUTPUTS = 3 * BLOCK, 37
 
 
 def q8_0(seed: int) -> torch.Tensor:
-    """Values that gguf's Q8_0 represents exactly: in every block one value is 127 or -127 times a scale of 11 bits, or all are zero."""
+    """Values that gguf's Q8_0 represents exactly: in every block one value is 127 or -127 times a
+    scale of 11 bits, or all are zero."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.randint(-126, 127, (OUTPUTS, INPUTS // BLOCK, BLOCK), generator=rng).float()
     values[..., 5] = 127 * torch.randint(0, 2, values.shape[:-1], generator=rng).mul(2).sub(1)

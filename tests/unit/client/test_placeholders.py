@@ -1,4 +1,5 @@
-"""The placeholder layers of a swarm model: they have the names and shapes of the real layers, no weights, and fail if used as real ones."""
+"""The placeholder layers of a swarm model: they have the names and shapes of the real layers, no
+weights, and fail if used as real ones."""
 
 import copy
 import resource

@@ -1,4 +1,5 @@
-"""Speculative decoding: drafts from the sequence itself, the length that pays, and the choice of valid tokens."""
+"""Speculative decoding: drafts from the sequence itself, the length that pays, and the choice of
+valid tokens."""
 
 import itertools
 import math
@@ -90,7 +91,8 @@ def test_drafts_are_tried_again_after_a_while_without() -> None:
 
 
 class Counting:
-    """A draft model that continues a sequence by counting, and counts the tokens that were asked for."""
+    """A draft model that continues a sequence by counting, and counts the tokens that were asked
+    for."""
 
     def __init__(self, probability: float = 0.95, token_s: float = 0.0) -> None:
         self.ids = [100]
@@ -188,7 +190,8 @@ def test_drafts_are_given_up_when_wrong_and_taken_up_when_right() -> None:
 @pytest.mark.parametrize("position_s", [0.01, 0.05, 0.1])
 @pytest.mark.parametrize("vocabulary", [64, 512, 20_000])
 def test_a_text_without_repetition_is_as_fast_as_without_drafts(vocabulary: int, position_s: float) -> None:
-    """Steps take 1 s, and ``position_s`` for each drafted token. Single tokens occur again, which is a match; what follows them does not."""
+    """Steps take 1 s, and ``position_s`` for each drafted token. Single tokens occur again, which
+    is a match; what follows them does not."""
     took_s = plain_s = 0.0
     for seed in range(5):
         rng = random.Random(seed)

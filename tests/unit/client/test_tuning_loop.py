@@ -1,4 +1,5 @@
-"""The loop of ``swarmnet tune`` on a plain local model: it learns, resumes with the same result, and says when it cannot go on."""
+"""The loop of ``swarmnet tune`` on a plain local model: it learns, resumes with the same result,
+and says when it cannot go on."""
 
 import json
 import sys
@@ -61,7 +62,8 @@ def without_times(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_loss_falls_and_an_adapter_comes_out(
     place: Path, dataset: Dataset, tmp_path: Path, method: TuneMethod
 ) -> None:
-    """The loss is that of the training rows: with random weights, the loss on other rows may rise or fall."""
+    """The loss is that of the training rows: with random weights, the loss on other rows may rise
+    or fall."""
     chosen = settings(method, steps=12, learning_rate=0.03 if method is TuneMethod.PROMPT else 0.05)
     model = attach(plain(place), "tiny", chosen)
     run = Tuner(model, replace(dataset, held_out=dataset.train), chosen)
@@ -199,7 +201,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-# ---- adapters on disk ------------------------------------------------------------------------------------
+# ---- adapters on disk --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -176,7 +176,7 @@ def test_a_file_is_bounded(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
         read_rows(write_rows(tmp_path / "empty.jsonl", []), encoder)
 
 
-# ---- batches ---------------------------------------------------------------------------------------------
+# ---- batches -----------------------------------------------------------------------------------
 
 
 def dataset(rows: list[Example], *, batch_size: int = 3, seed: int = 0) -> Dataset:

@@ -1,4 +1,5 @@
-"""The directory of a run, which is begun, resumed and finished, and never taken for that of another run."""
+"""The directory of a run, which is begun, resumed and finished, and never taken for that of another
+run."""
 
 from collections.abc import Mapping
 from pathlib import Path

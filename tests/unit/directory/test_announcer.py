@@ -1,4 +1,5 @@
-"""An announcer renews its records, tells of changes at once, tries again after failures, and ends."""
+"""An announcer renews its records, tells of changes at once, tries again after failures, and
+ends."""
 
 import asyncio
 import random

@@ -1,4 +1,5 @@
-"""Peers announce what they host in the catalog while few others do, and at every moment it is complete."""
+"""Peers announce what they host in the catalog while few others do, and at every moment it is
+complete."""
 
 import asyncio
 import random

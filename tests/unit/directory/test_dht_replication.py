@@ -1,4 +1,5 @@
-"""The peers that store a record: the nearest that answer, in one call to each, and looked up no more often than needed."""
+"""The peers that store a record: the nearest that answer, in one call to each, and looked up no
+more often than needed."""
 
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
@@ -19,7 +20,8 @@ EPOCH = 1_800_000_000.0
 
 
 class Neighbourhood:
-    """A stand-in for hivemind's ``DHTNode``: peers 0, 1, 2 ..., of which 0 is this peer, and the peers that answer.
+    """A stand-in for hivemind's ``DHTNode``: peers 0, 1, 2 ..., of which 0 is this peer, and the
+    peers that answer.
 
     Which of them are near to a key depends on the key.
     """

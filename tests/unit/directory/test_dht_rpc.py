@@ -83,7 +83,8 @@ class SlowHandshakes:
 
 
 def with_guard(talk: Callable[[Call, SlowHandshakes, ResourceManager], Awaitable[None]]) -> None:
-    """Run in virtual time, in which calls of one moment are many a second, however slow the machine is."""
+    """Run in virtual time, in which calls of one moment are many a second, however slow the machine
+    is."""
 
     async def main() -> None:
         from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind

@@ -15,7 +15,8 @@ TOPICS = [f"hosts/x/{shard}" for shard in range(16)]
 
 
 class Reading:
-    """A reader among ``size`` peers, each of which answers every key with one record: its number and the key."""
+    """A reader among ``size`` peers, each of which answers every key with one record: its number
+    and the key."""
 
     def __init__(self, size: int) -> None:
         from swarmnet_protocols.directory.dht.sampling import RecordSampler

@@ -1,4 +1,5 @@
-"""Detection of a duplicate identity: a running process is found; the announcement of a process that has ended is no evidence."""
+"""Detection of a duplicate identity: a running process is found; the announcement of a process that
+has ended is no evidence."""
 
 import asyncio
 import random
@@ -53,7 +54,8 @@ class SlowDirectory(MemoryDirectory):
 
 
 class Machines:
-    """Machines with copies of one key. Each call of ``watch`` is another process, on the machine of this number."""
+    """Machines with copies of one key. Each call of ``watch`` is another process, on the machine of
+    this number."""
 
     def __init__(self, transport: Transport, board: MemoryBoard) -> None:
         self.board = board

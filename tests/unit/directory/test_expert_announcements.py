@@ -1,4 +1,5 @@
-"""Announcements of routed experts, how owners name experts, and which ones a joining peer chooses."""
+"""Announcements of routed experts, how owners name experts, and which ones a joining peer
+chooses."""
 
 import asyncio
 import tracemalloc
@@ -145,7 +146,8 @@ def test_bits_are_a_set_of_numbers(one: frozenset[int], other: frozenset[int]) -
 
 
 class Flooded:
-    """A directory whose every sample holds other announcements of invented peers, each as large as a record may be."""
+    """A directory whose every sample holds other announcements of invented peers, each as large as
+    a record may be."""
 
     def __init__(self) -> None:
         self.samples = 0

@@ -1,4 +1,5 @@
-"""What a peer reads of the hosts of a model: all in a small swarm, a bounded random sample in a large one, and the hosts of certain blocks."""
+"""What a peer reads of the hosts of a model: all in a small swarm, a bounded random sample in a
+large one, and the hosts of certain blocks."""
 
 import asyncio
 import random
@@ -115,7 +116,8 @@ def test_a_refresh_in_a_large_swarm_reads_few_topics_and_records() -> None:
 
 
 def test_each_host_is_read_as_often_as_others_whatever_its_peer_id() -> None:
-    """3000 hosts, 200 readers of 96: each host is read by 6.4 on average, and by 24 with a chance of one in a million."""
+    """3000 hosts, 200 readers of 96: each host is read by 6.4 on average, and by 24 with a chance
+    of one in a million."""
     shelves = Shelves(hosts(3000))
     reads = Counter(
         each.peer

@@ -58,7 +58,8 @@ def test_relays_are_drawn_from_different_subnets() -> None:
 def test_relays_that_one_network_invents_leave_the_others_their_share(
     networks: int, claimed: str, drawn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Peers that store the records count the networks that published them, whatever addresses the records claim."""
+    """Peers that store the records count the networks that published them, whatever addresses the
+    records claim."""
     from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
     prepare_hivemind()

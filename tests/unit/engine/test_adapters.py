@@ -103,7 +103,8 @@ def cases() -> list[Any]:
 @pytest.mark.matrix
 @pytest.mark.parametrize(("family", "kind"), cases())
 def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None:
-    """Texts with an adapter, with another adapter and with none, in one batch, entered in chunks of random sizes."""
+    """Texts with an adapter, with another adapter and with none, in one batch, entered in chunks of
+    random sizes."""
     model = load(family, tmp_path)
     texts = [ids(count, count) for count in (25, 14, 19)]
     if kind == "prefix":
@@ -130,7 +131,8 @@ def test_an_adapter_matches_peft(family: str, kind: str, tmp_path: Path) -> None
 
 
 def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> None:
-    """Native code and the layers of torch give the same outputs, for positions in one batch and one after the other."""
+    """Native code and the layers of torch give the same outputs, for positions in one batch and one
+    after the other."""
     if shutil.which("cc") is None:
         pytest.skip("no C compiler")
     model = load("llama-tied", tmp_path)

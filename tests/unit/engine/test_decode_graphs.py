@@ -1,7 +1,9 @@
-"""Stages whose caches are in an arena: batches in one call and recorded steps give what sequences give one by one.
+"""Stages whose caches are in an arena: batches in one call and recorded steps give what sequences
+give one by one.
 
-There is no GPU here. A recorder that calls the recorded function again stands for CUDA graphs, and fails if anything but the memory of the
-recording has changed; attention of a batch is the padded one, with which any device can compute.
+There is no GPU here. A recorder that calls the recorded function again stands for CUDA graphs, and
+fails if anything but the memory of the recording has changed; attention of a batch is the padded
+one, with which any device can compute.
 """
 
 import inspect
@@ -48,7 +50,8 @@ def two_stages(
 
 
 class Both:
-    """Sequences on both stages, which get the same rows; on the second stage each sequence is computed alone."""
+    """Sequences on both stages, which get the same rows; on the second stage each sequence is
+    computed alone."""
 
     def __init__(self, mine: Stage, theirs: Stage, count: int, adapter: Any = None) -> None:
         self.stages = mine, theirs
@@ -106,7 +109,8 @@ def test_recorded_steps_give_what_steps_give(family: str, tmp_path: Path) -> Non
     graphs: Any = mine._graphs
     assert [rows for rows, _ in graphs.sizes] == [1, 2, 4, 8]
     assert backend.fake.recorded == 4  # one recording for each size
-    assert backend.fake.replayed == 4 + 5  # one replay for the comparison, and one for each later step
+    # one replay for the comparison, and one for each later step
+    assert backend.fake.replayed == 4 + 5
 
 
 def test_a_recording_for_longer_sequences_is_made_when_they_grow(tmp_path: Path) -> None:
@@ -120,7 +124,8 @@ def test_a_recording_for_longer_sequences_is_made_when_they_grow(tmp_path: Path)
 
 
 def test_recordings_hold_while_sequences_move_and_end(tmp_path: Path) -> None:
-    """The arena is small: growth moves the ranges of other sequences, to addresses that no recording has seen."""
+    """The arena is small: growth moves the ranges of other sequences, to addresses that no
+    recording has seen."""
     backend = RecordingBackend()
     both = Both(*two_stages("llama-tied", tmp_path, backend, positions=5 * 64), 4)
     both.forward({0: 60, 1: 62, 2: 10})
@@ -150,7 +155,8 @@ def test_steps_with_adapters_are_not_recorded(tmp_path: Path) -> None:
 
 
 def test_nan_in_the_first_step_of_a_size_does_not_end_recording(tmp_path: Path) -> None:
-    """A client may send NaN in the first step of a size. Zeros, whose outputs are zeros, are recorded."""
+    """A client may send NaN in the first step of a size. Zeros, whose outputs are zeros, are
+    recorded."""
     backend = RecordingBackend()
     both = Both(*two_stages("llama-tied", tmp_path, backend), 2)
     mine = both.stages[0]
@@ -215,7 +221,8 @@ def test_other_sequences_do_not_reach_a_sequence_through_padding(tmp_path: Path)
 
 
 def reference_varlen(*arguments: Any, **options: Any) -> torch.Tensor:
-    """What the documentation of ``torch.nn.attention.varlen.varlen_attn`` says, one sequence after the other. Asserts what it asks for."""
+    """What the documentation of ``torch.nn.attention.varlen.varlen_attn`` says, one sequence after
+    the other. Asserts what it asks for."""
     bound = inspect.signature(varlen_attn).bind(*arguments, **options)
     bound.apply_defaults()
     given = bound.arguments
@@ -255,7 +262,8 @@ def reference_varlen(*arguments: Any, **options: Any) -> torch.Tensor:
 def test_the_fused_kernel_is_asked_for_the_whole_batch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stand-in checks each call against the kernel's signature and documentation. Prompts and steps share a call."""
+    """A stand-in checks each call against the kernel's signature and documentation. Prompts and
+    steps share a call."""
     calls = {"fused": 0}
 
     def counted(*arguments: Any, **options: Any) -> torch.Tensor:

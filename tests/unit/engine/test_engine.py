@@ -1,4 +1,5 @@
-"""The engine: continuous batching, memory limits before allocation, and no work that waits for ever."""
+"""The engine: continuous batching, memory limits before allocation, and no work that waits for
+ever."""
 
 import asyncio
 import math

@@ -1,4 +1,5 @@
-"""Passes in the engine: sessions go first, for a limited time, and the graphs of passes are dropped for sessions."""
+"""Passes in the engine: sessions go first, for a limited time, and the graphs of passes are dropped
+for sessions."""
 
 import asyncio
 import gc
@@ -230,7 +231,8 @@ def test_passes_count_in_the_queue_time() -> None:
                     await engine.compute_pass(lambda: lambda: None, 10)
                 waiting = [asyncio.ensure_future(engine.compute_pass(lambda: lambda: None, 5)) for _ in "ab"]
                 await asyncio.sleep(0)
-                assert engine.queue_s == pytest.approx(1.0, rel=1e-3)  # sessions overtake the second
+                # sessions overtake the second
+                assert engine.queue_s == pytest.approx(1.0, rel=1e-3)
                 await asyncio.gather(*waiting)
                 assert engine.queue_s == 0
 

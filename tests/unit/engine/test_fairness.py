@@ -18,7 +18,8 @@ from tests.support.doubling import Doubling
 from tests.support.virtual_time import TimedExecutor, run
 
 FORWARD_S = 0.5
-"""Seconds of every forward, of any number of positions: so many that the engine makes forwards as small as it may."""
+"""Seconds of every forward, of any number of positions: so many that the engine makes forwards as
+small as it may."""
 
 
 class Sessions:
@@ -76,7 +77,8 @@ def test_a_short_request_among_long_prompts_waits_for_one_forward(clients: int) 
 
 
 def requests_beside(others: int) -> tuple[int, int]:
-    """The requests of one client, one after another, that are computed beside those of another client with ``others`` at once; and the latter's."""
+    """The requests of one client, one after another, that are computed beside those of another
+    client with ``others`` at once; and the latter's."""
     computed = {"modest": 0, "other": 0}
 
     async def use(sessions: Sessions, stage: Doubling) -> None:

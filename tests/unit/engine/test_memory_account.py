@@ -16,7 +16,8 @@ from tests.support.tiny_models import save_tiny
 
 
 class PeakBytes(TorchDispatchMode):
-    """Bytes of the tensors that operations allocate while the mode is on: those alive at once, at most."""
+    """Bytes of the tensors that operations allocate while the mode is on: those alive at once, at
+    most."""
 
     def __init__(self) -> None:
         super().__init__()

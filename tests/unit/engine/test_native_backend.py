@@ -197,7 +197,8 @@ def test_processors_with_smaller_vectors_compute_the_same(
 
 
 def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -> None:
-    """Chunks, single positions and first positions of sequences in one step; the sequences grow meanwhile."""
+    """Chunks, single positions and first positions of sequences in one step; the sequences grow
+    meanwhile."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
     assert got.has_decode_step
     outputs: list[list[torch.Tensor]] = []
@@ -317,7 +318,8 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBacken
 def test_decode_steps_and_packed_batches_share_sequences(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Positions of a sequence are computed alone, in chunks and beside another sequence, in parts that have caches of their own."""
+    """Positions of a sequence are computed alone, in chunks and beside another sequence, in parts
+    that have caches of their own."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 3)
     stage = load(tmp_path, "llama", native)
     rows = inputs(stage, 12)

@@ -1,4 +1,5 @@
-"""Routed experts of every family compute from packed weights, and some of them can be loaded without the others."""
+"""Routed experts of every family compute from packed weights, and some of them can be loaded
+without the others."""
 
 from dataclasses import replace
 from pathlib import Path

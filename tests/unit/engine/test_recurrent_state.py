@@ -235,12 +235,13 @@ def without_positions_again(patch: Patch) -> None:
 
 @defence("positions that are computed again after a rewind count in the batches", off=without_positions_again)
 def test_positions_that_are_computed_again_share_forwards_with_others(stage: Stage) -> None:
-    """A client that goes back must not make other clients wait until its layers with recurrent states have computed all positions again."""
+    """A client that goes back must not make other clients wait until its layers with recurrent
+    states have computed all positions again."""
     rows = inputs(300)
 
     async def go_back(engine: Engine) -> list[int]:
-        """The number of positions to compute again; and the positions computed until the other client's step was done, and until this
-        client's was."""
+        """The number of positions to compute again; and the positions computed until the other
+        client's step was done, and until this client's was."""
         going_back, other = (
             engine.register(stage.new_sequence(), ResourceManager().system) for _ in range(2)
         )

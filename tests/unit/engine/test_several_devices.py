@@ -1,4 +1,5 @@
-"""A stage whose layers are on several devices. Its second device is another name of the CPU: what moves is seen, and outputs can be compared."""
+"""A stage whose layers are on several devices. Its second device is another name of the CPU: what
+moves is seen, and outputs can be compared."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

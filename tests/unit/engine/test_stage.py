@@ -56,7 +56,8 @@ def test_outputs_of_a_stage_on_a_gpu_can_be_sent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> None:
-    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already decode."""
+    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already
+    decode."""
     model = load(family, tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager"
@@ -249,7 +250,8 @@ SEQUENCES = {"of one length": (9, 9, 9), "of several lengths": (3, 29, 11, 1)}
 def local_gradients(
     model: LocalModel, rows: torch.Tensor, counts: tuple[int, ...], wanted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs of transformers' own layers, and the gradients at their inputs, computed for one sequence after another."""
+    """The outputs of transformers' own layers, and the gradients at their inputs, computed for one
+    sequence after another."""
     reference = AutoModelForCausalLM.from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager"
     ).requires_grad_(False)

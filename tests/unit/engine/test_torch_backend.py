@@ -1,4 +1,5 @@
-"""Operations of the torch backend: handwritten gradients against numerical ones and autograd's, attention against its definition."""
+"""Operations of the torch backend: handwritten gradients against numerical ones and autograd's,
+attention against its definition."""
 
 from collections.abc import Callable
 

@@ -130,7 +130,8 @@ def test_the_socket_of_a_killed_node_counts_as_none_and_is_replaced(tmp_path: Pa
 
 
 def test_calls_do_not_share_results(tmp_path: Path) -> None:
-    """gRPC keeps a connection that failed for as long as it would wait before another try, for every caller with the same address."""
+    """gRPC keeps a connection that failed for as long as it would wait before another try, for
+    every caller with the same address."""
     _leave_a_socket(tmp_path / SOCKET_NAME)
 
     async def main() -> NodeStatus:

@@ -1,4 +1,5 @@
-"""A host whose memory holds some of its experts gives the outputs of one that holds all, and reads experts before they are needed."""
+"""A host whose memory holds some of its experts gives the outputs of one that holds all, and reads
+experts before they are needed."""
 
 import unittest.mock
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""A peer changes its experts for one host at a time, who has it compute most rows, and few at once."""
+"""A peer changes its experts for one host at a time, who has it compute most rows, and few at
+once."""
 
 import pytest
 

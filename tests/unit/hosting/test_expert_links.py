@@ -1,4 +1,5 @@
-"""Whom a host tries among announced peers with experts, and which of too many open links it closes."""
+"""Whom a host tries among announced peers with experts, and which of too many open links it
+closes."""
 
 import asyncio
 import random

@@ -1,4 +1,5 @@
-"""A node whose memory limit does not hold all experts of its blocks keeps as many as fit, and reads the others from disk."""
+"""A node whose memory limit does not hold all experts of its blocks keeps as many as fit, and reads
+the others from disk."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +24,14 @@ BLOCKS = 4
 
 @pytest.fixture(autouse=True)
 def _resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process has 100 MiB before blocks are loaded: what other tests have left does not count."""
+    """The process has 100 MiB before blocks are loaded: what other tests have left does not
+    count."""
     monkeypatch.setattr(psutil.Process, "memory_info", lambda _: SimpleNamespace(rss=100 * MIB))
 
 
 def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
-    """A tiny mixture of experts, fitted to this limit on memory. The schedule keeps the node from loading its blocks."""
+    """A tiny mixture of experts, fitted to this limit on memory. The schedule keeps the node from
+    loading its blocks."""
     model = folder / "model"
     config = NodeConfig(
         model=str(model if model.exists() else save_experts("mixtral", model)),
@@ -44,7 +47,8 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
 
 
 def needed(folder: Path, blocks: int) -> tuple[int, int]:
-    """The memory limits with which a node can host so many blocks: without experts in memory, and with all."""
+    """The memory limits with which a node can host so many blocks: without experts in memory, and
+    with all."""
     whole = loaded(folder, 1 << 40, blocks=(0, BLOCKS))
     footprint, bare = whole._footprints()
     assert bare.block_bytes < footprint.block_bytes

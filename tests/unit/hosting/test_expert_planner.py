@@ -1,4 +1,5 @@
-"""A trunk counts how often its routers choose each of the experts that it lacks: these counts decide on which peers they are placed."""
+"""A trunk counts how often its routers choose each of the experts that it lacks: these counts
+decide on which peers they are placed."""
 
 import random
 import tracemalloc

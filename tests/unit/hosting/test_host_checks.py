@@ -32,7 +32,8 @@ SPAN = (0, 3)
 
 
 class World:
-    """A node and other hosts of the same blocks, which double what they get, or do something else."""
+    """A node and other hosts of the same blocks, which double what they get, or do something
+    else."""
 
     def __init__(self, stack: AsyncExitStack) -> None:
         self.network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.01))

@@ -16,7 +16,8 @@ from tests.support.fake_node import ADDRESS, STATUS, FakeNode
 
 
 class _Node(FakeNode):
-    """A node that calls ``serving`` once a caller waits for its end, and ends only when ``may_end`` is set."""
+    """A node that calls ``serving`` once a caller waits for its end, and ends only when ``may_end``
+    is set."""
 
     def __init__(self, serving: Callable[[], None], *, ends: bool) -> None:
         super().__init__()
@@ -50,7 +51,8 @@ def _events(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The event loop of a node in the foreground ends with its process, and so leaves its signal handlers behind."""
+    """The event loop of a node in the foreground ends with its process, and so leaves its signal
+    handlers behind."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():

@@ -67,7 +67,8 @@ def test_a_report_has_a_bounded_number_of_pairs_with_sessions_first() -> None:
 
 
 def steps(*rows: tuple[float, int, int, int]) -> HostCounters:
-    """The counters after some steps of one sequence, each given as time, start, count and outputs."""
+    """The counters after some steps of one sequence, each given as time, start, count and
+    outputs."""
     numbers = HostCounters()
     times = TokenTimes(numbers)
     for at_s, start, count, outputs in rows:

@@ -1,4 +1,5 @@
-"""The models to which a node may switch: those that the swarm file lists with their pieces, unless its owner forbids it, and within its limits."""
+"""The models to which a node may switch: those that the swarm file lists with their pieces, unless
+its owner forbids it, and within its limits."""
 
 import asyncio
 import sys
@@ -31,7 +32,8 @@ HASH = bytes(32)
 
 
 class Group:
-    """A swarm for the models alpha, of 3 blocks, and beta, of 6; a newcomer has the files of alpha."""
+    """A swarm for the models alpha, of 3 blocks, and beta, of 6; a newcomer has the files of
+    alpha."""
 
     def __init__(self, swarm: WeightSwarm, folder: Path) -> None:
         self.swarm, self.folder = swarm, folder

@@ -102,7 +102,8 @@ def test_a_slot_whose_bytes_arrive_too_slowly_is_idle() -> None:
         dripping.moved(100)
         flowing.moved(int(20 * SLOW_BYTES_PER_S))
         assert (dripping.is_idle(100.0), flowing.is_idle(100.0)) == (True, False)
-        assert flowing.since == 100.0  # a fast transfer keeps the slot no longer than one that ends now
+        # a fast transfer keeps the slot no longer than one that ends now
+        assert flowing.since == 100.0
 
     run(scenario())
 

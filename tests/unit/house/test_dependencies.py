@@ -1,4 +1,5 @@
-"""Dependencies: each distribution is pinned at a tested version and has a licence that permits use."""
+"""Dependencies: each distribution is pinned at a tested version and has a licence that permits
+use."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -22,13 +23,15 @@ LICENCES = {
     "Mozilla Public License 2.0 (MPL 2.0)", "PSF-2.0", "Python Software Foundation License", "The Unlicense (Unlicense)", "Unlicense",
     "Zlib",
 }  # fmt: skip
-"""Permissive licences, and the MPL and the LGPL, which ask nothing of other code that imports the library unchanged."""
+"""Permissive licences, and the MPL and the LGPL, which ask nothing of other code that imports the
+library unchanged."""
 NOT_SAID = {"atheris": "Apache-2.0", "axe-playwright-python": "MIT"}
 """Licences named on the project's own site, for distributions that name none."""
 
 
 def pins() -> dict[str, str]:
-    """The versions in ``constraints.txt`` by canonical name. Raises ``ValueError`` for a line that is no exact version."""
+    """The versions in ``constraints.txt`` by canonical name. Raises ``ValueError`` for a line that
+    is no exact version."""
     found = {}
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         text = line.partition("#")[0].strip()
@@ -41,7 +44,8 @@ def pins() -> dict[str, str]:
 
 
 def brought_in() -> dict[str, Distribution]:
-    """Every installed distribution that ours needs, directly or not, with its extras and for development."""
+    """Every installed distribution that ours needs, directly or not, with its extras and for
+    development."""
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -1,4 +1,5 @@
-"""The files of deploy/: the program accepts their commands and options, and systemd and compose accept the files."""
+"""The files of deploy/: the program accepts their commands and options, and systemd and compose
+accept the files."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Every metric in the Grafana dashboard and the alert rules is exported by nodes or by the gateway."""
+"""Every metric in the Grafana dashboard and the alert rules is exported by nodes or by the
+gateway."""
 
 import json
 import re
@@ -58,13 +59,15 @@ def queries() -> Iterator[tuple[str, str]]:
 
 
 def metrics_in(query: str) -> set[str]:
-    """The names of metrics in a query: words that are neither labels, functions, strings nor durations."""
+    """The names of metrics in a query: words that are neither labels, functions, strings nor
+    durations."""
     bare = re.sub(r"\{[^}]*\}|\"[^\"]*\"|\[[^\]]*\]|\$\w+|\bby \([^)]*\)", " ", query)
     return set(re.findall(r"(?<![\w.])[a-z_][a-z0-9_:]*", bare)) - WORDS
 
 
 def labels_in(query: str) -> set[tuple[str, str]]:
-    """(metric, label) for every label that a query selects by, besides those that Prometheus adds."""
+    """(metric, label) for every label that a query selects by, besides those that Prometheus
+    adds."""
     selectors = re.findall(r"([a-z_][a-z0-9_:]*)\{([^}]*)\}", query)
     found = {(metric, label) for metric, inner in selectors for label in re.findall(r"(\w+)\s*[=!]~?", inner)}
     return {(metric, label) for metric, label in found if label not in {"job", "instance"}}
@@ -122,7 +125,8 @@ def test_names_are_found_in_queries() -> None:
 
 
 def test_names_follow_prometheus_conventions(given: dict[str, set[str]]) -> None:
-    """Base units at the end of names, and labels with few values: no peer, no session, no address."""
+    """Base units at the end of names, and labels with few values: no peer, no session, no
+    address."""
     ours = {name: labels for name, labels in given.items() if name.startswith("swarmnet_node_")}
     assert ours
     for name, labels in ours.items():

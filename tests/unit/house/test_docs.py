@@ -1,4 +1,5 @@
-"""Documentation: every command in it is tested or marked as untested, and every link has a target."""
+"""Documentation: every command in it is tested or marked as untested, and every link has a
+target."""
 
 import re
 import subprocess
@@ -71,7 +72,8 @@ def test_the_json_of_every_command_is_documented() -> None:
     commands = [
         " ".join(name) for name in every_command() if (name and name[0] not in groups) or len(name) == 2
     ]
-    assert [name for name in commands if f"`{name}`" not in text] == ["train template"]  # a file, not JSON
+    # a file, not JSON
+    assert [name for name in commands if f"`{name}`" not in text] == ["train template"]
 
 
 def test_every_bench_has_results_and_make_runs_all_but_the_longest() -> None:
@@ -98,7 +100,8 @@ def test_guides_are_one_page() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
-    """A path begins at the root, or is the end of one. In place of a package's own folder a page may have ``...``."""
+    """A path begins at the root, or is the end of one. In place of a package's own folder a page
+    may have ``...``."""
     named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", page.read_text())
     packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
     wanted = {path: path.replace("/.../", f"/{packages.get(path.partition('/')[0], '')}/") for path in named}

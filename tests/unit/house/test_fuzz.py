@@ -1,4 +1,5 @@
-"""The fuzzer: its seeds are valid, random inputs are refused by the declared errors, and every decoder has a target."""
+"""The fuzzer: its seeds are valid, random inputs are refused by the declared errors, and every
+decoder has a target."""
 
 import ast
 import json

@@ -1,4 +1,5 @@
-"""The GPU bench on a machine without a GPU: its exactness part runs on the CPU, and the rest says that it is skipped."""
+"""The GPU bench on a machine without a GPU: its exactness part runs on the CPU, and the rest says
+that it is skipped."""
 
 import json
 import sys

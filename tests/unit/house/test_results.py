@@ -1,4 +1,5 @@
-"""RESULTS.md agrees with the stored measurements, and a bench's output is converted to measurements."""
+"""RESULTS.md agrees with the stored measurements, and a bench's output is converted to
+measurements."""
 
 from tests.bench.results import FOLDER, PAGE, SECTIONS, Headline, key, measure, page, without_path
 

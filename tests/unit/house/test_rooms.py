@@ -31,7 +31,8 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "swarmnet_client": ("audit", "swarm", "chain", "model", "batching", "tuning", ""),
     "swarmnet": ("", "swarm_file", "web", "gateway", "dashboard", "doctor", "api", "cli", "__main__"),
 }
-"""The rooms of each package, lowest first. A module imports from its own room and from those before it; "" is the package's own modules."""
+"""The rooms of each package, lowest first. A module imports from its own room and from those before
+it; "" is the package's own modules."""
 
 
 def paths() -> dict[str, Path]:
@@ -101,7 +102,8 @@ def test_a_cycle_is_found() -> None:
 
 
 SMALL = 3
-"""A folder with more modules than this needs a README. The page of the folder above covers smaller ones."""
+"""A folder with more modules than this needs a README. The page of the folder above covers smaller
+ones."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""A sample: few cells of each matrix, in which each value of each parameter occurs, and no test for thorough runs only."""
+"""A sample: few cells of each matrix, in which each value of each parameter occurs, and no test for
+thorough runs only."""
 
 from pathlib import Path
 

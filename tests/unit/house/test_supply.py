@@ -17,7 +17,8 @@ MODULES = {
     "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy",
     "zlib", "gzip", "bz2", "lzma", "zstandard", "tarfile", "zipfile", "yaml", "torch.hub",
 }  # fmt: skip
-"""Modules that may not be imported: they execute data that they read, or decompress it without a limit."""
+"""Modules that may not be imported: they execute data that they read, or decompress it without a
+limit."""
 EXCEPT = {
     "protocols/swarmnet_protocols/models/resolver.py": {
         "zipfile"
@@ -126,7 +127,7 @@ def test_allowed_code_is_not_found(code: str) -> None:
     assert list(faults(ast.parse(code))) == []
 
 
-# ---- at run time ----------------------------------------------------------------------------------------------
+# ---- at run time -------------------------------------------------------------------------------
 
 PLANTED = {
     "a pickle": "import pickle; pickle.loads(b'cos\\ngetpid\\n(tR.')",

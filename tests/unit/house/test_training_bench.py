@@ -1,4 +1,5 @@
-"""The comparison of training methods in miniature: every method runs, and the reported traffic is the traffic sent."""
+"""The comparison of training methods in miniature: every method runs, and the reported traffic is
+the traffic sent."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""The router of the lab for far links: a packet waits in the queue of its own sender only. Socket pairs replace network interfaces."""
+"""The router of the lab for far links: a packet waits in the queue of its own sender only. Socket
+pairs replace network interfaces."""
 
 import asyncio
 import contextlib
@@ -21,7 +22,8 @@ def packet(source: int, target: int) -> bytes:
 
 
 async def arrivals(sink: Uplink, count: int) -> list[int]:
-    """The sources of the packets that come to host 2, while host 1 sends it ``count`` over a slow uplink and then host 3 sends it one."""
+    """The sources of the packets that come to host 2, while host 1 sends it ``count`` over a slow
+    uplink and then host 3 sends it one."""
     with contextlib.ExitStack() as stack:
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(3)]
         for one, other in pairs:

@@ -12,7 +12,8 @@ from tests.support.virtual_time import VirtualLoop, run
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_messages_that_arrived_in_a_stopped_process_are_in_time(turns: int) -> None:
-    """The result arrives ``turns`` iterations of the loop after the timeout, as may happen with any order of its callbacks."""
+    """The result arrives ``turns`` iterations of the loop after the timeout, as may happen with any
+    order of its callbacks."""
 
     async def main() -> bytes:
         reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()

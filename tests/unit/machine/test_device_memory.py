@@ -45,7 +45,8 @@ def card(total: int, used: int = CONTEXT_BYTES, index: int = 0) -> Card:
 
 
 def llama_70b() -> BlockNeeds:
-    """The needs of a block of Llama-70B in bfloat16 and Q4_K, by the tensors of a span on the meta device."""
+    """The needs of a block of Llama-70B in bfloat16 and Q4_K, by the tensors of a span on the meta
+    device."""
     config = LlamaConfig(**LLAMA_70B)
     with META:
         builder = build_span(config, 0, 1)
@@ -159,7 +160,8 @@ def test_two_cards_host_more_blocks_than_one() -> None:
 
 
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> LoadedModel:
-    """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its hours it loads nothing."""
+    """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its
+    hours it loads nothing."""
     monkeypatch.setattr(devices, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
     config = NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),

@@ -1,4 +1,5 @@
-"""The limit on an accelerator's memory. Without an accelerator, the tests check the limit that PyTorch is given."""
+"""The limit on an accelerator's memory. Without an accelerator, the tests check the limit that
+PyTorch is given."""
 
 import gc
 from types import SimpleNamespace
@@ -46,7 +47,8 @@ def test_a_cpu_has_no_memory_of_its_own() -> None:
 
 
 def test_freed_memory_of_a_gpu_goes_back_to_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a pause does it (``Machine.release``), after the last reference to blocks and caches is gone."""
+    """As a pause does it (``Machine.release``), after the last reference to blocks and caches is
+    gone."""
     told: list[str] = []
     monkeypatch.setattr(gc, "collect", lambda: told.append("collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cuda"))

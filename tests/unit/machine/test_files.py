@@ -72,7 +72,8 @@ def test_a_file_is_its_owners_unless_it_is_given_to_all(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_made_for_its_owner_alone_with_all_folders_above(tmp_path: Path) -> None:
-    """``~/.local/share/swarmnet/client`` is made before ``~/.local/share/swarmnet``, which holds keys too."""
+    """``~/.local/share/swarmnet/client`` is made before ``~/.local/share/swarmnet``, which holds
+    keys too."""
     (tmp_path / "open").mkdir(mode=0o755)
     write_whole(tmp_path / "open" / "data" / "client" / "file", b"1")
     make_private(tmp_path / "open" / "data" / "client")

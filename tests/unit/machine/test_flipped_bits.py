@@ -174,7 +174,8 @@ REFUSED: dict[str, Callable[[Path], Kept]] = {
     "a job": job,
 }
 MAY_MEAN_THE_SAME = {"a swarm file", "the swarm file of a data directory"}
-"""Files in which a flipped bit may leave the meaning unchanged: they have comments and white space."""
+"""Files in which a flipped bit may leave the meaning unchanged: they have comments and white
+space."""
 
 
 @defence(
@@ -281,7 +282,8 @@ def test_a_config_that_was_read_from_gguf_is_read_again(tmp_path: Path) -> None:
 
 
 def flipped(path: Path) -> Iterator[None]:
-    """Flip one bit of the file for the duration of each iteration, ``FLIPS`` different bits in all."""
+    """Flip one bit of the file for the duration of each iteration, ``FLIPS`` different bits in
+    all."""
     whole, stat = path.read_bytes(), path.stat()
     for bit in random.Random(0).sample(range(8 * len(whole)), min(FLIPS, 8 * len(whole))):
         changed = bytearray(whole)

@@ -54,7 +54,8 @@ print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources":
 """
 
 MOST_SOURCES = 500
-"""Limit on source files that are read; transformers has 4,000. Without bytecode files, Python also reads the source of each imported module."""
+"""Limit on source files that are read; transformers has 4,000. Without bytecode files, Python also
+reads the source of each imported module."""
 
 KEPT = """
 import gc
@@ -133,7 +134,8 @@ def test_weights_can_be_placed_on_an_accelerator(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_computes_nothing_goes_without_torch() -> None:
-    """A bootstrap node is ready in a second and takes 60 MB. The rest of hivemind can be imported afterwards."""
+    """A bootstrap node is ready in a second and takes 60 MB. The rest of hivemind can be imported
+    afterwards."""
     run(DHT)
 
 

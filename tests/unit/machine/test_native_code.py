@@ -1,4 +1,5 @@
-"""Native code is compiled once on each machine, and loaded only if no other user can have changed it."""
+"""Native code is compiled once on each machine, and loaded only if no other user can have changed
+it."""
 
 import logging
 import shutil
@@ -15,7 +16,8 @@ from tests.defences import defence, replacing
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once() -> None:
-    """Replaces the fixture of all other tests: here code is compiled, as on the machine of a user."""
+    """Replaces the fixture of all other tests: here code is compiled, as on the machine of a
+    user."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
-"""What differs between systems. No Windows is here: its branches run on stand-ins for what only it has, in processes of their own.
+"""What differs between systems. No Windows is here: its branches run on stand-ins for what only it
+has, in processes of their own.
 
-``msvcrt`` is made of POSIX record locks, which belong to a process and cover ranges of bytes, as Windows' locks do.
+``msvcrt`` is made of POSIX record locks, which belong to a process and cover ranges of bytes, as
+Windows' locks do.
 """
 
 import subprocess

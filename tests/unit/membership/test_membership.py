@@ -127,7 +127,8 @@ def test_a_clock_five_minutes_off_does_no_harm(error_s: int) -> None:
     fresh = sealed(now=NOW + error_s)
     member = open_certificate(fresh, rules=RULES, now=NOW)
     assert open_certificate(fresh, rules=RULES, now=NOW - error_s).id == member.id
-    # Renewed at two thirds of even the shortest life, it has more than the ten minutes left that two clocks may differ.
+    # Renewed at two thirds of even the shortest life, it has more than the ten minutes left that
+    # two clocks may differ.
     shortest = issue(
         Admittance(ALICE, CLIENT), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=MIN_LIFETIME_S
     )

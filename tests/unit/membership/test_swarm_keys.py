@@ -1,4 +1,5 @@
-"""Changes of a swarm file: signing, key rotation, members; and the swarm files that a data directory stores."""
+"""Changes of a swarm file: signing, key rotation, members; and the swarm files that a data
+directory stores."""
 
 import math
 import re
@@ -253,7 +254,8 @@ def test_a_damaged_file_hides_no_other_swarm(tmp_path: Path) -> None:
 
 @defence("a swarm file continues the known keys", off=replacing(Authority, "continues", yes))
 def test_keys_that_do_not_follow_from_the_known_ones_are_refused(tmp_path: Path) -> None:
-    """A thief of the first key cannot undo a rotation for peers that know of it, with any serial."""
+    """A thief of the first key cannot undo a rotation for peers that know of it, with any
+    serial."""
     create(tmp_path / "lab")
     (tmp_path / "thief").mkdir()
     for name in ("swarm.toml", "authority.key"):

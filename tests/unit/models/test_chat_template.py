@@ -175,7 +175,8 @@ def test_the_environment_is_hidden_from_templates(monkeypatch: pytest.MonkeyPatc
         renderer.prepare()
         assert renderer._process is not None
         file, environment = Path(f"/proc/{renderer._process.pid}/environ"), b""
-        while not environment:  # Linux shows it a moment after the program has replaced that of this process
+        # Linux shows it a moment after the program has replaced that of this process
+        while not environment:
             environment = file.read_bytes()
         assert b"correct-horse" not in environment
     finally:

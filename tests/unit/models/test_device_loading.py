@@ -1,4 +1,5 @@
-"""Blocks that are loaded onto another device than the CPU go there tensor by tensor. The meta device stands for an accelerator."""
+"""Blocks that are loaded onto another device than the CPU go there tensor by tensor. The meta
+device stands for an accelerator."""
 
 import weakref
 from collections.abc import Sequence

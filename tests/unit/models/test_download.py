@@ -1,4 +1,5 @@
-"""Pieces from several sources: verified, bounded, shared out; a source that is wrong is named, one that is slow is replaced."""
+"""Pieces from several sources: verified, bounded, shared out; a source that is wrong is named, one
+that is slow is replaced."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,5 @@
-"""Types of gguf without a packed product: what they take in memory is said and counted before they are loaded."""
+"""Types of gguf without a packed product: what they take in memory is said and counted before they
+are loaded."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""A host of some experts fetches only the pieces that hold them, because files are cut into pieces at the edges of experts."""
+"""A host of some experts fetches only the pieces that hold them, because files are cut into pieces
+at the edges of experts."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

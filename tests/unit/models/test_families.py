@@ -1,6 +1,7 @@
 """The families that people use give through hops what transformers gives: greedy tokens and logits.
 
-Each family is a directory and a gguf file. Transformers has the class that the published checkpoint names.
+Each family is a directory and a gguf file. Transformers has the class that the published checkpoint
+names.
 """
 
 import itertools
@@ -63,7 +64,8 @@ class Case:
     reference: Any
     """The model in transformers."""
     texts: list[torch.Tensor]
-    """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers generates."""
+    """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers
+    generates."""
     stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
     """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a
     family share the stages."""
@@ -147,7 +149,8 @@ def test_tokens_and_logits_are_those_of_transformers(case: Case, length: int, cu
 
 @directories_first
 def test_sequences_in_one_batch_get_the_tokens_of_transformers(case: Case) -> None:
-    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already decode."""
+    """Prompts of different lengths enter in chunks of random sizes, beside sequences that already
+    decode."""
     hops = case.hops(1, 3)
     texts = [text[:prompt] for text, prompt in zip(case.texts, PROMPT_LENGTHS, strict=True)]
     chunk = random.Random(0)

@@ -1,4 +1,5 @@
-"""A file that is no model for text is refused with what it is and what to do, before a node starts."""
+"""A file that is no model for text is refused with what it is and what to do, before a node
+starts."""
 
 from pathlib import Path
 from struct import pack

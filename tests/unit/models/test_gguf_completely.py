@@ -1,4 +1,5 @@
-"""No key and no tensor of a gguf file can go, change or come without another answer or a refusal."""
+"""No key and no tensor of a gguf file can go, change or come without another answer or a
+refusal."""
 
 import copy
 import re
@@ -45,7 +46,8 @@ DEFAULTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "attention.head_count_kv": lambda own: own["attention.head_count"],
     "attention.key_length": lambda own: own["embedding_length"] // own["attention.head_count"],
     "attention.shared_kv_layers": lambda _: 0,
-    "expert_gating_func": lambda own: 2 if "nextn_predict_layers" in own else 1,  # of GLM, of others
+    # of GLM, of others
+    "expert_gating_func": lambda own: 2 if "nextn_predict_layers" in own else 1,
     "expert_group_count": lambda _: 1,
     "expert_group_used_count": lambda _: 1,
     "expert_weights_scale": lambda _: 1.0,
@@ -208,7 +210,8 @@ def test_a_change_of_a_file_changes_the_answer_or_is_refused(name: str, tmp_path
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", FILES)
 def test_no_change_of_a_file_is_silent(name: str, tmp_path: Path) -> None:
-    """Every key and every tensor: ``test_a_change_of_a_file_changes_the_answer_or_is_refused`` tries a few."""
+    """Every key and every tensor: ``test_a_change_of_a_file_changes_the_answer_or_is_refused``
+    tries a few."""
     check(name, tmp_path, slice(None))
 
 

@@ -1,4 +1,5 @@
-"""A gguf file is read completely or refused: every key agrees with the config, every tensor is used."""
+"""A gguf file is read completely or refused: every key agrees with the config, every tensor is
+used."""
 
 import math
 from pathlib import Path
@@ -40,7 +41,8 @@ def write_header(path: Path, architecture: str, fields: dict[str, Any], tensors:
 
 
 def config_of(folder: Path, architecture: str, tensors: dict[str, Any] | None = None, **fields: Any) -> Any:
-    """The config of a file with these keys; ``_`` in a name stands for a dot where no key has one."""
+    """The config of a file with these keys; ``_`` in a name stands for a dot where no key has
+    one."""
     given = BASE | {key.replace("__", "."): value for key, value in fields.items()}
     given = {key: value for key, value in given.items() if value is not None}
     path = write_header(folder / "model.gguf", architecture, given, tensors or {})
@@ -48,7 +50,8 @@ def config_of(folder: Path, architecture: str, tensors: dict[str, Any] | None = 
 
 
 def llama3_factors(factor: float, size: int = 16, base: float = 500_000.0) -> list[float]:
-    """As llama.cpp's converter writes them (convert_hf_to_gguf.py, ``LlamaModel.generate_extra_tensors``)."""
+    """As llama.cpp's converter writes them (convert_hf_to_gguf.py,
+    ``LlamaModel.generate_extra_tensors``)."""
     found = []
     for index in range(size // 2):
         wavelength = 2 * math.pi * base ** (2 * index / size)

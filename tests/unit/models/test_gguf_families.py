@@ -1,4 +1,5 @@
-"""No key and no tensor of a family's gguf file is dropped, and quantised files give what their values give.
+"""No key and no tensor of a family's gguf file is dropped, and quantised files give what their
+values give.
 
 ``test_families.py`` compares the files with directories.
 """

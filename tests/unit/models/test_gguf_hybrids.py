@@ -1,4 +1,5 @@
-"""gguf files of hybrids that older converters wrote, or that have more than answers need; and those that are refused.
+"""gguf files of hybrids that older converters wrote, or that have more than answers need; and those
+that are refused.
 
 ``test_families.py`` compares files of today's converter with directories.
 """
@@ -81,7 +82,8 @@ def format_of(name: str) -> GGMLQuantizationType:
 
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_projections_of_a_quantised_file_stay_packed_and_exact(family: str, made: Maker) -> None:
-    """Value heads of 8 columns change places within blocks of 32 weights, and rows of two formats join."""
+    """Value heads of 8 columns change places within blocks of 32 weights, and rows of two formats
+    join."""
     model = made.model(family, **QUANTISED)
     options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
     found = []

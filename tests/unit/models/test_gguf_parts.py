@@ -17,7 +17,8 @@ from tests.support.tiny_models import write_gguf
 
 
 def split(source: Path, folder: Path, *, count: int = 2, total: int | None = None) -> list[Path]:
-    """Write the tensors of a file into parts in turn, as llama.cpp's gguf-split names and marks them."""
+    """Write the tensors of a file into parts in turn, as llama.cpp's gguf-split names and marks
+    them."""
     reader = gguf.GGUFReader(source)
     paths = [folder / f"model-{part + 1:05}-of-{count:05}.gguf" for part in range(count)]
     for part, path in enumerate(paths):

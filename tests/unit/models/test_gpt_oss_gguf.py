@@ -1,4 +1,5 @@
-"""gpt-oss loads from gguf with the values, config and tokens of transformers; its experts stay in MXFP4."""
+"""gpt-oss loads from gguf with the values, config and tokens of transformers; its experts stay in
+MXFP4."""
 
 from pathlib import Path
 from typing import Any

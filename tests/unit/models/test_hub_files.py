@@ -1,4 +1,5 @@
-"""A model on the hub is identified without its weights, and only the files that a part needs are downloaded."""
+"""A model on the hub is identified without its weights, and only the files that a part needs are
+downloaded."""
 
 import json
 from collections.abc import Iterator

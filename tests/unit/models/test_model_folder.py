@@ -1,4 +1,5 @@
-"""A model's folder comes from a stranger: only what is part of the model is read and given to peers."""
+"""A model's folder comes from a stranger: only what is part of the model is read and given to
+peers."""
 
 import json
 import os

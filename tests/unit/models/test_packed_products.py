@@ -1,4 +1,5 @@
-"""Packed matrices have the values of gguf's own dequantisation, and products with them those of the dequantised weights."""
+"""Packed matrices have the values of gguf's own dequantisation, and products with them those of the
+dequantised weights."""
 
 import threading
 from pathlib import Path
@@ -35,7 +36,8 @@ def test_torch_unpacks_exactly_what_gguf_does(format: Format, draw: int) -> None
     matrix = random_matrix(format, 7, 512, draw)
     [segment] = matrix.segments
     unpacked = unpack(format, segment.data)
-    assert torch.equal(unpacked.view(torch.int32), matrix.dequantize().view(torch.int32))  # to the bit
+    # to the bit
+    assert torch.equal(unpacked.view(torch.int32), matrix.dequantize().view(torch.int32))
     assert torch.equal(unpack(format, segment.data[2:5]), unpacked[2:5])
 
 
@@ -43,7 +45,8 @@ def test_torch_unpacks_exactly_what_gguf_does(format: Format, draw: int) -> None
 def test_another_device_than_the_cpu_multiplies_in_its_own_memory(
     products: Products, format: Format, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The meta device computes shapes and refuses tensors of the CPU. Several panels, so that they are joined."""
+    """The meta device computes shapes and refuses tensors of the CPU. Several panels, so that they
+    are joined."""
     monkeypatch.setattr(products_module, "ACCELERATOR_PANEL_BYTES", 5 * 512 * 4)
     matrix = random_matrix(format, 43, 512).to(torch.device("meta"))
     inputs = torch.empty(3, 512, device="meta", dtype=torch.bfloat16)
@@ -110,7 +113,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products
 
 @pytest.mark.parametrize("format", [Format.Q8_0, Format.Q6_K, Format.BF16, Format.INT4])
 def test_rows_of_any_width_take_little_of_a_threads_stack(products: Products, format: Format) -> None:
-    """A model chooses the width of its rows; four of these have more bytes as float32 than the stack of this thread."""
+    """A model chooses the width of its rows; four of these have more bytes as float32 than the
+    stack of this thread."""
     columns = (1 << 16) + 256
     matrix, inputs = random_matrix(format, 6, columns), torch.randn(3, columns)
     found: list[torch.Tensor] = []

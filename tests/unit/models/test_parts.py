@@ -1,4 +1,5 @@
-"""A peer fetches from the hub the pieces of a model that its part needs, and verifies each, whatever the hub sends."""
+"""A peer fetches from the hub the pieces of a model that its part needs, and verifies each,
+whatever the hub sends."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +205,8 @@ def test_a_noted_piece_that_changed_on_disk_is_fetched_again(
 def test_a_table_that_comes_later_is_compared_with_noted_pieces(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:
-    """A piece that the hub sent with a wrong byte, while no table was known, is fetched again once a table is known."""
+    """A piece that the hub sent with a wrong byte, while no table was known, is fetched again once
+    a table is known."""
     hub, whole = lone
     whole.verify()
     model = load(tmp_path, None, LONE)

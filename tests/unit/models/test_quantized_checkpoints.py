@@ -1,4 +1,5 @@
-"""Safetensors checkpoints whose weights are quantised: their values are those of transformers, or of the published equations."""
+"""Safetensors checkpoints whose weights are quantised: their values are those of transformers, or
+of the published equations."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ Tensors = dict[str, torch.Tensor]
 def rewritten(
     folder: Path, settings: Mapping[str, Any], change: Callable[[str, torch.Tensor], Tensors], suffix: str
 ) -> Path:
-    """The tiny checkpoint in ``folder`` with other tensors in place of those of the blocks whose names end so."""
+    """The tiny checkpoint in ``folder`` with other tensors in place of those of the blocks whose
+    names end so."""
     tensors: Tensors = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         is_changed = ".layers." in name and name.endswith(suffix)
@@ -102,7 +104,8 @@ def theirs(folder: Path) -> Any:
 
 
 def check(folder: Path, cache: Path, expected: Tensors, *, format: Format | None, precision: str) -> None:
-    """The checkpoint has these weights, dense and in a stage, whose linear modules stay packed in ``format``."""
+    """The checkpoint has these weights, dense and in a stage, whose linear modules stay packed in
+    ``format``."""
     model = resolve(str(folder), cache_dir=cache)
     assert model.precision == precision
     whole = model.load_whole(**FLOAT32).state_dict()

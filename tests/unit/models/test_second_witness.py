@@ -40,7 +40,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 BOUND = 1e-4
 """A limit for errors of logits. Sums in another order gave at most 1.2e-5, with recurrent states.
 
-Without ``CHANGES``, other factors of Phi-3 gave 2.3e-2, and other experts of DeepSeek V2 6.0e-2 or more.
+Without ``CHANGES``, other factors of Phi-3 gave 2.3e-2, and other experts of DeepSeek V2 6.0e-2 or
+more.
 """
 TABLE_BOUND = 2e-3
 """The limit where llama.cpp looks GELU up in a table of 16-bit numbers, which gave at most 7e-4."""

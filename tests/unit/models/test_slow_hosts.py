@@ -1,4 +1,5 @@
-"""Hosts of weights that send little, or do not read: a newcomer gets its weights from the others, and a server serves the others."""
+"""Hosts of weights that send little, or do not read: a newcomer gets its weights from the others,
+and a server serves the others."""
 
 import asyncio
 import hashlib

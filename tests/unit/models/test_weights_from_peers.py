@@ -1,4 +1,5 @@
-"""Members take weights from each other: verified, shared out, behind sessions; from the hub what no peer has."""
+"""Members take weights from each other: verified, shared out, behind sessions; from the hub what no
+peer has."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -52,7 +53,8 @@ def swarm() -> Iterator[WeightSwarm]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_ranges, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(download, "PAUSE_S", 0.01)
-    monkeypatch.setattr(download, "HUB_WAIT_S", 60.0)  # on a busy machine too, peers are faster than the hub
+    # on a busy machine too, peers are faster than the hub
+    monkeypatch.setattr(download, "HUB_WAIT_S", 60.0)
 
 
 @pytest.fixture

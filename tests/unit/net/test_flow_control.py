@@ -1,4 +1,5 @@
-"""Credit is granted for the whole payload, within a bound in flight; peers that violate flow control are detected."""
+"""Credit is granted for the whole payload, within a bound in flight; peers that violate flow
+control are detected."""
 
 import asyncio
 import math

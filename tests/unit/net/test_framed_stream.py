@@ -1,4 +1,5 @@
-"""The end of a stream: sent messages arrive, and every wait for a peer is bounded. A socket pair replaces p2pd."""
+"""The end of a stream: sent messages arrive, and every wait for a peer is bounded. A socket pair
+replaces p2pd."""
 
 import asyncio
 
@@ -44,7 +45,8 @@ def test_a_stream_closes_when_its_messages_have_been_received() -> None:
 
 
 def test_a_stream_closed_before_its_last_bytes_leave_ends_well() -> None:
-    """On a loop of asyncio itself: its transport forgets the loop when the last of its buffer is sent."""
+    """On a loop of asyncio itself: its transport forgets the loop when the last of its buffer is
+    sent."""
 
     async def main() -> None:
         async with two_ends() as (one, other):

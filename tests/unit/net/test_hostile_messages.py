@@ -209,7 +209,8 @@ def test_a_message_waits_for_room_or_is_refused_if_there_is_never_any() -> None:
 
 
 class Announcer:
-    """A peer of a host whose memory for messages is limited. Each of its streams receives one message."""
+    """A peer of a host whose memory for messages is limited. Each of its streams receives one
+    message."""
 
     def __init__(self, resources: ResourceManager, name: str) -> None:
         self.resources = resources
@@ -320,7 +321,8 @@ def test_frames_are_read_at_the_rate_of_their_peer_over_all_streams() -> None:
             scope.close()
 
         await asyncio.gather(*(read_all(100) for _ in range(3)))
-        # 300 frames and 3 openings, 60 of them in a burst; the last frame of each stream is not waited for.
+        # 300 frames and 3 openings, 60 of them in a burst; nobody waits for the last frame of a
+        # stream.
         assert loop.time() == pytest.approx((300 + 3 * OPEN_FRAMES - 60) / 100.0, abs=0.1)
 
     run(main())

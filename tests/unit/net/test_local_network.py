@@ -1,4 +1,5 @@
-"""Records of mDNS: the announcements of a peer in its local network, and the addresses that it accepts from others."""
+"""Records of mDNS: the announcements of a peer in its local network, and the addresses that it
+accepts from others."""
 
 import asyncio
 import ipaddress
@@ -53,7 +54,7 @@ def txt(*strings: bytes) -> bytes:
     return b"".join(bytes([len(each)]) + each for each in strings)
 
 
-# ---- records ------------------------------------------------------------------------------------------
+# ---- records -----------------------------------------------------------------------------------
 
 
 def test_a_peer_of_the_swarm_reads_the_addresses_of_a_record() -> None:
@@ -79,7 +80,8 @@ def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
     "only a peer that knows the swarm announces addresses for it", off=replacing(local_network, "_is_of", yes)
 )
 def test_a_copied_hash_admits_no_other_addresses() -> None:
-    """An outsider can repeat a record, and with it an address of a member, but not announce addresses of its own."""
+    """An outsider can repeat a record, and with it an address of a member, but not announce
+    addresses of its own."""
     copied = strings_of(make_record(SWARM, [TCP]))[0]
     forged = txt(copied, f"dnsaddr=/ip4/192.168.7.66/tcp/1/p2p/{PEER}".encode())
     assert read_record(SWARM, forged, LAN) == ()
@@ -157,11 +159,12 @@ def test_a_record_with_hex_digits_in_capitals_is_ignored() -> None:
     assert hashed != hashed.upper()
     assert read_record(SWARM, record.replace(hashed, hashed.upper()), LAN) == ()
     salt = hashed[:32]
-    if salt != salt.upper():  # all digits of a random salt are decimal once in three million records
+    # all digits of a random salt are decimal once in three million records
+    if salt != salt.upper():
         assert read_record(SWARM, record.replace(salt, salt.upper()), LAN) == ()
 
 
-# ---- who is found -------------------------------------------------------------------------------------
+# ---- who is found ------------------------------------------------------------------------------
 
 
 def found_peer(number: int) -> str:
@@ -296,7 +299,7 @@ def test_a_peer_does_not_find_itself() -> None:
     assert local.addresses() == []
 
 
-# ---- where this machine is ----------------------------------------------------------------------------
+# ---- where this machine is ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ NOW = 1_800_000_000.0
 
 
 def advice(*errors_s: float | None) -> str:
-    """The advice to a client whose clock is each of ``errors_s`` behind that of a peer; None: the peer does not answer."""
+    """The advice to a client whose clock is each of ``errors_s`` behind that of a peer; None: the
+    peer does not answer."""
 
     async def nowhere(_: PeerId) -> list[str]:
         return []

@@ -1,4 +1,5 @@
-"""Probes: only the asker itself is dialled, only libp2p counts as an answer, and clocks are compared."""
+"""Probes: only the asker itself is dialled, only libp2p counts as an answer, and clocks are
+compared."""
 
 import asyncio
 import random
@@ -39,7 +40,8 @@ def probed(
     ahead_s: float = 0.0,
     networks: tuple[Network, ...] = (),
 ) -> Probed:
-    """The reply of a peer, whose clock is ``ahead_s`` ahead, to a requester that is connected from ``addresses``."""
+    """The reply of a peer, whose clock is ``ahead_s`` ahead, to a requester that is connected from
+    ``addresses``."""
 
     async def addresses_of(peer: PeerId) -> Sequence[str]:
         assert peer == ASKER

@@ -1,4 +1,5 @@
-"""Rate limiters keep their rate over any ten seconds, never delay heartbeats, and starve no message."""
+"""Rate limiters keep their rate over any ten seconds, never delay heartbeats, and starve no
+message."""
 
 import asyncio
 import random
@@ -267,7 +268,8 @@ def test_a_limit_is_set_and_lifted_while_messages_wait() -> None:
 
 
 def test_the_senders_deadline_is_suspended_while_the_limiter_waits() -> None:
-    """Reading an available message takes as long as the rate requires; waiting for a missing message times out."""
+    """Reading an available message takes as long as the rate requires; waiting for a missing
+    message times out."""
 
     async def main() -> tuple[float, float]:
         reader, limiter, loop = asyncio.StreamReader(), RateLimiter(), asyncio.get_running_loop()

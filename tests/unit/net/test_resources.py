@@ -212,7 +212,8 @@ def test_waiting_reservations_continue_when_the_limit_is_raised(whose: str) -> N
 
 
 def test_only_reservations_that_fit_are_woken() -> None:
-    """A peer with thousands of waiting reservations must not have them all checked at each message of others."""
+    """A peer with thousands of waiting reservations must not have them all checked at each message
+    of others."""
 
     async def main() -> None:
         resources = ResourceManager()

@@ -1,4 +1,5 @@
-"""Typed streams over a simulated network: heartbeats keep them alive, silence and refusals end them."""
+"""Typed streams over a simulated network: heartbeats keep them alive, silence and refusals end
+them."""
 
 import asyncio
 import random

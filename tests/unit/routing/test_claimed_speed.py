@@ -1,4 +1,5 @@
-"""The gain of a host that claims to be fast: its share of chains, with the real router and estimator, in virtual time."""
+"""The gain of a host that claims to be fast: its share of chains, with the real router and
+estimator, in virtual time."""
 
 import random
 from collections import Counter
@@ -105,7 +106,8 @@ SLANDERERS, CLIENTS = 6, 2500
 
 
 def chains_with_victim(*, slandered: bool) -> float:
-    """The share of the clients' chains through one honest host, of ten second halves, whose predecessors slander it in three of ten cases."""
+    """The share of the clients' chains through one honest host, of ten second halves, whose
+    predecessors slander it in three of ten cases."""
     rng = random.Random(7)
     hosts = {
         peer: HostInfo(peer, start, start + 15, 15 * BLOCK_S)
@@ -150,7 +152,8 @@ def replace_both(patch: Patch) -> None:
 
 @defence("slander of a neighbour costs its sender", off=replace_both)
 def test_slanderers_change_the_share_of_an_honest_host_little() -> None:
-    """Three of ten hosts before it report that they do not reach it. If the reported host were replaced at once, it would lose 30 % of its chains."""
+    """Three of ten hosts before it report that they do not reach it. If the reported host were
+    replaced at once, it would lose 30 % of its chains."""
     assert chains_with_victim(slandered=True) == pytest.approx(chains_with_victim(slandered=False), rel=0.2)
 
 
@@ -211,7 +214,7 @@ def test_a_measurement_is_forgotten_and_gone_hosts_with_it() -> None:
     assert speeds.at(hosts, MEMORY_S) == {}
 
 
-# ---- guards ------------------------------------------------------------------------------------------------
+# ---- guards ------------------------------------------------------------------------------------
 
 PEERS = [PeerId(f"p{number}") for number in range(20)]
 

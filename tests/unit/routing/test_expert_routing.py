@@ -1,4 +1,5 @@
-"""On the routing of a trained model, placements of experts send fewer rows to other peers, evenly, also after the subject has changed."""
+"""On the routing of a trained model, placements of experts send fewer rows to other peers, evenly,
+also after the subject has changed."""
 
 import asyncio
 import math
@@ -50,14 +51,16 @@ def recorded(subject: str) -> tuple[Rows, Rows]:
 
 
 def renumbered(rows: Rows) -> Rows:
-    """The same rows of a model whose experts have other numbers in each block: nothing that was counted before holds."""
+    """The same rows of a model whose experts have other numbers in each block: nothing that was
+    counted before holds."""
     rng = np.random.default_rng(0)
     numbers = np.stack([rng.permutation(EXPERTS) for _ in range(BLOCKS)])
     return numbers[np.arange(BLOCKS)[:, None], rows]
 
 
 def group(room: float, *, peers: int = 4, has_trunk: bool = True) -> list[ExpertPeer]:
-    """A trunk and other peers, or other peers alone, with memory for ``room`` times all experts together, in equal parts."""
+    """A trunk and other peers, or other peers alone, with memory for ``room`` times all experts
+    together, in equal parts."""
     memory = int(room * EVERY / peers)
     return [
         ExpertPeer(PeerId(f"peer{number}"), memory, trunk_of=range(BLOCKS if has_trunk and not number else 0))
@@ -75,7 +78,8 @@ def contiguous(peers: Sequence[ExpertPeer]) -> Placement:
 
 
 def measure(placement: Placement, peers: Sequence[ExpertPeer], rows: Rows) -> tuple[float, float]:
-    """Messages divided by those of the contiguous placement, and the time of the busiest peer in means of all."""
+    """Messages divided by those of the contiguous placement, and the time of the busiest peer in
+    means of all."""
     found, usual = Dispatch(placement, peers, BLOCKS), Dispatch(contiguous(peers), peers, BLOCKS)
     for row in rows.tolist():
         for block, experts in enumerate(row):
@@ -101,7 +105,8 @@ def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
 
 @pytest.mark.parametrize("room", [1.0, 1.06])
 def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
-    """Less than what more memory saves: experts that are often chosen together are not in one place for every row."""
+    """Less than what more memory saves: experts that are often chosen together are not in one place
+    for every row."""
     counted, measured = recorded("code")
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(counted)
@@ -126,7 +131,8 @@ def after(
 
 
 def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
-    """From code to prose of a model whose experts have other numbers. It takes seconds: eleven placements of 256 experts."""
+    """From code to prose of a model whose experts have other numbers. It takes seconds: eleven
+    placements of 256 experts."""
     peers = group(1.5)
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(recorded("code")[0])
@@ -157,7 +163,8 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
 
 @dataclass(eq=False)
 class CountingLink:
-    """In place of a stream to a peer with ``placed`` experts. Experts multiply rows by their number."""
+    """In place of a stream to a peer with ``placed`` experts. Experts multiply rows by their
+    number."""
 
     placed: frozenset[Expert]
     host: Any
@@ -192,7 +199,8 @@ def trunk_with(links: Sequence[CountingLink]) -> Any:
 async def dispatched(
     placement: Placement, peers: Sequence[ExpertPeer], rows: Rows, together: int
 ) -> tuple[int, float]:
-    """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward, and the time of the busiest peer in means."""
+    """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward,
+    and the time of the busiest peer in means."""
     links = [CountingLink(placement[each.peer], SimpleNamespace(peer=each.peer)) for each in peers]
     trunk = trunk_with(links)
     for first in range(0, len(rows), together):

@@ -1,4 +1,5 @@
-"""Placement: blocks without a host first, then the throughput of the swarm; the same answer for every node."""
+"""Placement: blocks without a host first, then the throughput of the swarm; the same answer for
+every node."""
 
 import random
 
@@ -102,7 +103,8 @@ def test_the_choices_that_a_host_computes_for_others_are_bounded() -> None:
 @defence("an announced speed keeps few joining hosts away", off=replacing(throughput_module, "FASTEST", 0.0))
 def test_a_false_speed_keeps_no_hosts_away() -> None:
     def later_hosts(speed: float) -> float:
-        """The mean number of the 100 later hosts on the blocks of a host that announces ``speed``. All others announce 1."""
+        """The mean number of the 100 later hosts on the blocks of a host that announces ``speed``.
+        All others announce 1."""
         claims = [Claim(B, start, start + 2) for start in (0, 2, 4, 6)] * 3 + [Claim(A, 6, 8, speed)]
         for seed in range(100):
             choice = choose_span(claims, blocks=8, length=2, rng=random.Random(seed))

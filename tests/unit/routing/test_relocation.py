@@ -1,4 +1,5 @@
-"""A host moves where the swarm is short, after two looks; at once where a block has no host; and never away from a block that needs it."""
+"""A host moves where the swarm is short, after two looks; at once where a block has no host; and
+never away from a block that needs it."""
 
 import random
 from dataclasses import replace
@@ -30,7 +31,8 @@ A, B, C, D = (PeerId(name) for name in "abcd")
 BLOCKS = 8
 NOTHING = Remembered()
 SHORT = [Claim(A, 0, 4), Claim(B, 0, 4), Claim(C, 0, 4), Claim(D, 4, 8)]
-"""Blocks 4 to 8 have one host, the other blocks three. One of these three hosts can raise the throughput from a quarter to a half."""
+"""Blocks 4 to 8 have one host, the other blocks three. One of these three hosts can raise the
+throughput from a quarter to a half."""
 
 
 def look(

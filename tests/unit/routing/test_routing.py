@@ -99,7 +99,8 @@ def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
     off=replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
 )
 def test_a_host_alone_in_its_precision_yields_to_auditable_ones() -> None:
-    """A liar could announce a precision of its own, and no other host would compute its outputs again."""
+    """A liar could announce a precision of its own, and no other host would compute its outputs
+    again."""
     hosts = [
         HostInfo(A, 0, 4, 0.001, precision="q4_0"),
         HostInfo(B, 0, 4, 0.3, precision="bf16"),
@@ -124,7 +125,8 @@ def test_a_busy_or_distant_host_is_avoided() -> None:
 
 
 def test_a_host_with_spare_time_is_preferred_though_no_step_waits() -> None:
-    """A fifth of A's time is left and two fifths of B's, the median share: B is better unless it is twice as slow. C reports nothing."""
+    """A fifth of A's time is left and two fifths of B's, the median share: B is better unless it is
+    twice as slow. C reports nothing."""
     delays = dict.fromkeys((A, B, C), 0.001)
     for slower, best in ((1.5, B), (3, A)):
         hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1 * slower), HostInfo(C, 0, 4, 0.1)]
@@ -171,7 +173,8 @@ def test_a_host_that_fails_again_is_banned_twice_as_long() -> None:
 
 
 def test_failures_during_a_ban_do_not_double_it() -> None:
-    """A dead host is tried and pinged as long as it is announced, because it may be started again."""
+    """A dead host is tried and pinged as long as it is announced, because it may be started
+    again."""
     bans = Bans()
     for number in range(20):
         bans.failed(A, number)

@@ -1,4 +1,5 @@
-"""Hosts switch to a model that lacks hosts, or whose hosts are overloaded, as many as it needs, and only where their own model can spare them."""
+"""Hosts switch to a model that lacks hosts, or whose hosts are overloaded, as many as it needs, and
+only where their own model can spare them."""
 
 import math
 import random
@@ -63,7 +64,8 @@ def switches(
     seeds: int = 100,
     **changes: object,
 ) -> list[Relocation]:
-    """The switches of the first host of ``own``, with many random sources: each at its second look, long enough after the first."""
+    """The switches of the first host of ``own``, with many random sources: each at its second look,
+    long enough after the first."""
     mine, alpha = own[0], replace(OWN, claims=own)
     look = look_of(alpha, mine, replace(OTHER, claims=other, **changes))
     found = []
@@ -217,7 +219,7 @@ def test_of_hosts_that_leave_at_once_enough_stay(seed: int) -> None:
     assert all(count >= min(OTHER_HOSTS, most) for count, most in zip(after, before, strict=True))
 
 
-# ---- many hosts, two models ---------------------------------------------------------------------------
+# ---- many hosts, two models --------------------------------------------------------------------
 
 SEEN_S = 15.0
 """Age of the records that hosts read, at most."""
@@ -226,7 +228,8 @@ LOADING_S = 90.0
 
 @dataclass
 class Simulated:
-    """A host. ``intent``: the switch that it has announced. ``ready_at``: when it serves the model to which it has switched."""
+    """A host. ``intent``: the switch that it has announced. ``ready_at``: when it serves the model
+    to which it has switched."""
 
     claim: Claim
     model: int
@@ -247,7 +250,8 @@ class Swarm:
         self.length, self.demand, self.now = length, demand, 0.0
         self.hosts: list[Simulated] = []
         self.fewest = [10**6, 10**6]
-        """The fewest hosts that any block of each model has had, from the time at which all had one."""
+        """The fewest hosts that any block of each model has had, from the time at which all had
+        one."""
         for model, count in enumerate(counts):
             for number in range(count):
                 name = f"{self.rng.getrandbits(32):08x}{number}"

@@ -136,7 +136,7 @@ def test_a_part_of_a_prefix_is_for_every_block_or_refused() -> None:
             adapter.part(*span)
 
 
-# ---- what a stage has ------------------------------------------------------------------------------------
+# ---- what a stage has --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,8 @@ def test_chunks_are_steps_that_add_up_to_the_rows(rows: tuple[Row, ...]) -> None
             row = rows[index]
             assert (piece.sequence, piece.start) == (row.sequence, row.start + taken[index])
             taken[index] += piece.count
-            # The wanted outputs are those of the last positions, so all chunks after the first with wanted outputs have some.
+            # The wanted outputs are those of the last positions, so all chunks after the first with
+            # wanted outputs have some.
             left = row.count - taken[index]
             assert piece.outputs == max(0, min(piece.count, row.outputs - left))
             wanted[index] += piece.outputs

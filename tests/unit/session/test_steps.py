@@ -149,7 +149,8 @@ def test_a_step_with_values_that_are_not_finite_is_refused(dtype: torch.dtype, n
     values = torch.zeros(3, 64)
     values[1, 5] = number
     wanted = Step(seq=1, rows=(Row(0, 0, 3, 1, 0),), values=values)
-    if dtype is torch.int8:  # this type has no NaN: its bytes are those of an outlier that is not finite
+    # this type has no NaN: its bytes are those of an outlier that is not finite
+    if dtype is torch.int8:
         message, payload = encode_step(wanted.with_values(values.nan_to_num(0.0)), dtype)
         sent = bytearray(payload)
         row = len(sent) // 3

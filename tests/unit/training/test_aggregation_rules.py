@@ -1,4 +1,5 @@
-"""Aggregation rules: the result stays near the honest mean with bad contributions, and does not without each defence."""
+"""Aggregation rules: the result stays near the honest mean with bad contributions, and does not
+without each defence."""
 
 import math
 
@@ -23,7 +24,8 @@ SIZE = 500
 
 
 def contributions_under(attack: str, bad: int) -> tuple[Tensor, Tensor]:
-    """Contributions of sixteen workers, each a common vector of norm 1 plus noise of norm 1, and the mean of the honest ones."""
+    """Contributions of sixteen workers, each a common vector of norm 1 plus noise of norm 1, and
+    the mean of the honest ones."""
     rng = torch.Generator().manual_seed(0)
     learned = torch.randn(SIZE, generator=rng)
     learned /= learned.norm()

@@ -1,4 +1,5 @@
-"""Error feedback: values that a codec loses are sent later, a round that fails changes nothing, and nothing is sent twice."""
+"""Error feedback: values that a codec loses are sent later, a round that fails changes nothing, and
+nothing is sent twice."""
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_a_residual_of_another_model_is_refused(wrong: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", ["int4", "fp4"])
 def test_a_mean_of_four_bits_travels_finer_to_hold_what_was_fed_back(name: str) -> None:
-    """The relative error of the sum of all transmitted means, after fifty rounds of eight workers."""
+    """The relative error of the sum of all transmitted means, after fifty rounds of eight
+    workers."""
     codec, workers, size = get_codec(name), 8, 4096
     common = vector(0, size) * vector(1, size).exp()
     feedback = [ErrorFeedback(codec, size) for _ in range(workers)]

@@ -152,7 +152,8 @@ class Net:
                 self.link(member, victim, False)
 
     def sleep(self, victim: int, pause_s: float) -> None:
-        """Suspend ``victim`` for ``pause_s``: it gets no message and no tick. The others lose their links to it."""
+        """Suspend ``victim`` for ``pause_s``: it gets no message and no tick. The others lose their
+        links to it."""
         others = [member for member in range(len(self.rounds)) if member not in {victim} | self.dead]
         self.asleep.add(victim)
         for member in others:
@@ -229,7 +230,8 @@ def test_a_member_that_has_not_begun_is_awaited_until_contribution_s(seed: int) 
     rng = random.Random(f"{seed}/absent")
     net = Net(rng.randint(3, 7), rng)
     absent = rng.randrange(len(net.rounds))
-    net.asleep = {absent}  # its links stay up, like those of a worker that still computes its inner steps
+    # its links stay up, like those of a worker that still computes its inner steps
+    net.asleep = {absent}
     early: list[int] = []
 
     def wake() -> None:

@@ -1,4 +1,5 @@
-"""Codecs: the format is pinned, malformed payloads are refused, and error feedback makes up for the losses."""
+"""Codecs: the format is pinned, malformed payloads are refused, and error feedback makes up for the
+losses."""
 
 import hashlib
 import struct
@@ -16,7 +17,8 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 def fixed_vector(count: int) -> torch.Tensor:
-    """Values of either sign over five orders of magnitude, the same everywhere: integers times powers of two."""
+    """Values of either sign over five orders of magnitude, the same everywhere: integers times
+    powers of two."""
     places = np.arange(count, dtype=np.uint64)
     mixed = (places * np.uint64(2654435761) + np.uint64(12345)) % np.uint64(1 << 32)
     signed = (mixed >> np.uint64(8)).astype(np.float64) - (1 << 23)
@@ -50,7 +52,8 @@ def test_the_format_does_not_change_unnoticed(name: str) -> None:
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_long_vector_decodes_as_its_parts_do(name: str) -> None:
-    """Long enough that encoder and decoder themselves work in parts, which these do not line up with."""
+    """Long enough that encoder and decoder themselves work in parts, which these do not line up
+    with."""
     codec, values = get_codec(name), fixed_vector((1 << 18) + 5 * ALIGNMENT + 77)
     parts = torch.split(values, 7 * ALIGNMENT)
     decoded = torch.cat([codec.decode(codec.encode(part), len(part)) for part in parts])
@@ -236,7 +239,8 @@ def test_integers_are_rounded_half_to_even() -> None:
 
 
 def test_topk_sends_bucket_means_as_published() -> None:
-    """Four buckets of 1.5 standard deviations around the mean of the 64 kept, each value sent as its bucket's mean."""
+    """Four buckets of 1.5 standard deviations around the mean of the 64 kept, each value sent as
+    its bucket's mean."""
     values = (fixed_vector(4096).numpy() ** 9).astype(np.float64)
     places = np.sort(np.argsort(-np.abs(values), kind="stable")[:64])
     kept = values[places]
@@ -251,7 +255,8 @@ def test_topk_sends_bucket_means_as_published() -> None:
 
 
 def drifting(name: str) -> torch.Tensor:
-    """Values that the codec loses for good without error feedback: most are small beside a few large ones."""
+    """Values that the codec loses for good without error feedback: most are small beside a few
+    large ones."""
     if name == "float16":
         return torch.full((640,), 1e-8)
     if name == "topk":
@@ -273,10 +278,11 @@ def delivered(feedback: ErrorFeedback, codec: Codec, round: int, values: torch.T
     [("float16", 2.0**-24), ("int8", 1 / 127), ("int4", 1 / 7), ("fp4", 1 / 64), ("topk", 64 * 2.0)],
 )
 def test_error_feedback_transmits_what_the_codec_alone_loses(name: str, step: float) -> None:
-    """The same values are sent in 200 rounds: the error of the sum received is that of one step, not of two hundred.
+    """The same values are sent in 200 rounds: the error of the sum received is that of one step,
+    not of two hundred.
 
-    A step is the distance between two levels. For top-k it is the sum that gathers in a place until that is sent: a round sends one value
-    in 64, and no value is over 2.
+    A step is the distance between two levels. For top-k it is the sum that gathers in a place until
+    that is sent: a round sends one value in 64, and no value is over 2.
     """
     rounds, values = 200, drifting(name)
     codec = get_codec(name)

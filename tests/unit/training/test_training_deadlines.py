@@ -104,7 +104,8 @@ def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: f
 
 
 def sent(schedule: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
-    """The time and bytes of each part on one link: those of a contribution and then those of a result."""
+    """The time and bytes of each part on one link: those of a contribution and then those of a
+    result."""
     now = 0.1
     times = []
     contribution = bytes(terms.contribution_bytes)
@@ -144,6 +145,7 @@ def test_streaming_in_int4_peaks_below_a_hundredth_of_allreduce() -> None:
         while window[0][0] <= part[0] - step_s:
             window.popleft()
         peak_bytes = max(peak_bytes, sum(size_bytes for _, size_bytes in window))
-    # Every link carries equally many bytes: with allreduce, the slices of a whole vector in one inner step.
+    # Every link carries equally many bytes: with allreduce, the slices of a whole vector in one
+    # inner step.
     allreduce_bytes = (whole.contribution_bytes + whole.result_bytes(members)) / members
     assert peak_bytes <= allreduce_bytes / 100

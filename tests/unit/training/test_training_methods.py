@@ -1,4 +1,5 @@
-"""Training methods against the published equations, and with discarded rounds, absent partners and restarted workers."""
+"""Training methods against the published equations, and with discarded rounds, absent partners and
+restarted workers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ INNER_STEPPED = tuple(name for name in METHODS if name not in ("allreduce", "zo"
 
 
 class Swarm:
-    """Workers that follow the protocol of ``Method`` over an exchange that loses nothing, or a whole round."""
+    """Workers that follow the protocol of ``Method`` over an exchange that loses nothing, or a
+    whole round."""
 
     def __init__(self, name: str, *, discarded: Sequence[int] = ()) -> None:
         self._name = name
@@ -66,7 +68,8 @@ class Swarm:
         return torch.stack(self.parameters).numpy()
 
     def restart(self) -> None:
-        """Replace the method of every worker by a new one with the same agreed weights and outer state."""
+        """Replace the method of every worker by a new one with the same agreed weights and outer
+        state."""
         fresh = []
         for method in self.methods:
             restored = get_method(self._name, SETTINGS[self._name])

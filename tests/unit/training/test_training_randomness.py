@@ -14,8 +14,8 @@ from tests.support import training_reference as reference
 
 ONES = 0xFFFFFFFF
 GOLDEN = "02933769"
-"""The first signs of seed 42, round 1, direction 0, with minus as 1 and the lowest bit first. Machines that draw other signs cannot train
-together."""
+"""The first signs of seed 42, round 1, direction 0, with minus as 1 and the lowest bit first.
+Machines that draw other signs cannot train together."""
 
 
 def signs(seed: int, stream: tuple[int, int], start: int, end: int) -> torch.Tensor:

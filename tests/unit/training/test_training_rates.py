@@ -1,4 +1,5 @@
-"""Rates that receivers measure: the measurement of one, and the agreed rates when some reports are false."""
+"""Rates that receivers measure: the measurement of one, and the agreed rates when some reports are
+false."""
 
 import statistics
 

@@ -1,4 +1,5 @@
-"""Zeroth-order training: the equations, a history that gives the same bits, and one byte a slope."""
+"""Zeroth-order training: the equations, a history that gives the same bits, and one byte a
+slope."""
 
 import math
 from collections.abc import Callable
@@ -140,7 +141,8 @@ class TestWorker:
 
 
 def one_round(folder: Path, reached: Callable[[int], None]) -> None:
-    """A worker's own part of a round; ``reached`` hears how many of its three inner steps are done."""
+    """A worker's own part of a round; ``reached`` hears how many of its three inner steps are
+    done."""
 
     def progress(description: str, done: int, total: int | None) -> None:
         if description == "inner steps":

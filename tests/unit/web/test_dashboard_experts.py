@@ -1,4 +1,5 @@
-"""Routed experts in the dashboard's state: the map of a model, missing experts, and the advice for newcomers."""
+"""Routed experts in the dashboard's state: the map of a model, missing experts, and the advice for
+newcomers."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The dashboard's history: its contents, its retention, and its behaviour with a damaged file or a full disk."""
+"""The dashboard's history: its contents, its retention, and its behaviour with a damaged file or a
+full disk."""
 
 import sqlite3
 from pathlib import Path
@@ -74,7 +75,8 @@ def test_the_history_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_month_is_kept_coarsely_and_a_day_finely(tmp_path: Path) -> None:
-    """After two days, the samples of the first day are downsampled, with the same sums and quantiles."""
+    """After two days, the samples of the first day are downsampled, with the same sums and
+    quantiles."""
     with History.open(tmp_path) as kept:
         start_s = NOW_S // MODELS.coarse_s * MODELS.coarse_s - 2 * DAY_S
         for at_s in range(start_s + MODELS.fine_s, start_s + 2 * DAY_S + 1, MODELS.fine_s):

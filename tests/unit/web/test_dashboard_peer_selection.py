@@ -1,4 +1,5 @@
-"""The choice of peers that the observer polls if there are more peers than slots; announcements of other peers do not change it."""
+"""The choice of peers that the observer polls if there are more peers than slots; announcements of
+other peers do not change it."""
 
 import random
 

@@ -29,7 +29,8 @@ def byte_tokenizer() -> Any:
 
 
 def sentencepiece_tokenizer() -> Any:
-    """Like Llama 2's: a block for a space, bytes as fallback, and no space at the beginning of a text."""
+    """Like Llama 2's: a block for a space, bytes as fallback, and no space at the beginning of a
+    text."""
     words = ("is", "Paris", "not")
     vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)}
     merges = []

@@ -1,4 +1,5 @@
-"""A node's monitoring endpoints: probes while it starts, serves and stops, and the values of its metrics."""
+"""A node's monitoring endpoints: probes while it starts, serves and stops, and the values of its
+metrics."""
 
 import asyncio
 from collections.abc import Callable
@@ -80,7 +81,8 @@ def test_metrics_are_text_for_prometheus() -> None:
 
 @pytest.mark.parametrize(("host", "status"), [("127.0.0.1", 421), ("0.0.0.0", 200)])
 def test_host_names_are_checked_on_loopback_only(host: str, status: int) -> None:
-    """DNS rebinding reaches loopback addresses; on others Prometheus uses names such as that of a container."""
+    """DNS rebinding reaches loopback addresses; on others Prometheus uses names such as that of a
+    container."""
 
     async def ask(_monitor: Monitor, client: httpx.AsyncClient) -> int:
         return (await client.get("/livez", headers={"host": "node-1:9400"})).status_code
@@ -89,7 +91,8 @@ def test_host_names_are_checked_on_loopback_only(host: str, status: int) -> None
 
 
 def test_metrics_count_the_work_of_a_node(tmp_path: Path) -> None:
-    """Two nodes in virtual time: the first hop computes the prompt, then each token except the last."""
+    """Two nodes in virtual time: the first hop computes the prompt, then each token except the
+    last."""
     reference = load_reference(tmp_path / "model", tmp_path / "cache")
 
     async def scenario(lab: Lab) -> tuple[dict[str, float], dict[str, float]]:

@@ -1,4 +1,5 @@
-"""The HTTP server over real sockets: taken ports, idle connections, connection limits and shutdown."""
+"""The HTTP server over real sockets: taken ports, idle connections, connection limits and
+shutdown."""
 
 import asyncio
 import socket
@@ -21,7 +22,8 @@ TIMEOUT_S = 50.0
 
 
 class App:
-    """An app that answers ``/`` at once; on other paths it begins a stream, and records when the client has disconnected."""
+    """An app that answers ``/`` at once; on other paths it begins a stream, and records when the
+    client has disconnected."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

@@ -1,4 +1,5 @@
-"""The biases by which routers choose experts are trained towards an even load, exchanged, and written into checkpoints."""
+"""The biases by which routers choose experts are trained towards an even load, exchanged, and
+written into checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ EXPERTS = 4
 
 
 def with_experts(family: str = "glm4_moe") -> dict[str, Any]:
-    """The changes that make the tiny job train a mixture of experts with biases, its first block dense."""
+    """The changes that make the tiny job train a mixture of experts with biases, its first block
+    dense."""
     kept = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "pad_token_id": None, "eos_token_id": None}
     config = {**CONFIG, **FAMILIES[family].config, "vocab_size": 256, "max_position_embeddings": 64, **kept}
     return {"model": {"config": config}}
@@ -53,7 +55,8 @@ def loads(model: Any, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_path: Path) -> None:
-    """AdamW for the weights and b += u * sign(mean load - load) for the biases, of buffers of transformers' own model."""
+    """AdamW for the weights and b += u * sign(mean load - load) for the biases, of buffers of
+    transformers' own model."""
     from transformers import AutoModelForCausalLM
 
     changes = with_experts(family)

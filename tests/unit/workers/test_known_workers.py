@@ -1,4 +1,5 @@
-"""The workers that a training worker knows: excluded ones neither vote nor lead, nor send a state."""
+"""The workers that a training worker knows: excluded ones neither vote nor lead, nor send a
+state."""
 
 import random
 

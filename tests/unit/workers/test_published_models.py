@@ -1,4 +1,5 @@
-"""A model from another peer opens no files of this machine, and does not choose the code that runs."""
+"""A model from another peer opens no files of this machine, and does not choose the code that
+runs."""
 
 import json
 from pathlib import Path
@@ -23,7 +24,8 @@ SECRET = "PRIVATEKEYLINE"
 
 
 def publish(folder: Path, **changes: dict[str, Any]) -> Path:
-    """A tiny model with a tokenizer. ``changes`` has new settings by the name of their JSON file."""
+    """A tiny model with a tokenizer. ``changes`` has new settings by the name of their JSON
+    file."""
     model = save_tiny("llama-tied", folder / "model")
     words = WordLevel({"<unk>": 0, "hello": 1}, unk_token="<unk>")
     PreTrainedTokenizerFast(

@@ -129,7 +129,8 @@ def test_a_checkpoint_with_an_additional_file_is_skipped(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_kill_at_any_point_of_a_write_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
-    """Every child writes the next checkpoint and is killed before the n-th call that its write makes."""
+    """Every child writes the next checkpoint and is killed before the n-th call that its write
+    makes."""
     answer = subprocess.run(
         [sys.executable, "-m", "tests.support.torn_writes", str(tmp_path), str(KILLS)],
         capture_output=True,

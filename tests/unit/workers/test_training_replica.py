@@ -1,4 +1,5 @@
-"""The residual of a worker's contributions: fed back for biased codecs, kept in checkpoints and through failed rounds."""
+"""The residual of a worker's contributions: fed back for biased codecs, kept in checkpoints and
+through failed rounds."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +57,8 @@ def moved(worker: Replica, seed: int) -> None:
 def test_error_feedback_delivers_the_sum_of_fifty_contributions(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error is at most one level of the codec. Without feedback four bits exceed it in half of the values."""
+    """The error is at most one level of the codec. Without feedback four bits exceed it in half of
+    the values."""
     worker = replica(tmp_path, method)
     count = worker.trainer.parameter_count
     values = torch.randn(count, generator=torch.Generator().manual_seed(0))

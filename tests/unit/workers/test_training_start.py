@@ -1,4 +1,5 @@
-"""Before and after training: jobs are checked and stored, workers are stopped, models are exported."""
+"""Before and after training: jobs are checked and stored, workers are stopped, models are
+exported."""
 
 import asyncio
 import random
@@ -265,7 +266,8 @@ def test_no_file_named_by_another_peers_job_is_opened(
 
 
 def hear_of_files(heard: list[str]) -> Callable[[], None]:
-    """Record every file that is opened and every folder that is listed, until the returned function is called."""
+    """Record every file that is opened and every folder that is listed, until the returned function
+    is called."""
     listening = True
 
     def hear(event: str, arguments: tuple[object, ...]) -> None:

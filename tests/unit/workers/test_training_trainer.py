@@ -28,7 +28,8 @@ PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) +
 
 
 def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
-    """The reference: one optimizer over the model's own parameters. Returns the final parameters."""
+    """The reference: one optimizer over the model's own parameters. Returns the final
+    parameters."""
     model: Any = build_model(job.model, job.job.seed, folder)
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)

@@ -1,1 +1,2 @@
-"""The files of a model: safetensors and gguf, read through one interface, and what their tensors are."""
+"""The files of a model: safetensors and gguf, read through one interface, and what their tensors
+are."""

@@ -327,7 +327,7 @@ class P2pdTransport:
         for address, why in silent.items():
             _log.warning("bootstrap peer %s does not answer: %s", address, why)
 
-    # ---- p2pd ---------------------------------------------------------------------------------------------
+    # ---- p2pd -----------------------------------------------------------------------------------
 
     async def _supervise_daemon(self) -> None:
         """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends."""

@@ -100,7 +100,7 @@ class PyLibp2p(P2pd):
         self._token: trio.lowlevel.TrioToken
         self._nursery: trio.Nursery
 
-    # ---- from asyncio -------------------------------------------------------------------------------------
+    # ---- from asyncio ---------------------------------------------------------------------------
 
     async def start(self, seed: bytes, listen: Sequence[str]) -> None:
         """Start listening. Raises ``ConfigError`` for an address that cannot be used."""
@@ -219,7 +219,7 @@ class PyLibp2p(P2pd):
                 self._token.run_sync_soon(scope.cancel)
             raise
 
-    # ---- on the thread ------------------------------------------------------------------------------------
+    # ---- on the thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

@@ -252,7 +252,7 @@ class RoundRunner:
             stream.close()
         self._results.clear()
 
-    # ---- effects ----------------------------------------------------------------------------------------
+    # ---- effects --------------------------------------------------------------------------------
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
@@ -319,7 +319,7 @@ class RoundRunner:
             self._average[start:end] = values
             self._in_average[index] = result
 
-    # ---- received messages ------------------------------------------------------------------------------
+    # ---- received messages ----------------------------------------------------------------------
 
     async def _take(self, member: int, request: pb.ExchangeRequest, payload: Buffer) -> None:
         match request.WhichOneof("kind"):
@@ -398,7 +398,7 @@ class RoundRunner:
         self._arrivals[key] = Arrival(peer, partial.timed_bytes, partial.timed_s)
         return self._partial.pop(key)
 
-    # ---- links and the outcome --------------------------------------------------------------------------
+    # ---- links and the outcome ------------------------------------------------------------------
 
     def _link(self, member: int) -> MemberLink:
         terms = self._terms

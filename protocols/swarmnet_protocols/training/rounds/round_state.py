@@ -366,7 +366,7 @@ class RoundState:
             self._reports.pop(member, None)
             self._effects.append(Refute(member, reason, is_proven))
 
-    # ---- the vote ---------------------------------------------------------------------------------------
+    # ---- the vote -------------------------------------------------------------------------------
 
     def _elect(self, now: float) -> None:
         """Go to the first attempt with a usable coordinator.
@@ -424,7 +424,7 @@ class RoundState:
             self._reported = report
             self._send(self._coordinator, report)
 
-    # ---- slices -----------------------------------------------------------------------------------------
+    # ---- slices ---------------------------------------------------------------------------------
 
     def _contribute(self, now: float) -> None:
         for index, reducer in enumerate(self._first_reducers):
@@ -500,7 +500,7 @@ class RoundState:
         reducer_is_live = assignment.reducer not in self._lost.keys() | self._refuted
         return claims(self._reports, index, assignment.reducer, reducer_is_live=reducer_is_live)
 
-    # ---- as coordinator ---------------------------------------------------------------------------------
+    # ---- as coordinator -------------------------------------------------------------------------
 
     def _coordinate(self, now: float, *, tick: bool) -> None:
         reports = {member: self._reports[member] for member in sorted(self._reports)}
@@ -540,7 +540,7 @@ class RoundState:
             return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
         return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
 
-    # ---- the end ----------------------------------------------------------------------------------------
+    # ---- the end --------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> None:
         left = len(self._members) - len(self._lost.keys() | self._refuted)

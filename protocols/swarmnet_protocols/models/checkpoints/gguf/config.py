@@ -50,7 +50,8 @@ def config_of(header: Header) -> "PretrainedConfig":
     kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
     made: Any = CONFIG_MAPPING[kind]
     default, settings = made(), _common(header, row)
-    known = {*dir(default), *default.attribute_map, "head_dim"}  # some classes only look for head_dim
+    # some classes only look for head_dim
+    known = {*dir(default), *default.attribute_map, "head_dim"}
     names = {key: next((name for name in each if name in known), None) for key, each in _SETTINGS.items()}
     settings |= {name: header.own[key] for key, name in names.items() if name and key in header.own}
     settings = {name: value for name, value in settings.items() if name in known}
@@ -119,7 +120,8 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
     if scaling:
         parameters = config.rope_parameters
-        if "full_attention" in parameters:  # by the kind of attention: a sliding window is not scaled
+        # by the kind of attention: a sliding window is not scaled
+        if "full_attention" in parameters:
             config.rope_parameters = {
                 **parameters,
                 "full_attention": {**parameters["full_attention"], **scaling},
@@ -243,7 +245,8 @@ def _is_sliding(config: Any) -> Any:
 
 
 def _latent_sizes(config: Any) -> tuple[Any, Any]:
-    """Sizes of the keys and values of latent attention: compressed, or of each head; None: there is none."""
+    """Sizes of the keys and values of latent attention: compressed, or of each head; None: there is
+    none."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is None:
         return None, None
