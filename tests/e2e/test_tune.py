@@ -227,7 +227,7 @@ def test_an_interrupted_run_goes_on_with_the_same_result(
     assert weights[0] == weights[1]
 
     code, refused = command(*tuning(reference, halves, "--method", "prompt"))
-    assert (code, "is done" in refused[0]["message"]) == (3, True)
+    assert (code, "finished run" in refused[0]["message"]) == (3, True)
 
 
 def test_a_replaced_run_does_not_go_on_if_its_replacement_crashes(

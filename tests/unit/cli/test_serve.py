@@ -36,6 +36,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.connect", swarm)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
+    monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
 
 
 def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
@@ -98,7 +99,7 @@ def test_a_gateway_ends_with_the_process_that_started_it(
     serving = endpoint(stop_on_eof=True)
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
+        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only stand-ins read these
     events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
     assert events == ["ready", "draining", "stopped"]
 
@@ -111,7 +112,7 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
     serving = endpoint()
     with pytest.raises(SwarmnetError, match="failed"):
-        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only the engine reads these
+        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only stand-ins read these
 
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:
