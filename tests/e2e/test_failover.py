@@ -103,8 +103,8 @@ def await_idle(lab: Swarm, *, within_s: float = TIMEOUT_S) -> None:
     deadline = time.monotonic() + within_s
     busy = [node for node in lab.nodes.values() if node.process.poll() is None]
     while busy:
-        state = busy[-1].status
-        if (state.sessions, state.cache_bytes) == (0, 0):
+        state = busy[-1].status.host
+        if (state.record.sessions, state.cache_bytes) == (0, 0):
             busy.pop()
         elif time.monotonic() > deadline:
             raise AssertionError(state)
@@ -230,10 +230,10 @@ def test_a_client_whose_own_p2pd_dies_says_what_to_do(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
     with lab.connect() as model:
-        with pytest.raises(SwarmnetError, match="p2pd") as caught:
+        with pytest.raises(SwarmnetError, match="network process stopped") as caught:
             generate(model, SHORT, At((6, kill_own_p2pd)))
         assert "again" in caught.value.hint
-        with pytest.raises(SwarmnetError, match="p2pd"):
+        with pytest.raises(SwarmnetError, match="network process stopped"):
             generate(model, SHORT)
     await_idle(lab)
     with lab.connect() as model:
