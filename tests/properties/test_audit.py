@@ -219,7 +219,7 @@ def test_every_forger_is_refused_at_every_position_of_a_chain(
     read = reference.logits if hop == "last" else None
     others = {other: outputs[0] for other, outputs in tiny_outputs.items() if other != hop}
     forged = {name: forger(true) for name, forger in FORGERS.items()} | others
-    forged["another token"] = towards(reference.model.lm_head.weight[5], 0.22 if read else 0.4)(true)
+    forged["another token"] = towards(reference.model.lm_head.weight[5], 0.2 if read else 0.4)(true)
     verdicts = {name: judge(said, second, third, read=read) for name, said in forged.items()}
     assert verdicts == dict.fromkeys(forged, Verdict.WRONG)
 
@@ -233,25 +233,6 @@ def test_no_honest_precision_is_accused(
         judge(one, other, read=read) is Verdict.RIGHT
         for one, other in itertools.combinations(tiny_outputs[hop], 2)
     )
-
-
-@given(st.integers(0, 1 << 32), st.sampled_from([1, 4, 16, 64]))
-def test_one_position_a_little_beyond_its_bounds_is_no_lie(seed: int, count: int) -> None:
-    """bfloat16 computes some positions of real text this badly; two of sixteen, or more, are a
-    lie."""
-    generator = torch.Generator().manual_seed(seed)
-    true = torch.randn(count, 576, generator=generator)
-
-    def moved(size: float, positions: int) -> torch.Tensor:
-        said = true.clone()
-        said[:positions] *= 1 + size
-        return said
-
-    little, much = 1.5 * STATES.whole, 3 * STATES.whole
-    assert agree(true, moved(little / (1 - little), 1))
-    assert not agree(true, moved(much / (1 - much), 1))
-    if count > 1:
-        assert not agree(true, moved(little / (1 - little), count // verdict.SPARE + 2))
 
 
 def test_what_overflows_in_a_view_agrees_with_nothing(reference: Reference) -> None:

@@ -7,8 +7,7 @@ Honest hosts differ, because they round differently. Outputs are compared in two
 3. the last hop's outputs also as logits, which is what the client makes of them.
 
 In each view, a position as a whole and its most different number have a bound of their own. A bound
-on the whole alone would allow anything in a few channels. One position of an audit may exceed its
-bounds a little: bfloat16 computes some positions of real text far worse than others.
+on the whole alone would allow anything in a few channels.
 
 The functions are pure.
 """
@@ -38,25 +37,12 @@ class Bound:
     whole: float
     part: float
 
-    def excess(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return each position's differences in units of the bounds, the larger of the two [P].
-
-        Numbers that overflow in a view are NaN there, and so is the excess.
-        """
-        return torch.maximum(whole / self.whole, part / self.part)
-
 
 STATES = Bound(whole=0.25, part=4.0)
 """For hidden states, as they are and after a norm. Larger bounds hide lies; smaller ones accuse
 hosts that compute many blocks in bfloat16 (decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
 """For logits. A host that moves one token's logit further is found."""
-SPARE = 16
-"""Positions per position that may exceed its bounds, at least one in an audit. With more, honest
-hosts that compute many blocks in bfloat16 are accused: about one of 3,000 positions exceeds them.
-With fewer, a liar has more positions to itself."""
-SLACK = 2.0
-"""Factor of the bounds that no position may exceed."""
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -93,16 +79,11 @@ def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> b
 
     Both have the same inputs. ``read`` is given for outputs of the last hop.
     """
-    beyond = 0
-    for start in range(0, len(one), SLICE):
-        cut = slice(start, start + SLICE)
-        excess = torch.stack(
-            [bound.excess(*differences(*pair)) for *pair, bound in views(one[cut], other[cut], read)]
-        ).amax(dim=0)
-        if not (excess <= SLACK).all():
-            return False
-        beyond += int((excess > 1).sum())
-    return beyond <= max(1, len(one) // SPARE)
+    return all(
+        is_within(*differences(mine, theirs), bound)
+        for start in range(0, len(one), SLICE)
+        for mine, theirs, bound in views(one[start : start + SLICE], other[start : start + SLICE], read)
+    )
 
 
 def views(
@@ -118,6 +99,11 @@ def views(
 def _centred(logits: torch.Tensor) -> torch.Tensor:
     """Logits without what is common to all tokens, which changes no probability."""
     return logits - logits.mean(dim=1, keepdim=True)
+
+
+def is_within(whole: torch.Tensor, part: torch.Tensor, bound: Bound) -> bool:
+    """Check both bounds. Numbers that overflow in a view are NaN there, and within no bound."""
+    return bool((whole <= bound.whole).all() and (part <= bound.part).all())
 
 
 class Verdict(Enum):
