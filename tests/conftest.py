@@ -37,8 +37,8 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def watched() -> Iterator[None]:
-    """A test fails if it unpickles; a process that it starts ends if it unpickles or makes code of
-    data."""
+    """Let a test fail if it unpickles. A process that it starts ends if it unpickles, or makes code
+    from data."""
     sitecustomize.install(_refuse, sitecustomize.UNPICKLES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(sitecustomize.__file__).parent), prepend=os.pathsep)

@@ -57,7 +57,7 @@ TRIAL_ROWS = 8
 
 @dataclass(frozen=True)
 class ExpertHosting:
-    """What a node of experts hosts.
+    """The experts that a node hosts.
 
     The node hosts ``experts``, or the ``capacity`` experts that the fewest peers have. ``load``
     runs on the torch thread for the first experts, and on others later.

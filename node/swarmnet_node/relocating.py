@@ -211,9 +211,8 @@ class Relocator:
         except SwarmnetError:
             if not must_drop:
                 raise
-            look = Look(
-                replace(node.model, claims=[mine]), mine, node.capacity
-            )  # the owner's limit counts without the directory, too
+            # The owner's limit counts without the directory, too.
+            look = Look(replace(node.model, claims=[mine]), mine, node.capacity)
         now = loop.time()
         if may_switch(look, node.memory, now=now):
             look = replace(look, others=await self._read_others(mine))
@@ -276,8 +275,8 @@ class Relocator:
         try:
             await node.try_to_announce()
             ends = await self._carry_out(relocation)
-        # for example, the weights cannot be fetched: the node serves what it has
         except SwarmnetError as error:
+            # For example, the weights cannot be fetched: the node serves what it has.
             _log.warning("could not go to %s: %s", where, error)
         finally:
             if not ends:

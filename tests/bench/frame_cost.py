@@ -37,9 +37,8 @@ async def bare(reader: asyncio.StreamReader) -> Message:
 
 async def measure(frames: int, rounds: int) -> dict[str, float]:
     resources = ResourceManager()
-    resources.limit_rate(
-        Rate.FRAMES, system=RateLimit(1e9, 1e9), per_peer=RateLimit(1e9, 1e9)
-    )  # no peer has to wait
+    # No peer has to wait.
+    resources.limit_rate(Rate.FRAMES, system=RateLimit(1e9, 1e9), per_peer=RateLimit(1e9, 1e9))
     scope = StreamScope.inbound(resources, PeerId("peer"), Timing())
     times: dict[str, list[float]] = {"without": [], "with": []}
     for _ in range(rounds):

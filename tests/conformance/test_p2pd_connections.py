@@ -55,9 +55,8 @@ def test_a_stalled_connection_is_replaced(p2pd_lab: P2pdLab, protocol: ProtocolS
     async def scenario(a: P2pdTransport, b: P2pdTransport) -> None:
         async with echoing_behind_a_detour(a, protocol, tmp_path) as (detour, stream, _):
             detour.hold()
-            await asyncio.sleep(
-                2 * Timing().alive_s
-            )  # what was heard before the cut proves nothing about the connection now
+            # What was heard before the cut proves nothing about the connection now.
+            await asyncio.sleep(2 * Timing().alive_s)
             over_nothing = await a.open(
                 stream.peer, protocol, addresses=[detour.address], deadline_s=DEADLINE_S
             )

@@ -86,9 +86,8 @@ def test_a_refused_opener_learns_the_reason(lab: Lab, protocol: ProtocolSpec, is
         async def handler(stream: Stream) -> None:
             listening = asyncio.create_task(drain(stream) if is_in_use else asyncio.sleep(0))
             await asyncio.sleep(0.05)
-            stream.refuse(
-                Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "it is \x1b[1mclosed", 2.5)
-            )  # although something was said already
+            # Although something was said already.
+            stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "it is \x1b[1mclosed", 2.5))
             await listening
 
         await b.serve(protocol, handler)

@@ -352,9 +352,8 @@ def test_invalid_requests_are_refused_with_the_codes_of_openai(tiny: Reference) 
         assert refused(await caller.complete([97])) == (400, "prompt", "invalid_value")
         assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
         tokenizer = caller.gateway.engine.tokenizer
-        object.__setattr__(
-            caller.gateway.engine, "tokenizer", None
-        )  # the text is refused before it is tokenized
+        # The text is refused before it is tokenized.
+        object.__setattr__(caller.gateway.engine, "tokenizer", None)
         assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")
         object.__setattr__(caller.gateway.engine, "tokenizer", tokenizer)
         assert refused(await caller.complete([5] * 512)) == (400, "prompt", "context_length_exceeded")

@@ -163,9 +163,8 @@ def test_a_single_worker_gets_a_roster_of_one() -> None:
 def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         await asyncio.gather(*(worker.gather(workers[:3], round=1) for worker in workers[:3]))
-        late = asyncio.ensure_future(
-            workers[3].gather(workers, round=2)
-        )  # the other workers might be about to follow
+        # The other workers might be about to follow.
+        late = asyncio.ensure_future(workers[3].gather(workers, round=2))
         await asyncio.sleep(1)
         rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
         with pytest.raises(OutOfSync) as caught:
@@ -374,9 +373,8 @@ def test_no_worker_follows_a_redirect_to_an_excluded_leader() -> None:
         third.excluded.add(liar.member.peer)
         await liar.matchmaking.set_position(3, START)
         async with cancelled(second.gather([liar]), third.gather([second])):
-            await asyncio.sleep(
-                2 * TIMING.matchmaking_heartbeat_s
-            )  # the second worker has a leader, the third is redirected
+            # The second worker has a leader, the third is redirected.
+            await asyncio.sleep(2 * TIMING.matchmaking_heartbeat_s)
             roster = await liar.gather([second])
         assert names(roster) == [liar.member.peer, second.member.peer]
 

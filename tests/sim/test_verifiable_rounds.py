@@ -219,9 +219,8 @@ def test_workers_exclude_liars_and_train_on(
 ) -> None:
     exchange = 'min_workers = 2\naggregate = "centered-clip"'
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
-    monkeypatch.setattr(
-        terms_module, "ALIGNMENT", 16
-    )  # so that each of them reduces a slice of so small a model
+    # So that each of them reduces a slice of so small a model.
+    monkeypatch.setattr(terms_module, "ALIGNMENT", 16)
     good, bad = [
         [f"{kind}-{number}" for number in range(count)] for kind, count in (("good", honest), ("bad", lying))
     ]

@@ -39,8 +39,9 @@ class Bound:
 
 
 STATES = Bound(whole=0.25, part=4.0)
-"""For hidden states, as they are and after a norm. Larger bounds hide lies; smaller ones accuse
-hosts that compute many blocks in bfloat16 (decision 0104 has the measurements)."""
+"""For hidden states, as they are and after a norm. Larger bounds hide lies. Smaller bounds accuse
+honest hosts, and even these accuse one now and then that computes dozens of blocks in bfloat16
+(decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
 """For logits. A host that moves one token's logit further is found."""
 

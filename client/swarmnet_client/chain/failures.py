@@ -197,7 +197,7 @@ class Unfilled(Enum):
 
 
 def before_attempt(failures: Sequence[Unfilled]) -> tuple[float, float | None]:
-    """What comes before the next attempt to fill a chain, after ``failures``.
+    """Return what to do before the next attempt to fill a chain, after ``failures``.
 
     Returns seconds to pause, and the longest wait in seconds for the directory, or None: without a
     route, only the directory can help.

@@ -299,7 +299,7 @@ class ClientLink:
 
 
 Sender = LiveHop | ClientLink
-"""Whoever sends steps to a hop: the hop before it, or the client."""
+"""The sender of steps to a hop: the hop before it, or the client."""
 
 
 def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:

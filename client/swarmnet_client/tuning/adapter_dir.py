@@ -108,8 +108,8 @@ def load_adapter(model: Any, directory: Path) -> Any:
         with quiet_peft():
             # refused below
             warnings.filterwarnings("ignore", "Found missing adapter keys", UserWarning)
-            # Pairs of LoRA matrices are created without memory; those that the file has get memory
-            # when they are loaded.
+            # LoRA matrices are created without memory. Loading gives memory to the matrices in the
+            # file.
             adapted = PeftModel.from_pretrained(model, str(directory), low_cpu_mem_usage=True)
     except SafetensorError as error:
         raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error

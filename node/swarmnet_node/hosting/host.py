@@ -419,9 +419,8 @@ class Host:
         try:
             await self._with_slot(self._pass_slots, client.stream, run)
         finally:
-            self._passes -= Counter(
-                [engine]
-            )  # removes the entry at 0, which would keep the engine's weights in memory
+            # Removes the entry at 0, which would keep the engine's weights in memory.
+            self._passes -= Counter([engine])
             await self._notify_changed()
 
     async def _serve_upload(self, client: AdapterStream) -> None:

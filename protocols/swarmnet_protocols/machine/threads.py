@@ -13,9 +13,8 @@ import torch
 
 def stay_serial() -> int:
     """Make torch operations of this thread use one core. Returns the number of threads before."""
-    threads = (
-        torch.get_num_threads()
-    )  # also initializes this thread's setting, which would overwrite it later
+    # Also initializes this thread's setting, which would overwrite it later.
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     return threads
 

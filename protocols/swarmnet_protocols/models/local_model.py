@@ -523,9 +523,8 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
     blocks, hidden_size = config.num_hidden_layers, config.hidden_size
     if not 1 <= blocks <= MAX_BLOCKS or not 1 <= hidden_size <= MAX_HIDDEN_SIZE:
         raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")
-    tensors = _by_block(
-        checkpoint, blocks
-    )  # before a model is built: a config may claim any number of blocks
+    # Before a model is built: a config may claim any number of blocks.
+    tensors = _by_block(checkpoint, blocks)
     checkpoint.check_complete(build_whole(config).empty)
     return Manifest(
         architecture=architecture_of(config),

@@ -494,9 +494,8 @@ class _SkipInitialisation(TorchFunctionMode):
         given = kwargs or {}
         if func in _INITIALISERS and given["tensor"].is_meta:
             return given["tensor"]
-        is_short = func is torch.arange or (
-            func is torch.tensor and args[0] != []
-        )  # by an empty one transformers finds the current device
+        # By an empty one transformers finds the current device.
+        is_short = func is torch.arange or (func is torch.tensor and args[0] != [])
         if is_short and torch.device(given.get("device") or _META) == _META:
             given = {**given, "device": "cpu"}
         if func is torch.cat and any(tensor.is_meta for tensor in args[0]):

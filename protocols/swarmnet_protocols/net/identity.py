@@ -119,9 +119,8 @@ def _create_key_file(path: Path) -> None:
             file.write(_PRIVATE_KEY_PREFIX + seed + public)
             file.flush()
             os.fsync(file.fileno())
-        os.link(
-            temporary, path
-        )  # unlike a rename, never replaces a key that another process created meanwhile
+        # Unlike a rename, never replaces a key that another process created meanwhile.
+        os.link(temporary, path)
     except FileExistsError:
         pass
     finally:

@@ -197,9 +197,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
         if force:
-            folder.save(
-                tuner
-            )  # else, after a crash, the next start would continue the run that this one replaces
+            # Else, after a crash, the next start would continue the run that this one replaces.
+            folder.save(tuner)
         words = Words()
 
         def show(event: Fields) -> None:

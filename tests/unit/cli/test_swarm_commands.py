@@ -248,9 +248,8 @@ def test_a_file_older_than_the_one_used_before_is_refused(owner: Owner, tmp_path
     old = (owner.directory / "swarm.toml").read_bytes()
     owner.swarm("sign")
     data = ("--data-dir", str(tmp_path / "data"))
-    new = str(
-        shutil.copy("swarm.toml", tmp_path / "new.toml")
-    )  # in a folder without the key, with which the peer would certify itself
+    # In a folder without the key, with which the peer would certify itself.
+    new = str(shutil.copy("swarm.toml", tmp_path / "new.toml"))
     # The command is refused for lack of a certificate, after it has stored the file.
     assert owner.run("train", "status", "0" * 64, "--swarm", new, *data, code=4)["error"] == "not_authorised"
     (tmp_path / "old.toml").write_bytes(old)

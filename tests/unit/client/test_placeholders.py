@@ -62,9 +62,8 @@ def test_eighty_large_layers_take_no_memory() -> None:
     assert sum(parameter.numel() for parameter in made.parameters()) > 65 * 10**9
     made.to(torch.bfloat16).to(CPU)
     assert made[79].mlp.up_proj.weight.dtype == torch.bfloat16
-    assert (
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
-    )  # KB; the layers alone would be 275 GB
+    # KB; the layers alone would be 275 GB.
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000
 
 
 def test_a_state_dict_has_only_local_weights_and_is_loaded_again(llama: Any) -> None:

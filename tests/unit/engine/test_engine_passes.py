@@ -149,9 +149,8 @@ def test_the_oldest_graphs_are_dropped_for_sessions() -> None:
         await engine.compute(real, works[2:3])
         assert [name_of(number) in engine.graph_cache for number in range(3)] == [False, True, True]
         with pytest.raises(OutOfResources):
-            await engine.compute(
-                real, [(works[3][0], torch.zeros(65, 3))]
-            )  # a refused request drops no graph
+            # A refused request drops no graph.
+            await engine.compute(real, [(works[3][0], torch.zeros(65, 3))])
         assert engine.graph_cache.nbytes == sequence_bytes
 
     with_engine(Doubling(), use, max_cache_bytes=4 * sequence_bytes)

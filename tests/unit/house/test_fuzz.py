@@ -60,9 +60,8 @@ def test_a_decoder_that_fails_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the fuzzer itself; ``planted`` fails on one byte."""
-    believe_signatures(
-        monkeypatch.setattr
-    )  # the fuzzer does so too, and only monkeypatch ends it after this test
+    # The fuzzer does so too, and only monkeypatch ends it after this test.
+    believe_signatures(monkeypatch.setattr)
     assert main(["planted", "--seconds", "60", "--folder", str(tmp_path)]) == 1
     found = json.loads(capsys.readouterr().out.splitlines()[-2])
     with pytest.raises(ZeroDivisionError):

@@ -282,9 +282,8 @@ def test_old_revocations_leave_the_list_and_may_be_repeated() -> None:
 def test_a_revocation_before_the_certificate_pardons_this_peer_alone() -> None:
     dated = RevokedIds(frozenset({ALICE, BOB}), since={ALICE: int(NOW), BOB: int(NOW)})
     lists = learned(revoke(dated))
-    assert lists.pardoning(ALICE, NOW).find_revocation(
-        ALICE, None
-    )  # in the same second: it may have come later
+    # In the same second: it may have come later.
+    assert lists.pardoning(ALICE, NOW).find_revocation(ALICE, None)
     pardoning = lists.pardoning(ALICE, NOW + 1)
     assert not pardoning.find_revocation(ALICE, None)
     assert pardoning.find_revocation(BOB, None)

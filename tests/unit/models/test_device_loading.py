@@ -64,9 +64,8 @@ def test_a_span_of_safetensors_is_never_whole_in_cpu_memory(
     span = model.load_span(0, 5, packed=packed, **META)
     assert {each.device.type for each in (*span.parameters(), *span.buffers())} == {"meta"}
     assert alive.read == 5 * 9
-    assert build_span(model.config, 0, 5).weight_bytes(torch.float32) == weight_bytes(
-        span
-    )  # a size that is computed without reading the file
+    # A size that is computed without reading the file.
+    assert build_span(model.config, 0, 5).weight_bytes(torch.float32) == weight_bytes(span)
     assert alive.most <= 2
 
 

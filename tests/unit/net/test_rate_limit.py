@@ -176,9 +176,8 @@ def test_measured_bytes_beyond_those_charged_are_charged(*, is_complete: bool) -
     async def main() -> float:
         limiter, loop = RateLimiter(), asyncio.get_running_loop()
         limiter.set_rate(RATE)
-        limiter.reconcile(
-            5 * RATE, is_complete=is_complete
-        )  # bytes that were not charged, such as those of the directory
+        # Bytes that were not charged, such as those of the directory.
+        limiter.reconcile(5 * RATE, is_complete=is_complete)
         assert limiter.total_bytes == 5 * RATE
         before = loop.time()
         await _send(limiter, 2 * PIECE_BYTES, [])
