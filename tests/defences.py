@@ -81,6 +81,13 @@ class Defences:
             return found
         return [*found, *(_without(each, found) for each in getattr(obj, "defences", ()))]
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Run second runs after all first runs of their module: without a defence, a test may leave
+        fixtures that others share in any state."""
+        files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: (files[item.path], isinstance(item, WithoutDefence)))
+
 
 def _without(defence: Defence, items: list[pytest.Function]) -> pytest.Function:
     item = next((each for each in items if _is_chosen(each, defence.arguments)), items[0])

@@ -33,6 +33,26 @@ def test_any_size(size):
 """
 
 
+SHARED = """
+from tests.defences import defence
+
+LEFT_BEHIND = []
+
+@defence("switching off changes what tests share", off=lambda patch: LEFT_BEHIND.append("damage"))
+def test_first():
+    assert not LEFT_BEHIND
+
+def test_second():
+    assert not LEFT_BEHIND
+"""
+
+
+def run(file: Path, *plugins: object) -> int:
+    """Run a file of tests in this process, and return the exit code."""
+    options = ["--rootdir", str(file.parent), "-q", "--no-header", "-p", "no:cacheprovider"]
+    return pytest.main([*options, "-o", "markers=defence", str(file)], plugins=[Defences(), *plugins])
+
+
 class Outcomes:
     """A plugin that notes the outcome of each second run, by its promise."""
 
@@ -49,23 +69,19 @@ def test_a_second_run_passes_only_if_the_test_fails(tmp_path: Path) -> None:
     file = tmp_path / "test_example.py"
     file.write_text(EXAMPLE)
     outcomes = Outcomes()
-    options = [
-        "--rootdir",
-        str(tmp_path),
-        "-q",
-        "--no-header",
-        "-p",
-        "no:cacheprovider",
-        "-o",
-        "markers=defence",
-    ]
-    pytest.main([*options, str(file)], plugins=[Defences(), outcomes])
+    run(file, outcomes)
     assert outcomes.all == {
         "tested": "passed",
         "tested at another size only": "failed",
         "switched off wrongly": "failed",
         "tested by one example": "passed",
     }
+
+
+def test_second_runs_come_after_all_first_runs(tmp_path: Path) -> None:
+    file = tmp_path / "test_shared.py"
+    file.write_text(SHARED)
+    assert run(file) == pytest.ExitCode.OK
 
 
 def found(pattern: str) -> list[str]:
