@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swarmnet_node.owner.limits import ONE_CLIENT, Limits
+from swarmnet_node.owner.limits import ONE_CLIENT, OwnerLimits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.joining.network import Network
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.stage import Stage
     from swarmnet_node.expert_node import ExpertHosting
     from swarmnet_node.experts.trunk import CacheOptions
-    from swarmnet_node.hosting.host_limits import HostLimits
+    from swarmnet_node.hosting.client_limits import ClientLimits
     from swarmnet_node.node import Hosting
     from swarmnet_protocols.directory.expert_announcements import BlockExperts
     from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -86,7 +86,7 @@ class NodeConfig:
     max_expert_round_trip_s: float | None = None
     """Longest round trip in seconds to peers that compute experts. None: ``MAX_ROUND_TRIP_S``."""
     public_name: str = ""
-    limits: Limits = field(default_factory=Limits)
+    limits: OwnerLimits = field(default_factory=OwnerLimits)
 
 
 @dataclass(frozen=True)
@@ -540,11 +540,11 @@ def check_quantizable(model: "LocalModel") -> None:
         )
 
 
-def _limits(quotas: "Quotas", share: float) -> "HostLimits":
+def _limits(quotas: "Quotas", share: float) -> "ClientLimits":
     """Return limits for clients of this host, no larger than the swarm's quotas."""
-    from swarmnet_node.hosting.host_limits import HostLimits
+    from swarmnet_node.hosting.client_limits import ClientLimits
 
-    limits = HostLimits()
+    limits = ClientLimits()
     return replace(
         limits,
         sessions_per_client=min(limits.sessions, quotas.sessions or math.ceil(limits.sessions * share)),

@@ -39,12 +39,12 @@ from swarmnet_node.experts.trunk import (
     own_experts,
 )
 from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
-from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, add_counts
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import LoadedBlocks, OtherModels, Placed, Relocator
 from swarmnet_node.running_node import Dependencies, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
@@ -81,7 +81,7 @@ after the last, the node keeps its choice."""
 class HostableModels(OtherModels, Protocol):
     """The models that a node may switch to, and what it would host of them."""
 
-    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> "Hosting":
+    async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> "Hosting":
         """Return the hosting of one of the models, within ``limits``.
 
         If the limits do not bound memory, the blocks take at most ``weight_bytes``, like the
@@ -125,7 +125,7 @@ class Hosting:
     swarm_name: str = ""
     public_name: str = ""
     version: str = "0"
-    limits: HostLimits = field(default_factory=HostLimits)
+    limits: ClientLimits = field(default_factory=ClientLimits)
     library: Library | None = None
     """The weights that this machine serves to members, or None."""
     experts: ExpertOptions | None = None

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet_node.loading import LoadedModel, NodeConfig
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, Unreachable
 from swarmnet_protocols.membership.rules import Rules
 
@@ -128,7 +128,7 @@ class ListedModels:
             room_bytes = RAM_SHARE * max_ram_bytes
         return replace(found, length=min(found.blocks, round(room_bytes / found.block_bytes)))
 
-    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> "Hosting":
+    async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> "Hosting":
         from swarmnet_node.node import Hosting
 
         is_limited = limits.max_ram_bytes is not None and self.config.num_blocks is None

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from swarmnet_node.loading import NodeConfig
 from swarmnet_node.other_models import ModelReader, other_models
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import cancel
@@ -111,7 +111,7 @@ async def start(
             warning=lambda: watch.warning() or directory.warning(),
         )
 
-        def limit_computing(limits: Limits) -> None:
+        def limit_computing(limits: OwnerLimits) -> None:
             use_cores(executor, limits.cores or every_core)
             for device in loaded.devices:
                 limit_memory(device, limits.max_gpu_mem)

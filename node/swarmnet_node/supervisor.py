@@ -36,7 +36,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.node import HostableModels, Hosting, Node
-from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
+from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist, race
@@ -63,7 +63,7 @@ take at most 5 s."""
 class Machine(Protocol):
     """The owner's machine."""
 
-    def observe(self, limits: Limits) -> Observed:
+    def observe(self, limits: OwnerLimits) -> Observed:
         """Return the facts that ``limits`` depend on now. May take seconds, so call it on another
         thread."""
 
@@ -72,7 +72,7 @@ class Machine(Protocol):
     def ram_bytes(self) -> int:
         """Return the resident memory of the node and p2pd."""
 
-    def enforce(self, limits: Limits) -> None:
+    def enforce(self, limits: OwnerLimits) -> None:
         """Apply limits now and after a restart."""
 
     def free_bytes(self) -> int:
@@ -90,7 +90,7 @@ class Supervisor(Ending):
         dependencies: Dependencies,
         hosting: Hosting | ExpertHosting,
         machine: Machine,
-        limits: Limits,
+        limits: OwnerLimits,
     ) -> None:
         super().__init__()
         self._listeners: list[Callable[[NodeStatus], None]] = []
@@ -115,7 +115,7 @@ class Supervisor(Ending):
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
-        self._observed: tuple[Limits, Observed] | None = None
+        self._observed: tuple[OwnerLimits, Observed] | None = None
         self._limits_changed = asyncio.Event()
         self._changed = asyncio.Event()
         self._started_or_paused = asyncio.Event()
@@ -128,7 +128,7 @@ class Supervisor(Ending):
         dependencies: Dependencies,
         hosting: Hosting | ExpertHosting,
         machine: Machine,
-        limits: Limits,
+        limits: OwnerLimits,
     ) -> AsyncIterator["Supervisor"]:
         """Run a node while the context is open. On entry the node still loads: see ``started``."""
         supervisor = cls(dependencies, hosting, machine, limits)
@@ -193,10 +193,10 @@ class Supervisor(Ending):
         """Call ``listener`` whenever the node has switched to another model."""
         self._switch_listeners.append(listener)
 
-    def limits(self) -> Limits:
+    def limits(self) -> OwnerLimits:
         return self._limits
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: OwnerLimits) -> None:
         """Apply other limits.
 
         Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old limits

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from swarmnet import units
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 
 PANEL = "Limits on this machine"
 
@@ -109,12 +109,12 @@ _READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "no-battery": ("no_battery", bool),
     "cores": ("cores", int),
 }
-"""For each option, without its dashes: its field of ``Limits``, and the function that parses its
-text."""
+"""For each option, without its dashes: its field of ``OwnerLimits``, and the function that parses
+its text."""
 
 
 def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``Limits`` that the ``parameters`` of a command set, keyed by their Python
+    """The fields of ``OwnerLimits`` that the ``parameters`` of a command set, keyed by their Python
     names.
 
     Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no
@@ -131,18 +131,18 @@ def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
             raise typer.BadParameter(
                 f"{text!r} is not possible: {error}", param_hint=f"'--{name}'"
             ) from error
-    Limits(**given)
+    OwnerLimits(**given)
     return given
 
 
-def remembered(data_dir: Path) -> Limits:
+def remembered(data_dir: Path) -> OwnerLimits:
     """The limits stored in ``data_dir`` by its last node."""
     from swarmnet_node.owner.machine import load_limits
 
     return load_limits(data_dir)
 
 
-def remember(data_dir: Path, limits: Limits) -> None:
+def remember(data_dir: Path, limits: OwnerLimits) -> None:
     """Store ``limits`` in ``data_dir`` for the next start. Raises ``ConfigError`` if they cannot be
     written."""
     from swarmnet_node.owner.machine import save_limits
@@ -151,17 +151,17 @@ def remember(data_dir: Path, limits: Limits) -> None:
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``Limits`` of the options ``names``, with their defaults. Raises
+    """The fields of ``OwnerLimits`` of the options ``names``, with their defaults. Raises
     ``typer.BadParameter`` for an unknown name."""
     if unknown := [name for name in names if name not in _READERS]:
         raise typer.BadParameter(
             f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"
         )
-    defaults = asdict(Limits())
+    defaults = asdict(OwnerLimits())
     return {field: defaults[field] for field in (_READERS[name][0] for name in names)}
 
 
-def rows(limits: Limits) -> dict[str, str]:
+def rows(limits: OwnerLimits) -> dict[str, str]:
     """The limits as rows of a table for users."""
     when = [limits.schedule] if limits.schedule else []
     when += (

@@ -21,7 +21,7 @@ import pytest
 
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import load_valid
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.directory.host_announcements import hosts_topic
 from swarmnet_protocols.directory.records import Record, seal
@@ -196,7 +196,7 @@ def test_empty_sessions_keep_no_client_out(victim: Victim, tmp_path: Path) -> No
                 )
                 strangers.append(await stack.enter_async_context(P2pdTransport.create(config)))
             for transport in strangers:
-                for _ in range(HostLimits().sessions_per_client):
+                for _ in range(ClientLimits().sessions_per_client):
                     stream = await transport.open(victim.peer, SESSION, deadline_s=DEADLINE_S)
                     stack.callback(stream.close)
                     await stream.send(victim.open(os.urandom(16)))
@@ -207,7 +207,7 @@ def test_empty_sessions_keep_no_client_out(victim: Victim, tmp_path: Path) -> No
             print(f"served_s={time.monotonic() - began:.2f} goal=5")
 
     attack(victim, scenario, tmp_path)
-    assert sum(held) >= HostLimits().sessions - 1  # the client of the fixture may have a session
+    assert sum(held) >= ClientLimits().sessions - 1  # the client of the fixture may have a session
 
 
 def serve_a_newcomer(victim: Victim) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_node.owner import control
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
 from tests.support.commands import call, family, run
 from tests.support.processes import NodeProcess, Swarm, swarm
@@ -39,7 +39,7 @@ def test_a_node_pauses_is_limited_and_serves_again(tmp_path: Path, cache_dir: Pa
         limits = call("limits", *place, "--up", "20mbit", "--schedule", "00:00-24:00", "--cores", "1")
         assert (limits["up_bytes_per_s"], limits["cores"]) == (2.5e6, 1)
         with pytest.raises(OutOfResources) as refused:
-            control.set_limits(node.data_dir, Limits(max_ram_bytes=10_000_000))
+            control.set_limits(node.data_dir, OwnerLimits(max_ram_bytes=10_000_000))
         assert "--max-ram" in refused.value.hint
 
         control.resume(node.data_dir)

@@ -13,7 +13,7 @@ from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
@@ -99,7 +99,7 @@ async def next_reply(stream: Stream) -> pb.AdapterReply:
 
 def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **limits: Any) -> None:
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 4), limits=HostLimits(**limits)))
+        await lab.start("a", lab.hosting((0, 4), limits=ClientLimits(**limits)))
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
             await talk(Stranger(lab, transport))
         assert lab.sessions() == {}
@@ -280,7 +280,8 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
 
     async def scenario(lab: Lab) -> list[list[int]]:
         await lab.start(
-            "a", lab.hosting((0, 6), limits=HostLimits(adapter_bytes_per_client=limit, adapters_per_client=5))
+            "a",
+            lab.hosting((0, 6), limits=ClientLimits(adapter_bytes_per_client=limit, adapters_per_client=5)),
         )
         host = lab.nodes["a"]._host
         assert host is not None

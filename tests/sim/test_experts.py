@@ -15,7 +15,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.experts import expert_dispatcher, expert_link
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_service import ExpertService
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.directory.node_reports import experts_of, request_report
@@ -249,7 +249,9 @@ def test_a_trunks_owner_sees_which_experts_it_awaits_and_may_end_it(mixtral: Ref
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         hosting = experts.trunk_hosting(range(2), WaitingExecutor())
-        async with lab.supervised("trunk", hosting, FakeMachine(), Limits(), is_loaded=False) as supervisor:
+        async with lab.supervised(
+            "trunk", hosting, FakeMachine(), OwnerLimits(), is_loaded=False
+        ) as supervisor:
             await asyncio.sleep(30)
             status = supervisor.status()
             assert status.state == "joining"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
@@ -185,7 +185,7 @@ def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> Non
         assert refused.reason == refusal_pb2.REASON_OUT_OF_MEMORY
         assert refused.retry_after_s > 0
 
-    with_stranger(reference, talk, limits=HostLimits(sessions_per_client=3))
+    with_stranger(reference, talk, limits=ClientLimits(sessions_per_client=3))
 
 
 @defence("waiting links of a client are limited", off=count_only)
@@ -196,7 +196,7 @@ def test_one_client_leaves_pending_links_to_others(reference: Reference) -> None
         refused = await refusal(link_reply(await stranger.link(session=b"z" * 16)))
         assert "pending links of " + stranger.transport.peer_id in refused.detail
 
-    with_stranger(reference, talk, limits=HostLimits(pending_links_per_client=2))
+    with_stranger(reference, talk, limits=ClientLimits(pending_links_per_client=2))
 
 
 @defence("activation logs have a budget", off=count_only)
@@ -211,7 +211,7 @@ def test_a_client_that_never_acknowledges_stays_within_the_log_budget(reference:
         assert refused.reason == refusal_pb2.REASON_OUT_OF_MEMORY
         assert "log bytes of this session" in refused.detail
 
-    with_stranger(reference, talk, limits=HostLimits(log_bytes=3 * 4 * HIDDEN * 4))
+    with_stranger(reference, talk, limits=ClientLimits(log_bytes=3 * 4 * HIDDEN * 4))
 
 
 @defence(
@@ -229,7 +229,7 @@ def test_positions_come_at_the_rate_of_the_client(reference: Reference) -> None:
         # 40 positions, of which 16 are a burst, at 4 a second.
         assert asyncio.get_running_loop().time() - started == pytest.approx(6.0, abs=0.2)
 
-    with_stranger(reference, talk, limits=HostLimits(positions_per_s=4.0))
+    with_stranger(reference, talk, limits=ClientLimits(positions_per_s=4.0))
 
 
 def test_without_memory_for_a_queue_a_host_reads_one_step_at_a_time(reference: Reference) -> None:
@@ -324,7 +324,7 @@ def test_waiting_links_are_bounded_and_closed_ones_are_forgotten(reference: Refe
         await stranger.send_open()
         assert (await link_reply(early)).HasField("linked")
 
-    with_stranger(reference, talk, limits=HostLimits(pending_links=3))
+    with_stranger(reference, talk, limits=ClientLimits(pending_links=3))
 
 
 @defence("KV caches have a budget", off=count_only)

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_node.host_checks import HostChecker, Trial
 from swarmnet_node.node import Node
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S, SWITCH_CONFIRM_S
 from swarmnet_protocols.routing.sightings import ModelClaims, Sightings
 from swarmnet_protocols.routing.throughput import Claim
@@ -132,7 +132,7 @@ def test_hosts_do_not_leave_their_model_to_invented_hosts(reference: Reference, 
         async with AsyncExitStack() as stack:
             hosts = [
                 await stack.enter_async_context(
-                    lab.supervised(name, lab.hosting((0, 6), others=models), FakeMachine(), Limits())
+                    lab.supervised(name, lab.hosting((0, 6), others=models), FakeMachine(), OwnerLimits())
                 )
                 for name in ("a", "b")
             ]

@@ -14,7 +14,7 @@ from swarmnet_node.engine import stage as stage_module
 from swarmnet_node.engine.memory_account import P2PD_BYTES, Footprint
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Node
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources
@@ -151,7 +151,7 @@ def test_a_host_without_memory_for_both_leaves_its_blocks_first(reference: Refer
         machine = FakeMachine(free=0)
         hosting = lab.hosting((0, 3), num_blocks=3, may_move=True)
         await lab.start("short", lab.hosting((3, 6)))
-        async with lab.supervised("mover", hosting, machine, Limits()) as mover:
+        async with lab.supervised("mover", hosting, machine, OwnerLimits()) as mover:
             said: list[tuple[tuple[int, ...], tuple[int, int]]] = []
             mover.on_move(
                 lambda status: said.append(
@@ -189,7 +189,7 @@ def test_a_move_that_the_owner_paused_is_told_once_it_serves(reference: Referenc
         await lab.start("stays", lab.hosting((0, 3)))
         await lab.start("gone", lab.hosting((3, 6)))
         machine, slow = FakeMachine(free=0), TimedExecutor(1.0)
-        async with lab.supervised("mover", hosting, machine, Limits(), executor=slow) as mover:
+        async with lab.supervised("mover", hosting, machine, OwnerLimits(), executor=slow) as mover:
             pauses.append(mover)
             said: list[tuple[tuple[int, ...], tuple[int, int]]] = []
             mover.on_move(
@@ -262,7 +262,7 @@ def test_a_node_that_must_free_memory_drops_blocks_and_clients_go_on(
 
     async def scenario(lab: Lab) -> None:
         hosting = replace(lab.hosting((0, 6)), **options)
-        limits = Limits(max_ram_bytes=limit_for(6, reference))
+        limits = OwnerLimits(max_ram_bytes=limit_for(6, reference))
         async with lab.supervised("node", hosting, machine, limits) as node:
             said: list[tuple[int, ...]] = []
             node.on_move(
@@ -279,9 +279,9 @@ def test_a_node_that_must_free_memory_drops_blocks_and_clients_go_on(
             assert node.status().host.record.sessions == 1
 
             with pytest.raises(OutOfResources, match="a block does not fit"):
-                node.set_limits(Limits(max_ram_bytes=limit_for(1, reference) - 2))
+                node.set_limits(OwnerLimits(max_ram_bytes=limit_for(1, reference) - 2))
             assert node.limits() == limits
-            lower = Limits(max_ram_bytes=limit_for(3, reference))
+            lower = OwnerLimits(max_ram_bytes=limit_for(3, reference))
             node.set_limits(lower)
             await wait_for_span(node, (3, 6), 5.0)
             await asyncio.sleep(DROP_S)
@@ -298,7 +298,7 @@ def test_a_node_that_must_free_memory_drops_blocks_and_clients_go_on(
             node.pause()
             await asyncio.sleep(10.0)
             assert node.status().state == "paused"
-            node.set_limits(Limits(max_ram_bytes=limit_for(2, reference)))
+            node.set_limits(OwnerLimits(max_ram_bytes=limit_for(2, reference)))
             await asyncio.sleep(10.0)
             node.resume()
             await asyncio.sleep(10.0)
@@ -317,13 +317,13 @@ def test_a_host_with_spare_blocks_takes_over_what_another_drops(
     async def scenario(lab: Lab) -> None:
         for name in ("spare", "stays"):
             await lab.start(name, lab.hosting((4, 6), num_blocks=2, may_move=True))
-        limits = Limits(max_ram_bytes=limit_for(6, reference))
+        limits = OwnerLimits(max_ram_bytes=limit_for(6, reference))
         hosting = replace(lab.hosting((0, 6)), **options)
         async with lab.supervised("node", hosting, machine, limits) as node:
             reader = Reader(lab)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
-            node.set_limits(Limits(max_ram_bytes=limit_for(3, reference)))
+            node.set_limits(OwnerLimits(max_ram_bytes=limit_for(3, reference)))
             await wait_for_span(node, (0, 3), 1.2 * MAY_LEAVE_LOOKS * LOOK_S)
             await asyncio.sleep(DROP_S)
             assert len(machine.blocks) == 3
@@ -342,10 +342,10 @@ def test_a_node_drops_blocks_that_no_other_host_takes_over(
     machine, options = heavy
 
     async def scenario(lab: Lab) -> None:
-        limits = Limits(max_ram_bytes=limit_for(6, reference))
+        limits = OwnerLimits(max_ram_bytes=limit_for(6, reference))
         hosting = replace(lab.hosting((0, 6)), **options)
         async with lab.supervised("node", hosting, machine, limits) as node:
-            node.set_limits(Limits(max_ram_bytes=limit_for(2, reference)))
+            node.set_limits(OwnerLimits(max_ram_bytes=limit_for(2, reference)))
             await asyncio.sleep(10.0)
             node.set_limits(limits)
             await asyncio.sleep(MAY_LEAVE_LOOKS * LOOK_S)
@@ -353,7 +353,7 @@ def test_a_node_drops_blocks_that_no_other_host_takes_over(
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 await lab.generate(chain, PROMPT, 4)
                 began = asyncio.get_running_loop().time()
-                node.set_limits(Limits(max_ram_bytes=limit_for(2, reference)))
+                node.set_limits(OwnerLimits(max_ram_bytes=limit_for(2, reference)))
                 while node.span == (0, 6) or node.status().host.record.sessions:  # noqa: ASYNC110 - in virtual time
                     await asyncio.sleep(0.5)
                 took_s = asyncio.get_running_loop().time() - began
@@ -371,14 +371,14 @@ def test_a_node_with_more_memory_grows_once_the_swarm_gains_by_it(
     machine, options = heavy
 
     async def scenario(lab: Lab) -> None:
-        limits = Limits(max_ram_bytes=limit_for(3, reference))
+        limits = OwnerLimits(max_ram_bytes=limit_for(3, reference))
         hosting = replace(lab.hosting((0, 3)), **options)
         await lab.start("short", lab.hosting((3, 6)))
         async with lab.supervised("node", hosting, machine, limits) as node:
             reader = Reader(lab, pause_s=3 * FOUND_S / MAX_POSITIONS)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
-            node.set_limits(Limits(max_ram_bytes=limit_for(10, reference)))
+            node.set_limits(OwnerLimits(max_ram_bytes=limit_for(10, reference)))
             await asyncio.sleep(CONFIRM_S + 5 * LOOK_S)
             assert node.span == (0, 3), "the swarm gains nothing"
             for name in ("a", "b"):

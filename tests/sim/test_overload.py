@@ -15,9 +15,9 @@ from swarmnet_client.chain.failures import RetryPolicy
 from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
 from swarmnet_client.swarm import swarm
 from swarmnet_client.swarm.swarm import Swarm
-from swarmnet_node.hosting import host, host_limits
+from swarmnet_node.hosting import client_limits, host
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import HostsBusy
 from swarmnet_protocols.net import PeerId
@@ -34,11 +34,11 @@ LONG = 300
 FORWARD_S = 0.4
 """Seconds of every forward of a slow host, whatever its positions: with sessions of several
 clients, 32 of a prompt."""
-LIMITS = HostLimits(max_wait_s=5.0)
-ALWAYS_BUSY = HostLimits(max_wait_s=-1.0)
+LIMITS = ClientLimits(max_wait_s=5.0)
+ALWAYS_BUSY = ClientLimits(max_wait_s=-1.0)
 
 
-async def start_slow_host(lab: Lab, limits: HostLimits = LIMITS) -> None:
+async def start_slow_host(lab: Lab, limits: ClientLimits = LIMITS) -> None:
     await lab.start("a", lab.hosting(BLOCKS, limits=limits), TimedExecutor(FORWARD_S))
 
 
@@ -259,7 +259,7 @@ def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: R
 async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
     """Two tokens of a chain that lost its host after the first. The other host is busy for about 20
     s, and refuses new sessions beyond ``max_wait_s``."""
-    await start_slow_host(lab, HostLimits(max_wait_s=max_wait_s))
+    await start_slow_host(lab, ClientLimits(max_wait_s=max_wait_s))
     async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
         await swarm.refresh()
         with pytest.raises(HostsBusy):
@@ -275,7 +275,7 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
             return [*began, lab.reference.next_token(output)]
 
 
-@defence("an answer under way goes before new work", off=replacing(host_limits, "CONTINUED_WAITS", 1.0))
+@defence("an answer under way goes before new work", off=replacing(client_limits, "CONTINUED_WAITS", 1.0))
 def test_an_answer_under_way_goes_on_at_a_host_that_refuses_new_ones(reference: Reference) -> None:
     def scenario(lab: Lab) -> Any:
         return lose_the_only_idle_host(lab, max_wait_s=12.0)
@@ -284,7 +284,8 @@ def test_an_answer_under_way_goes_on_at_a_host_that_refuses_new_ones(reference: 
 
 
 @defence(
-    "it does not go to a host that would take too long", off=replacing(host_limits, "CONTINUED_WAITS", 100.0)
+    "it does not go to a host that would take too long",
+    off=replacing(client_limits, "CONTINUED_WAITS", 100.0),
 )
 def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
@@ -306,7 +307,7 @@ def test_a_session_that_only_claims_to_continue_is_refused(
     monkeypatch.setattr(sessions, "open_hop", claim)
 
     async def scenario(lab: Lab) -> int:
-        await start_slow_host(lab, HostLimits(max_wait_s=12.0))
+        await start_slow_host(lab, ClientLimits(max_wait_s=12.0))
         async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
             with pytest.raises(HostsBusy):

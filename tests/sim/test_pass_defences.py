@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import PASS
@@ -181,12 +181,12 @@ def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) 
         await again.send(part(zeros()))
         assert (await reply(again)).HasField("part")
 
-    with_stranger(reference, talk, limits=HostLimits(passes_per_client=3))
+    with_stranger(reference, talk, limits=ClientLimits(passes_per_client=3))
 
 
 def test_passes_of_all_clients_are_bounded_together(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=2)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes=2)))
         async with (
             lab.network.transport(lab.peer_id("one")) as one,
             lab.network.transport(lab.peer_id("two")) as two,
@@ -207,7 +207,7 @@ def test_a_client_that_does_not_continue_its_pass_loses_it(reference: Reference)
         await again.send(part(zeros()))
         assert (await reply(again)).HasField("part")
 
-    with_stranger(reference, talk, limits=HostLimits(passes_per_client=2))
+    with_stranger(reference, talk, limits=ClientLimits(passes_per_client=2))
 
 
 def test_a_client_that_does_not_read_the_result_loses_its_pass(
@@ -217,7 +217,7 @@ def test_a_client_that_does_not_read_the_result_loses_its_pass(
     monkeypatch.setattr(memory_network, "STREAM_BUFFER_BYTES", 1)
 
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes_per_client=1)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes_per_client=1)))
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
             stranger = Stranger(lab, transport)
             await (await stranger.begin()).send(part(zeros()))

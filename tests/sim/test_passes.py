@@ -12,7 +12,7 @@ import torch
 from swarmnet_client.chain.failures import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
@@ -272,7 +272,7 @@ def test_overloaded_hosts_are_named_and_sent_nothing(reference: Reference) -> No
     sent: list[Delivery] = []
 
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=0)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes=0)))
         lab.network.observers.append(
             lambda delivery: sent.append(delivery) if kind_of(delivery) == "part" else None
         )

@@ -12,7 +12,7 @@ import torch
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.sequences import FRESH, Answer, Request
 from swarmnet_client.chain.chain import Chain
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_recurrent_models import reference_in
 from tests.support.batching import all_answered, answered, batcher, request
@@ -233,7 +233,7 @@ def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Ref
     unit = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
-        limits = HostLimits(cache_share_per_client=1.0)
+        limits = ClientLimits(cache_share_per_client=1.0)
         await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * unit))
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             for sequence in range(2):

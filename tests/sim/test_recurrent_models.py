@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarmnet_client.chain.chain import Chain
-from swarmnet_node.hosting.host_limits import HostLimits
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.steps import Row, Step
@@ -98,4 +98,4 @@ def test_positions_computed_again_come_at_the_rate_of_the_client(recurrent: Refe
         # 131 positions and 100 that are computed again, of which 160 are a burst, at 40 a second.
         assert asyncio.get_running_loop().time() - began == pytest.approx(71 / 40, abs=0.2)
 
-    with_stranger(recurrent, talk, limits=HostLimits(positions_per_s=40.0))
+    with_stranger(recurrent, talk, limits=ClientLimits(positions_per_s=40.0))

@@ -8,8 +8,8 @@ import torch
 
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.hosting import slots
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
@@ -94,7 +94,7 @@ async def be_served(lab: Lab, name: str = "client") -> None:
 )
 def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=16, sessions_per_client=4)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(sessions=16, sessions_per_client=4)))
         async with AsyncExitStack() as stack:
             ends = await Attacker(lab, stack).fill_sessions(4, 4)
             assert lab.sessions() == {"a": 16}
@@ -110,7 +110,7 @@ def test_sessions_without_steps_are_evicted_for_a_client_with_work(reference: Re
 @defence("an idle session is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing))
 def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(sessions=4, sessions_per_client=2)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(sessions=4, sessions_per_client=2)))
         async with AsyncExitStack() as stack:
             await Attacker(lab, stack).fill_sessions(2, 2, positions=1)
             await asyncio.sleep(10.0)
@@ -128,7 +128,7 @@ def test_caches_of_idle_sessions_are_evicted(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
-        limits = HostLimits(cache_share_per_client=0.5)
+        limits = ClientLimits(cache_share_per_client=0.5)
         await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
             await Attacker(lab, stack).fill_sessions(2, 2, positions=3)
@@ -145,7 +145,7 @@ def test_caches_of_idle_sessions_are_evicted_for_a_new_sequence(
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
 
     async def scenario(lab: Lab) -> None:
-        limits = HostLimits(cache_share_per_client=0.5)
+        limits = ClientLimits(cache_share_per_client=0.5)
         await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * sequence_bytes))
         async with AsyncExitStack() as stack:
             await Attacker(lab, stack).fill_sessions(2, 2, positions=3)
@@ -159,7 +159,7 @@ def test_caches_of_idle_sessions_are_evicted_for_a_new_sequence(
 
 @defence(
     "a client holds at most a quarter of the caches",
-    off=replacing(HostLimits, "client_cache_bytes", lambda _, max_cache_bytes: max_cache_bytes),
+    off=replacing(ClientLimits, "client_cache_bytes", lambda _, max_cache_bytes: max_cache_bytes),
 )
 def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
     sequence_bytes = reference.stage(0, 6).geometry.bytes_for(64)
@@ -216,7 +216,7 @@ def test_a_client_with_an_evicted_session_goes_on_with_its_next_step(reference: 
     """Until then it opens no other session, which would take the slot of another client."""
 
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 3), limits=HostLimits(sessions=1)))
+        await lab.start("a", lab.hosting((0, 3), limits=ClientLimits(sessions=1)))
         await lab.start("b", lab.hosting((3, 6)))
         expected = reference.greedy(PROMPT, 2 * TOKENS)
         async with lab.client("reader") as swarm, lab.chain(swarm) as chain:
@@ -260,7 +260,7 @@ def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
 @defence("a pass without tensors is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing))
 def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 6), limits=HostLimits(passes=4, passes_per_client=2)))
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes=4, passes_per_client=2)))
         begin = pb.Begin(
             swarm=SWARM,
             manifest=lab.manifest,
@@ -296,7 +296,7 @@ def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
 )
 def test_links_without_a_session_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        limits = HostLimits(pending_links=2, pending_links_per_client=2)
+        limits = ClientLimits(pending_links=2, pending_links_per_client=2)
         await lab.start("a", lab.hosting((0, 6), limits=limits))
         async with AsyncExitStack() as stack:
             attacker = Attacker(lab, stack)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.owner.limits import Limits, MonthlyUsage
+from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.supervisor import GOVERN_S, OBSERVE_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
@@ -40,7 +40,7 @@ def test_sessions_leave_a_node_that_pauses_and_it_serves_again(reference: Refere
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         await lab.start("rest", lab.hosting((2, 6)))
-        async with lab.supervised("node", lab.hosting((0, 2)), machine, Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 2)), machine, OwnerLimits()) as supervisor:
             loop = asyncio.get_running_loop()
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 await lab.generate(chain, PROMPT, 3)
@@ -79,7 +79,7 @@ def test_sessions_leave_a_node_that_pauses_and_it_serves_again(reference: Refere
 def test_sessions_leave_a_node_that_frees_the_machine_and_it_returns(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("rest", lab.hosting((2, 6)))
-        async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), OwnerLimits()) as supervisor:
             begun, is_aside = asyncio.Event(), asyncio.Event()
 
             async def answer() -> list[int]:
@@ -104,7 +104,7 @@ def test_sessions_leave_a_node_that_frees_the_machine_and_it_returns(reference: 
 
 def test_a_node_that_has_ended_releases_the_machine_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), OwnerLimits()) as supervisor:
             supervisor.finish(1.0)
             await supervisor.finished()
             began = asyncio.get_running_loop().time()
@@ -119,7 +119,7 @@ def test_a_session_without_another_host_does_not_keep_the_memory(reference: Refe
 
     async def scenario(lab: Lab) -> None:
         async with (
-            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
+            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), OwnerLimits()) as supervisor,
             lab.client() as swarm,
             lab.chain(swarm) as chain,
         ):
@@ -145,7 +145,7 @@ def test_an_idle_session_without_a_replica_frees_memory_in_the_grace(
 
     async def scenario(lab: Lab) -> None:
         async with (
-            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor,
+            lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), OwnerLimits()) as supervisor,
             lab.client() as swarm,
             lab.chain(swarm) as chain,
         ):
@@ -182,7 +182,7 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
     async def scenario(lab: Lab) -> None:
         hosting = replace(lab.hosting((0, 6)), load=load)
         async with (
-            lab.supervised("node", hosting, FakeMachine(), Limits()) as supervisor,
+            lab.supervised("node", hosting, FakeMachine(), OwnerLimits()) as supervisor,
             lab.client() as swarm,  # whose pings go on
             lab.chain(swarm) as chain,
         ):
@@ -197,7 +197,7 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
 
 def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), OwnerLimits()) as supervisor:
             supervisor.pause()
             await turns(supervisor, "paused")
             await asyncio.sleep(2 * lab.timing.record_s)  # announced again and again
@@ -214,25 +214,25 @@ def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) ->
     ("limits", "forbid", "allow", "reason"),
     [
         (
-            Limits(schedule="mon-fri 10:00-14:00"),
+            OwnerLimits(schedule="mon-fri 10:00-14:00"),
             lambda machine: machine.see(now=MONDAY_NOON.replace(hour=14)),
             lambda machine: machine.see(now=MONDAY_NOON.replace(day=24)),
             "outside its hours",
         ),
         (
-            Limits(no_battery=True),
+            OwnerLimits(no_battery=True),
             lambda machine: machine.see(on_battery=True),
             lambda machine: machine.see(on_battery=False),
             "battery",
         ),
         (
-            Limits(idle_only=True, idle_after_s=60),
+            OwnerLimits(idle_only=True, idle_after_s=60),
             lambda machine: machine.see(idle_s=3.0),
             lambda machine: machine.see(idle_s=60.0),
             "this machine is in use",
         ),
         (
-            Limits(monthly_bytes=1000),
+            OwnerLimits(monthly_bytes=1000),
             lambda machine: setattr(machine, "used", MonthlyUsage("2026-11", 600, 400)),
             lambda machine: machine.see(now=MONDAY_NOON.replace(month=12)),
             "used up",
@@ -242,7 +242,7 @@ def test_a_paused_node_announces_it_and_gets_no_clients(reference: Reference) ->
 )
 def test_a_node_pauses_and_resumes_by_its_limits(
     reference: Reference,
-    limits: Limits,
+    limits: OwnerLimits,
     forbid: Callable[[FakeMachine], None],
     allow: Callable[[FakeMachine], None],
     reason: str,
@@ -267,7 +267,7 @@ def test_a_node_that_must_not_run_loads_nothing(reference: Reference) -> None:
         machine = FakeMachine()
         machine.see(on_battery=True)
         async with lab.supervised(
-            "node", lab.hosting(num_blocks=3), machine, Limits(no_battery=True)
+            "node", lab.hosting(num_blocks=3), machine, OwnerLimits(no_battery=True)
         ) as supervisor:
             assert supervisor.status().state == "paused"
             assert supervisor.engine is None
@@ -281,11 +281,11 @@ def test_limits_change_while_a_node_runs(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(on_battery=True)
-        async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
-            supervisor.set_limits(Limits(no_battery=True))
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, OwnerLimits()) as supervisor:
+            supervisor.set_limits(OwnerLimits(no_battery=True))
             await turns(supervisor, "paused")
-            assert machine.enforced == [Limits(no_battery=True)] == [supervisor.limits()]
-            supervisor.set_limits(Limits())
+            assert machine.enforced == [OwnerLimits(no_battery=True)] == [supervisor.limits()]
+            supervisor.set_limits(OwnerLimits())
             await turns(supervisor, "online")
 
     simulate(reference, scenario)
@@ -295,12 +295,12 @@ def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) 
     async def scenario(lab: Lab) -> None:
         machine = FakeMachine()
         machine.see(idle_s=1e6)
-        async with lab.supervised("node", lab.hosting((0, 6)), machine, Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, OwnerLimits()) as supervisor:
             said: list[str] = []
             supervisor.on_change(lambda status: said.append(status.state))
             # the limits are applied again before the next observation of the machine
             supervisor.resume()
-            supervisor.set_limits(Limits(idle_only=True))
+            supervisor.set_limits(OwnerLimits(idle_only=True))
             await asyncio.sleep(2 * OBSERVE_S)
             assert said == []
             machine.see(idle_s=1.0)
@@ -312,7 +312,7 @@ def test_a_limit_that_already_holds_interrupts_no_session(reference: Reference) 
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_node_finishes_paused_or_not(reference: Reference, *, paused: bool) -> None:
     async def scenario(lab: Lab) -> None:
-        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), Limits()) as supervisor:
+        async with lab.supervised("node", lab.hosting((0, 6)), FakeMachine(), OwnerLimits()) as supervisor:
             if paused:
                 supervisor.pause()
                 await turns(supervisor, "paused")
@@ -332,7 +332,7 @@ def test_a_node_that_cannot_resume_ends_with_the_error(reference: Reference) -> 
 
     async def scenario(lab: Lab) -> None:
         hosting = replace(lab.hosting((0, 6)), load=load)
-        async with lab.supervised("node", hosting, FakeMachine(), Limits()) as supervisor:
+        async with lab.supervised("node", hosting, FakeMachine(), OwnerLimits()) as supervisor:
             supervisor.pause()
             await turns(supervisor, "paused")
             supervisor.resume()
@@ -345,7 +345,7 @@ def test_a_node_that_cannot_resume_ends_with_the_error(reference: Reference) -> 
 def test_a_node_over_its_owners_limit_ends_the_largest_session(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         machine, limit_bytes = FakeMachine(ram=1 << 20), 1 << 30
-        limits = Limits(max_ram_bytes=limit_bytes)
+        limits = OwnerLimits(max_ram_bytes=limit_bytes)
         async with (
             lab.supervised("node", lab.hosting((0, 6)), machine, limits) as supervisor,
             lab.client() as swarm,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet_node.node import Hosting
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import READ_AGAIN_S
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
@@ -56,7 +56,7 @@ class LabModels:
         found = self._described(self._lab(manifest))
         return replace(found, length=min(found.blocks, blocks))
 
-    async def hosting(self, manifest: bytes, weight_bytes: int, limits: Limits) -> Hosting:
+    async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> Hosting:
         self.asked.append(manifest)
         assert weight_bytes > 0
         lab = self._lab(manifest)
@@ -105,7 +105,7 @@ def test_a_spare_host_switches_to_a_broken_model_while_clients_go_on(
         await other.start("half", other.hosting((0, 2)))
         models = LabModels([lab, other])
         hosting = lab.hosting((0, 6), others=models)
-        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+        async with lab.supervised("spare", hosting, FakeMachine(), OwnerLimits()) as spare:
             said: list[tuple[str, str]] = []
             spare.on_switch(lambda status: said.append((status.former_model, status.model_reason)))
             reader = Reader(lab)
@@ -144,7 +144,9 @@ def test_a_spare_host_switches_to_a_model_whose_hosts_are_overloaded(
             await lab.start(name, lab.hosting((0, 6)))
         hosting = lab.hosting((0, 6), others=LabModels([lab, other]))
         async with AsyncExitStack() as stack:
-            spare = await stack.enter_async_context(lab.supervised("spare", hosting, FakeMachine(), Limits()))
+            spare = await stack.enter_async_context(
+                lab.supervised("spare", hosting, FakeMachine(), OwnerLimits())
+            )
             clients = [await stack.enter_async_context(other.client(f"client-{each}")) for each in range(4)]
             chains = [await stack.enter_async_context(other.chain(client)) for client in clients]
             for chain in chains:
@@ -165,7 +167,7 @@ def test_a_model_that_cannot_be_read_is_read_again_later(reference: Reference, b
             await lab.start(name, lab.hosting((0, 6)))
         models = LabModels([lab, other], outline_at=READ_AGAIN_S)
         hosting = lab.hosting((0, 6), others=models)
-        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+        async with lab.supervised("spare", hosting, FakeMachine(), OwnerLimits()) as spare:
             await asyncio.sleep(READ_AGAIN_S)
             assert not models.asked
             await wait_for_model(spare, other.manifest, READ_AGAIN_S + FOUND_S)
@@ -181,7 +183,7 @@ def test_of_several_spare_hosts_one_switches(reference: Reference, beta: Referen
         hosting = lab.hosting((0, 6), others=models)
         async with AsyncExitStack() as stack:
             nodes = [
-                await stack.enter_async_context(lab.supervised(name, hosting, FakeMachine(), Limits()))
+                await stack.enter_async_context(lab.supervised(name, hosting, FakeMachine(), OwnerLimits()))
                 for name in ("a", "b", "c", "d", "e")
             ]
             await wait_until(lambda: bool(models.asked), FOUND_S)
@@ -210,7 +212,7 @@ def test_a_node_that_cannot_host_another_model_serves_its_own_again(
             await lab.start(name, lab.hosting((0, 6)))
         models = LabModels([lab, other], **errors)
         hosting = lab.hosting((0, 6), others=models)
-        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+        async with lab.supervised("spare", hosting, FakeMachine(), OwnerLimits()) as spare:
             await wait_until(lambda: bool(models.asked), FOUND_S)
             await asyncio.sleep(65.0)
             await wait_for_model(spare, lab.manifest, 60.0)
@@ -234,7 +236,7 @@ def test_a_pause_ends_a_switch_and_the_node_keeps_its_model(reference: Reference
             await lab.start(name, lab.hosting((0, 6)))
         models = LabModels([lab, other])
         hosting = lab.hosting((0, 6), others=models)
-        async with lab.supervised("spare", hosting, FakeMachine(), Limits()) as spare:
+        async with lab.supervised("spare", hosting, FakeMachine(), OwnerLimits()) as spare:
             await wait_until(lambda: bool(models.asked), FOUND_S)
             spare.pause()
             await asyncio.sleep(5.0)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed
+from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's clock shows it
 
@@ -16,14 +16,14 @@ class FakeMachine:
     used: MonthlyUsage = field(default_factory=lambda: MonthlyUsage("2026-11"))
     ram: int = 0
     free: int = 1 << 40
-    enforced: list[Limits] = field(default_factory=list)
+    enforced: list[OwnerLimits] = field(default_factory=list)
     released: int = 0
 
     def see(self, **changes: object) -> None:
         """Change the result of the next observations."""
         self.seen = replace(self.seen, **changes)  # type: ignore[arg-type]
 
-    def observe(self, limits: Limits) -> Observed:
+    def observe(self, limits: OwnerLimits) -> Observed:
         return self.seen if limits.idle_only else replace(self.seen, idle_s=None)
 
     def usage(self) -> MonthlyUsage:
@@ -35,7 +35,7 @@ class FakeMachine:
     def free_bytes(self) -> int:
         return self.free
 
-    def enforce(self, limits: Limits) -> None:
+    def enforce(self, limits: OwnerLimits) -> None:
         self.enforced.append(limits)
 
     def release(self) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict
 
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.wire import control_pb2
@@ -32,7 +32,7 @@ STATUS = NodeStatus(
     version="0.1.0",
     swarm="lab",
     blocks_reason="no other host has these blocks",
-    limits=control_pb2.Limits(**asdict(Limits())),
+    limits=control_pb2.Limits(**asdict(OwnerLimits())),
     usage=control_pb2.Usage(),
     reach=Reach(kind="unknown"),
 )
@@ -60,7 +60,7 @@ class FakeNode:
     def __init__(self) -> None:
         self.graces_s: list[float] = []
         self.asked: list[str] = []
-        self.kept = Limits()
+        self.kept = OwnerLimits()
         self.shown = STATUS
 
     def status(self) -> NodeStatus:
@@ -86,10 +86,10 @@ class FakeNode:
     def resume(self) -> None:
         self.asked.append("resume")
 
-    def limits(self) -> Limits:
+    def limits(self) -> OwnerLimits:
         return self.kept
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: OwnerLimits) -> None:
         if limits.cores == NO_CORES:
             raise ConfigError("there are not so many", hint="use fewer")
         self.kept = limits

@@ -20,7 +20,7 @@ from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.node import Hosting, Node
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import Placed
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
@@ -191,7 +191,7 @@ class Lab:
         name: str,
         hosting: Hosting,
         machine: FakeMachine,
-        limits: Limits,
+        limits: OwnerLimits,
         *,
         executor: Executor | None = None,
         is_loaded: bool = True,

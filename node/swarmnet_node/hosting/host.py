@@ -8,7 +8,7 @@
    (``adapter_upload.py``).
 
 When all slots are taken, the host ends a session, pass or link without work (``slots.py``).
-``host_limits.py`` has the limits.
+``client_limits.py`` has the limits.
 
 The path of a step of a session:
 
@@ -37,8 +37,8 @@ from swarmnet_node.engine.scheduler import expected_wait_s
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterStream, AdapterUpload
+from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters, Pair
-from swarmnet_node.hosting.host_limits import HostLimits
 from swarmnet_node.hosting.passes import HostedPass, PassStream
 from swarmnet_node.hosting.session import (
     HostedSession,
@@ -91,7 +91,7 @@ class Host:
         model: HostedModel,
         *,
         timing: Timing,
-        limits: HostLimits,
+        limits: ClientLimits,
         clock: Clock = wall_clock,
     ) -> None:
         self.engine = engine

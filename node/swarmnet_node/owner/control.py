@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.local_channel import dialling, serving
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -43,9 +43,9 @@ class Controlled(Protocol):
 
     def resume(self) -> None: ...
 
-    def limits(self) -> Limits: ...
+    def limits(self) -> OwnerLimits: ...
 
-    def set_limits(self, limits: Limits) -> None:
+    def set_limits(self, limits: OwnerLimits) -> None:
         """Raises ``SwarmnetError`` for limits that the node cannot keep. The old limits then
         stay."""
 
@@ -128,12 +128,12 @@ def resume(data_dir: Path) -> None:
     _call(data_dir, "Resume", control_pb2.ResumeRequest(), control_pb2.ResumeReply)
 
 
-def get_limits(data_dir: Path) -> Limits:
+def get_limits(data_dir: Path) -> OwnerLimits:
     """Return the limits of the node in ``data_dir``. Raises ``Unreachable`` without a node."""
     return limits_of(_call(data_dir, "GetLimits", control_pb2.GetLimitsRequest(), control_pb2.Limits))
 
 
-def set_limits(data_dir: Path, limits: Limits) -> Limits:
+def set_limits(data_dir: Path, limits: OwnerLimits) -> OwnerLimits:
     """Replace all limits of the node in ``data_dir``, now and after restarts.
 
     Returns the limits in force. Raises ``ConfigError`` or ``OutOfResources`` if the node cannot
@@ -142,9 +142,9 @@ def set_limits(data_dir: Path, limits: Limits) -> Limits:
     return limits_of(_call(data_dir, "SetLimits", control_pb2.Limits(**asdict(limits)), control_pb2.Limits))
 
 
-def limits_of(message: control_pb2.Limits) -> Limits:
+def limits_of(message: control_pb2.Limits) -> OwnerLimits:
     """Return the limits in a message. Raises ``ConfigError`` if they are invalid."""
-    return Limits.from_fields({each.name: value for each, value in message.ListFields()})
+    return OwnerLimits.from_fields({each.name: value for each, value in message.ListFields()})
 
 
 def _is_grace(grace_s: float) -> bool:

@@ -23,7 +23,7 @@ ONE_CLIENT = 0.25
 
 
 @dataclass(frozen=True)
-class Limits:
+class OwnerLimits:
     """The limits of a node on its machine. None means no limit."""
 
     max_ram_bytes: int | None = None
@@ -68,7 +68,7 @@ class Limits:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> "Limits":
+    def from_json(cls, text: str) -> "OwnerLimits":
         """Raises ``ConfigError`` for text that ``to_json`` cannot have returned."""
         try:
             fields = json.loads(text)
@@ -79,7 +79,7 @@ class Limits:
         return cls.from_fields(fields)
 
     @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "Limits":
+    def from_fields(cls, fields: Mapping[str, Any]) -> "OwnerLimits":
         """Read the fields that ``asdict`` returns. Raises ``ConfigError`` for other names or
         values."""
         defaults = asdict(cls())
@@ -152,7 +152,9 @@ class Observed:
     on_battery: bool
 
 
-def reason_to_pause(limits: Limits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> str:
+def reason_to_pause(
+    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool
+) -> str:
     """Return the reason why a node must not run now, worded for its owner.
 
     The first limit that forbids it counts. Empty if the node may run.

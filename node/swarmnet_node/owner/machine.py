@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, month_of
+from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, month_of
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
@@ -41,7 +41,7 @@ def yield_to_others() -> None:
         process.ionice(psutil.IOPRIO_CLASS_IDLE)
 
 
-def load_limits(folder: Path) -> Limits:
+def load_limits(folder: Path) -> OwnerLimits:
     """Return the saved limits of the node in ``folder``, or the defaults.
 
     Raises ``ConfigError`` for a damaged file.
@@ -49,14 +49,14 @@ def load_limits(folder: Path) -> Limits:
     path = folder / LIMITS_NAME
     text = _read(path)
     if text is None:
-        return Limits()
+        return OwnerLimits()
     try:
-        return Limits.from_json(text)
+        return OwnerLimits.from_json(text)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", hint=f"correct it, or delete it: {path}") from error
 
 
-def save_limits(folder: Path, limits: Limits) -> None:
+def save_limits(folder: Path, limits: OwnerLimits) -> None:
     """Save ``limits`` in ``folder`` for later starts. Raises ``ConfigError`` if that fails."""
     try:
         write_whole(folder / LIMITS_NAME, limits.to_json().encode())
@@ -71,7 +71,7 @@ class OwnersMachine:
     ``folder``."""
 
     def __init__(
-        self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[Limits], None]
+        self, folder: Path, link: LinkLimiter, clock: Clock, limit_computing: Callable[[OwnerLimits], None]
     ) -> None:
         """``limit_computing`` applies the limits on cores and on the device's memory."""
         self._folder = folder
@@ -86,7 +86,7 @@ class OwnersMachine:
         self._counting = threading.Lock()
         self._saved_at = clock()
 
-    def observe(self, limits: Limits) -> Observed:
+    def observe(self, limits: OwnerLimits) -> Observed:
         now = self._clock()
         if now - self._saved_at >= USAGE_EVERY_S:
             self.save_usage()
@@ -132,7 +132,7 @@ class OwnersMachine:
         """Return the memory of the machine that is available without swapping."""
         return int(psutil.virtual_memory().available)
 
-    def enforce(self, limits: Limits) -> None:
+    def enforce(self, limits: OwnerLimits) -> None:
         save_limits(self._folder, limits)
         self._link.up.set_rate(limits.up_bytes_per_s)
         self._link.down.set_rate(limits.down_bytes_per_s)

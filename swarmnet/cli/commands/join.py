@@ -34,7 +34,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note_if_first, say
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -271,7 +271,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ).run()
 
 
-def _facts(rules: Rules, limits: Limits, disk: str, public_name: str) -> dict[str, str]:
+def _facts(rules: Rules, limits: OwnerLimits, disk: str, public_name: str) -> dict[str, str]:
     """What the owner of this machine is shown before it is shared for the first time."""
     open_to_all = rules.admission is Admission.OPEN
     return limit_options.rows(limits) | {

@@ -10,7 +10,7 @@ import typer
 from swarmnet import units
 from swarmnet.cli.consent import AGREED_NAME, TRAINING, ask_once
 from swarmnet.cli.limit_options import lifted, read_options, rows
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import ConfigError
 
 
@@ -52,12 +52,12 @@ def test_every_limit_option_is_read() -> None:
         "no_battery": True,
         "cores": 2,
     }
-    limits = Limits(**read_options(options))
-    assert limits == Limits(
+    limits = OwnerLimits(**read_options(options))
+    assert limits == OwnerLimits(
         8 * 10**9, 0.8, 2.5e6, 6.25e6, 200 * 10**9, "mon-fri 19:00-07:00", True, 300, True, 2
     )
     assert read_options({"up": None, "down": "1mbit"}) == {"down_bytes_per_s": 125_000.0}
-    assert replace(limits, **lifted([name.replace("_", "-") for name in options])) == Limits()
+    assert replace(limits, **lifted([name.replace("_", "-") for name in options])) == OwnerLimits()
     assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while the machine")
 
 

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from swarmnet_node.owner import control, local_channel
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.local_channel import OPTIONS, PORT_NAME, SOCKET_NAME
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
@@ -186,11 +186,11 @@ def test_an_impossible_grace_is_refused_by_the_node(
 
 def test_the_owner_pauses_resumes_and_limits_the_node(tmp_path: Path) -> None:
     node = FakeNode()
-    limits = Limits(
+    limits = OwnerLimits(
         max_ram_bytes=1 << 33, up_bytes_per_s=2.5e6, schedule="19:00-07:00", idle_only=True, cores=2
     )
 
-    async def main() -> tuple[Limits, Limits]:
+    async def main() -> tuple[OwnerLimits, OwnerLimits]:
         async with control.serve(node, tmp_path):
             await asyncio.to_thread(control.pause, tmp_path)
             await asyncio.to_thread(control.resume, tmp_path)
@@ -207,11 +207,11 @@ def test_limits_that_the_node_cannot_keep_come_back_with_what_to_do(tmp_path: Pa
     async def main() -> None:
         async with control.serve(node, tmp_path):
             with pytest.raises(ConfigError, match="not so many") as caught:
-                await asyncio.to_thread(control.set_limits, tmp_path, Limits(cores=NO_CORES))
+                await asyncio.to_thread(control.set_limits, tmp_path, OwnerLimits(cores=NO_CORES))
             assert caught.value.hint == "use fewer"
 
     asyncio.run(main())
-    assert node.kept == Limits()
+    assert node.kept == OwnerLimits()
 
 
 def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
@@ -224,4 +224,4 @@ def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
                 await asyncio.to_thread(control._call, tmp_path, "SetLimits", impossible, control_pb2.Limits)
 
     asyncio.run(main())
-    assert node.kept == Limits()
+    assert node.kept == OwnerLimits()

@@ -10,7 +10,7 @@ import pytest
 
 from swarmnet_node.engine.memory_account import MIB
 from swarmnet_node.loading import LoadedModel, NodeConfig
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
@@ -40,7 +40,7 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
         cache_dir=folder / "cache",
         folder=folder,
         device="cpu",
-        limits=Limits(schedule="mon 00:00-00:01", max_ram_bytes=max_ram_bytes),
+        limits=OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=max_ram_bytes),
         **options,
     )
     return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))

@@ -14,7 +14,7 @@ from swarmnet_node.engine.memory_account import (
     least_limit,
     resource_limits,
 )
-from swarmnet_node.owner.limits import Limits, MonthlyUsage, Observed, reason_to_pause
+from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reason_to_pause
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.partial_model import LayerWidths
@@ -74,7 +74,7 @@ def test_a_schedule_follows_the_clock_on_the_wall_when_it_changes(hour: str) -> 
 )  # fmt: skip
 def test_invalid_schedules_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="schedule"):
-        Limits(schedule=text)
+        OwnerLimits(schedule=text)
 
 
 QUIET = Observed(at(MONDAY, "12:00"), idle_s=600.0, on_battery=False)
@@ -86,22 +86,22 @@ NOTHING_USED = MonthlyUsage("2026-11")
 @pytest.mark.parametrize(
     ("limits", "observed", "usage", "owner", "reason"),
     [
-        (Limits(), UNKNOWN, NOTHING_USED, False, ""),
-        (Limits(), QUIET, NOTHING_USED, True, "owner"),
-        (Limits(idle_only=True), QUIET, NOTHING_USED, False, ""),
-        (Limits(idle_only=True), BUSY, NOTHING_USED, False, "this machine is in use"),
-        (Limits(idle_only=True, idle_after_s=601), QUIET, NOTHING_USED, False, "this machine is in use"),
-        (Limits(idle_only=True), UNKNOWN, NOTHING_USED, False, "it is not known"),
-        (Limits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
-        (Limits(no_battery=True), QUIET, NOTHING_USED, False, ""),
-        (Limits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
-        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 4), False, ""),
-        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 5), False, "2026-11"),
-        (Limits(monthly_bytes=10), QUIET, MonthlyUsage("2026-10", 500, 500), False, ""),
+        (OwnerLimits(), UNKNOWN, NOTHING_USED, False, ""),
+        (OwnerLimits(), QUIET, NOTHING_USED, True, "owner"),
+        (OwnerLimits(idle_only=True), QUIET, NOTHING_USED, False, ""),
+        (OwnerLimits(idle_only=True), BUSY, NOTHING_USED, False, "this machine is in use"),
+        (OwnerLimits(idle_only=True, idle_after_s=601), QUIET, NOTHING_USED, False, "this machine is in use"),
+        (OwnerLimits(idle_only=True), UNKNOWN, NOTHING_USED, False, "it is not known"),
+        (OwnerLimits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
+        (OwnerLimits(no_battery=True), QUIET, NOTHING_USED, False, ""),
+        (OwnerLimits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
+        (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 4), False, ""),
+        (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 5), False, "2026-11"),
+        (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-10", 500, 500), False, ""),
     ],
 )
 def test_a_node_runs_unless_something_forbids_it(
-    limits: Limits, observed: Observed, usage: MonthlyUsage, owner: bool, reason: str
+    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, owner: bool, reason: str
 ) -> None:
     found = reason_to_pause(limits, observed, usage, paused_by_owner=owner)
     assert reason in found
@@ -114,12 +114,12 @@ def test_a_month_begins_with_nothing() -> None:
     assert usage.plus("2026-12", 2, 0) == MonthlyUsage("2026-12", 2, 0)
 
 
-ALL = Limits(1 << 30, 0.8, 1e6, 2e6, 1 << 40, "19:00-07:00", True, 60.0, True, 4)
+ALL = OwnerLimits(1 << 30, 0.8, 1e6, 2e6, 1 << 40, "19:00-07:00", True, 60.0, True, 4)
 
 
-@pytest.mark.parametrize("limits", [Limits(), ALL])
-def test_limits_are_read_back_as_they_were_written(limits: Limits) -> None:
-    assert Limits.from_json(limits.to_json()) == limits
+@pytest.mark.parametrize("limits", [OwnerLimits(), ALL])
+def test_limits_are_read_back_as_they_were_written(limits: OwnerLimits) -> None:
+    assert OwnerLimits.from_json(limits.to_json()) == limits
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_limits_are_read_back_as_they_were_written(limits: Limits) -> None:
 )  # fmt: skip
 def test_a_damaged_file_of_limits_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        Limits.from_json(text)
+        OwnerLimits.from_json(text)
 
 
 FOOTPRINT = Footprint(runtime_bytes=400 * MIB, block_bytes=14 * MIB, widths=LayerWidths(576, 576, 1536))

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnet_node.owner import machine as machine_module
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import Limits, MonthlyUsage
+from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -25,10 +25,10 @@ def _machine(folder: Path, link: LinkLimiter | None = None, now: float = NOVEMBE
 
 
 def test_limits_hold_after_a_restart(tmp_path: Path) -> None:
-    limits = Limits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
+    limits = OwnerLimits(up_bytes_per_s=1e6, schedule="19:00-07:00", cores=2)
 
     async def enforce() -> LinkLimiter:
-        link, told = LinkLimiter(), list[Limits]()
+        link, told = LinkLimiter(), list[OwnerLimits]()
         OwnersMachine(tmp_path, link, lambda: NOVEMBER, told.append).enforce(limits)
         assert told == [limits]
         return link
@@ -50,7 +50,7 @@ def test_a_full_disk_at_the_end_is_out_of_resources(tmp_path: Path, monkeypatch:
 
 
 def test_without_a_file_nothing_is_limited(tmp_path: Path) -> None:
-    assert load_limits(tmp_path) == Limits()
+    assert load_limits(tmp_path) == OwnerLimits()
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", '{"up": 1}', "\0" * (1 << 20)])
@@ -154,10 +154,10 @@ def test_only_the_sources_that_limits_need_are_read(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine_module, "idle_s", idle)
     monkeypatch.setattr(machine_module.psutil, "sensors_battery", battery, raising=False)
     machine = _machine(tmp_path)
-    seen = machine.observe(Limits(up_bytes_per_s=1e6, schedule="19:00-07:00"))
+    seen = machine.observe(OwnerLimits(up_bytes_per_s=1e6, schedule="19:00-07:00"))
     assert (seen.idle_s, seen.on_battery, asked) == (None, False, [])
-    assert machine.observe(Limits(idle_only=True)).idle_s == 7.0
-    assert not machine.observe(Limits(no_battery=True)).on_battery
+    assert machine.observe(OwnerLimits(idle_only=True)).idle_s == 7.0
+    assert not machine.observe(OwnerLimits(no_battery=True)).on_battery
     assert asked == ["idle", "battery"]
 
 

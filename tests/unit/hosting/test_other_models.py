@@ -15,7 +15,7 @@ from swarmnet_node import other_models as other_models_module
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.node import Hosting
 from swarmnet_node.other_models import ListedModels, ModelReader, listed, other_models
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.host_announcements import load_of
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.joining.network import Network
@@ -26,7 +26,7 @@ from tests.defences import defence, nothing, replacing
 from tests.support.tiny_models import write_gguf
 from tests.support.weight_swarm import WeightSwarm, weight_swarm
 
-NEVER = Limits(schedule="mon 00:00-00:01")
+NEVER = OwnerLimits(schedule="mon 00:00-00:01")
 """A schedule that keeps the node from loading its blocks."""
 HASH = bytes(32)
 
@@ -82,7 +82,7 @@ class Group:
         assert found is not None
         return found
 
-    def switched(self, models: ListedModels, weight_bytes: int, limits: Limits = NEVER) -> Hosting:
+    def switched(self, models: ListedModels, weight_bytes: int, limits: OwnerLimits = NEVER) -> Hosting:
         return asyncio.run(models.hosting(self.beta.manifest.hash, weight_bytes, limits))
 
 
@@ -118,8 +118,8 @@ def test_a_node_hosts_as_many_blocks_of_another_model_as_fit(group: Group) -> No
 def test_the_limits_of_the_owner_hold_for_another_model(group: Group) -> None:
     group.outline(group.beta)
     with pytest.raises(OutOfResources):
-        group.switched(group.models(), 1, Limits(schedule=NEVER.schedule, max_ram_bytes=1 << 20))
-    enough = Limits(schedule=NEVER.schedule, max_ram_bytes=1 << 40)
+        group.switched(group.models(), 1, OwnerLimits(schedule=NEVER.schedule, max_ram_bytes=1 << 20))
+    enough = OwnerLimits(schedule=NEVER.schedule, max_ram_bytes=1 << 40)
     assert group.switched(group.models(), 1, enough).num_blocks == 6, "all that the memory holds"
     few = group.models(num_blocks=1)
     assert group.switched(few, block_bytes(group), enough).num_blocks == 1, "not more than --num-blocks"

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from swarmnet_node.engine.device_memory import BlockNeeds, place, room_bytes, spread
 from swarmnet_node.loading import LoadedModel, NodeConfig
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
@@ -170,7 +170,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
         cache_dir=folder / "cache",
         folder=folder,
         device="meta",
-        limits=options.pop("limits", Limits(schedule="mon 00:00-00:01")),
+        limits=options.pop("limits", OwnerLimits(schedule="mon 00:00-00:01")),
         **{"max_cache_bytes": MIB, **options},
     )
     return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
@@ -194,9 +194,9 @@ def test_ram_does_not_bound_the_blocks_on_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LoadedModel, "_block_needs", lambda own: SMALL)
-    limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * GIB)
+    limits = OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=64 * GIB)
     assert loaded(tmp_path, monkeypatch, 0, limits=limits).num_blocks == 3
-    limits = Limits(schedule="mon 00:00-00:01", max_ram_bytes=64 * MIB)
+    limits = OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=64 * MIB)
     with pytest.raises(OutOfResources, match="a node does not fit into 64 MiB") as refused:
         loaded(tmp_path, monkeypatch, 0, limits=limits)
     assert "--num-blocks" not in refused.value.hint

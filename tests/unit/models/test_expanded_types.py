@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 
 from swarmnet_client.model.local_layers import LoadOptions, memory_notice
 from swarmnet_node.loading import LoadedModel, NodeConfig
-from swarmnet_node.owner.limits import Limits
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -92,7 +92,7 @@ def test_a_node_tells_before_it_loads_and_counts_it_in_its_limit(tmp_path: Path)
         cache_dir=tmp_path / "cache",
         folder=tmp_path,
         device="cpu",
-        limits=Limits(schedule="mon 00:00-00:01", max_ram_bytes=1 << 40),
+        limits=OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=1 << 40),
     )
     said: list[str] = []
     peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())

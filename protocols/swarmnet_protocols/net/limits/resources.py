@@ -111,11 +111,11 @@ class Rate(StrEnum):
     """Attempts to connect to peers that other peers named."""
 
 
-Limits = Mapping[Resource, int]
+ResourceLimits = Mapping[Resource, int]
 RateLimits = Mapping[Rate, RateLimit]
 
 MIB = 1 << 20
-SYSTEM_LIMITS: Limits = {
+SYSTEM_LIMITS: ResourceLimits = {
     Resource.MEMORY: 256 * MIB,
     Resource.INBOUND_STREAMS: 4096,
     Resource.PENDING_HANDSHAKES: 128,
@@ -130,7 +130,7 @@ SYSTEM_LIMITS: Limits = {
     Resource.EXPERTS: 64,
     Resource.PENDING_ROUNDS: 256,
 }
-PEER_LIMITS: Limits = {
+PEER_LIMITS: ResourceLimits = {
     Resource.MEMORY: 64 * MIB + 64 * 1024,
     Resource.INBOUND_STREAMS: 384,
     Resource.PENDING_HANDSHAKES: 4,
@@ -253,7 +253,7 @@ class Scope:
     """
 
     def __init__(
-        self, name: str, limits: Limits, rate_limits: RateLimits, parent: "Scope | None" = None
+        self, name: str, limits: ResourceLimits, rate_limits: RateLimits, parent: "Scope | None" = None
     ) -> None:
         self.name = name
         self.used: Counter[Resource] = Counter()
@@ -361,7 +361,7 @@ class Scope:
         scope._is_subnet = True
         return scope
 
-    def child(self, name: str, limits: Limits) -> "Scope":
+    def child(self, name: str, limits: ResourceLimits) -> "Scope":
         """Return a scope within this one."""
         scope = Scope(name, limits, {}, self)
         self._children.add(scope)

@@ -22,8 +22,8 @@ work."""
 
 
 @dataclass(frozen=True)
-class HostLimits:
-    """The limits of one host; None means no limit.
+class ClientLimits:
+    """What the clients of one host may use; None means no limit.
 
     The engine limits the KV caches of all clients together.
     """
