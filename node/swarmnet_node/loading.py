@@ -17,7 +17,7 @@ from swarmnet_protocols.joining.network import Network
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.engine.device_memory import BlockNeeds, Placement
+    from swarmnet_node.engine.device_memory import BlockNeeds, DeviceLayout
     from swarmnet_node.engine.kernels.backend import Backend
     from swarmnet_node.engine.memory_account import Footprint
     from swarmnet_node.engine.stage import Stage
@@ -101,7 +101,7 @@ class LoadedModel:
     backend: "Backend"
     blocks: tuple[int, int] | None
     num_blocks: int
-    placement: "Placement | None"
+    layout: "DeviceLayout | None"
     """How blocks were fitted to the memory of accelerators. None on a CPU."""
     is_packed: bool
     """Whether quantised weights stay as the checkpoint stores them."""
@@ -177,7 +177,7 @@ class LoadedModel:
             backend,
             config.blocks,
             config.num_blocks or total,
-            placement=None,
+            layout=None,
             is_packed=quantized is not None or config.dtype == "auto",
             quantized=quantized,
             preloaded=[],
@@ -195,7 +195,7 @@ class LoadedModel:
             loaded = loaded._with_cache(config.expert_memory_bytes)
         if config.max_block_bytes is not None:
             loaded = loaded._within_bytes(config.max_block_bytes)
-        loaded = loaded._placed(config)
+        loaded = loaded._fitted_on_cards(config)
         if config.limits.max_ram_bytes is not None:
             blocks_bytes = config.limits.max_ram_bytes - (config.expert_memory_bytes or 0)
             loaded = loaded._within(
@@ -251,19 +251,19 @@ class LoadedModel:
         cache = CacheOptions(own, reader, capacity, capacity * one_bytes)
         return replace(self, experts={block: frozenset() for block in counts}, cache=cache)
 
-    def _placed(self, config: NodeConfig) -> "LoadedModel":
+    def _fitted_on_cards(self, config: NodeConfig) -> "LoadedModel":
         """Return this model with blocks that fit the free memory of accelerators.
 
         Raises ``OutOfResources`` if the requested blocks do not fit.
         """
-        from swarmnet_node.engine.device_memory import place
+        from swarmnet_node.engine.device_memory import fit_on_cards
         from swarmnet_protocols.machine.devices import cards_of
 
         cards = cards_of(self.devices)
         if not cards:
             return self
         wanted = self.num_blocks if self.blocks is None else self.blocks[1] - self.blocks[0]
-        placement = place(
+        layout = fit_on_cards(
             cards,
             self._block_needs(),
             wanted=wanted,
@@ -273,7 +273,7 @@ class LoadedModel:
             # Weights quantised at load are packed; expanded, they would be the original ones.
             forms=(True,) if self.quantized is not None else (False, True) if self.is_packed else (False,),
         )
-        return replace(self, placement=placement, num_blocks=placement.total, is_packed=placement.packed)
+        return replace(self, layout=layout, num_blocks=layout.total, is_packed=layout.packed)
 
     def _block_needs(self) -> "BlockNeeds":
         """Return the memory needs of a block: the largest of the first, the last and a middle one.
@@ -488,13 +488,13 @@ class LoadedModel:
                 device=self.devices[0],
                 backend=self.backend,
                 packed=self.is_packed,
-                devices=() if self.placement is None else self.placement.devices(end - start),
+                devices=() if self.layout is None else self.layout.devices(end - start),
                 quantized=self.quantized,
                 experts=self.experts
                 and {block: self.experts[block] for block in range(start, end) if block in self.experts},
             )
-            if self.placement is not None:
-                stage.preallocate(self.placement.cache_bytes)
+            if self.layout is not None:
+                stage.preallocate(self.layout.cache_bytes)
         except torch.OutOfMemoryError as error:
             raise OutOfResources(
                 f"blocks {start}:{end} do not fit into the memory of {', '.join(map(str, self.devices))}",

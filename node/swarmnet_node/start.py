@@ -81,8 +81,8 @@ async def start(
             raise
         finally:
             loaded = await loading
-        if loaded.placement is not None:
-            notice(loaded.placement.describe(loaded.model.manifest.blocks))
+        if loaded.layout is not None:
+            notice(loaded.layout.describe(loaded.model.manifest.blocks))
         elif loaded.num_blocks < (config.num_blocks or 0):
             notice(f"--max-ram holds {loaded.num_blocks} of {config.num_blocks} blocks")
         if loaded.cache is not None and config.expert_memory_bytes is None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import expert_placement
-from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
 from swarmnet_protocols.routing.expert_moves import MOVES_A_MINUTE, Moves, most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
 from swarmnet_protocols.routing.expert_use import HALF_LIFE_S, MAX_COUNTS, ExpertUse
@@ -48,7 +48,7 @@ def use_of(rows: NDArray[np.int64], experts: int = EXPERTS) -> ExpertUse:
     return use
 
 
-def dispatched(placement: Placement, peers: Sequence[ExpertPeer], rows: NDArray[np.int64]) -> Dispatch:
+def dispatched(placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: NDArray[np.int64]) -> Dispatch:
     dispatch = Dispatch(placement, peers, rows.shape[1])
     for row in rows:
         for block, experts in enumerate(row.tolist()):
@@ -68,7 +68,7 @@ def test_placements_are_near_the_best_of_all(
     monkeypatch.setattr(expert_placement, "SPARE", 0.0)
     peers = peers_of(rooms, trunk, blocks=1)
     holders = [held for held in itertools.product((0, 1), repeat=len(rooms)) if any(held)]
-    possible: list[Placement] = [
+    possible: list[ExpertPlacement] = [
         {peer.peer: frozenset((0, e) for e in range(experts) if held[e][n]) for n, peer in enumerate(peers)}
         for held in itertools.product(holders, repeat=experts)
         if all(sum(each[n] for each in held) <= room for n, room in enumerate(rooms))
@@ -172,7 +172,7 @@ def test_a_faster_peer_computes_more() -> None:
 # ---- moves -------------------------------------------------------------------------------------
 
 
-def applied(present: Placement, moves: Moves) -> dict[PeerId, frozenset[Expert]]:
+def applied(present: ExpertPlacement, moves: Moves) -> dict[PeerId, frozenset[Expert]]:
     after = {peer: set(experts) for peer, experts in present.items()}
     for peer, expert in moves.drops:
         after[peer].remove(expert)
@@ -232,8 +232,8 @@ def test_an_expert_is_kept_until_another_peer_has_loaded_it() -> None:
     """Two full peers exchange experts over the free memory of a third."""
     a, b = (0, 0), (0, 1)
     peers = peers_of([1, 1, 1], None, 1)
-    present: Placement = {PeerId("peer0"): frozenset([a]), PeerId("peer1"): frozenset([b])}
-    wanted: Placement = {PeerId("peer0"): frozenset([b]), PeerId("peer1"): frozenset([a])}
+    present: ExpertPlacement = {PeerId("peer0"): frozenset([a]), PeerId("peer1"): frozenset([b])}
+    wanted: ExpertPlacement = {PeerId("peer0"): frozenset([b]), PeerId("peer1"): frozenset([a])}
     steps = []
     while (moves := next_moves(present, wanted, peers, expert_bytes=1, most=1)) != Moves():
         steps.append(moves)

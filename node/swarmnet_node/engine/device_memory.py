@@ -51,7 +51,7 @@ class BlockNeeds:
 
 
 @dataclass(frozen=True)
-class Placement:
+class DeviceLayout:
     """How many consecutive blocks each of ``cards`` holds.
 
     ``packed``: whether quantised weights stay packed.
@@ -93,7 +93,7 @@ class Placement:
         )
 
 
-def place(  # noqa: PLR0913 - memory, needs and limits, each a number
+def fit_on_cards(  # noqa: PLR0913 - memory, needs and limits, each a number
     cards: Sequence[Card],
     needs: BlockNeeds,
     *,
@@ -102,8 +102,8 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
     cache_bytes: int,
     most: float | None,
     forms: Sequence[bool] = (False, True),
-) -> Placement:
-    """Place ``wanted`` blocks, or unless ``is_fixed`` as many as fit.
+) -> DeviceLayout:
+    """Lay out ``wanted`` blocks, or unless ``is_fixed`` as many as fit.
 
     - ``forms``: the permitted values of ``packed``. The first with the most blocks wins.
     - ``cache_bytes``: bytes for the KV caches of all blocks.
@@ -124,7 +124,7 @@ def place(  # noqa: PLR0913 - memory, needs and limits, each a number
             f"{wanted} blocks do not fit into the {free:.1f} GiB that are free on {', '.join(card.name for card in cards)}",
             hint=f"{fewer}allow less for sessions: --max-cache, or more in all: --max-gpu-mem; --device cpu uses the memory of the machine",
         )
-    return Placement(tuple(cards), counts, packed, needs, cache_bytes)
+    return DeviceLayout(tuple(cards), counts, packed, needs, cache_bytes)
 
 
 def room_bytes(card: Card, most: float | None) -> int:

@@ -25,7 +25,7 @@ from swarmnet_protocols.net import PeerId
 
 Expert = tuple[int, int]
 """The block of an expert, and its number in the block."""
-Placement = Mapping[PeerId, frozenset[Expert]]
+ExpertPlacement = Mapping[PeerId, frozenset[Expert]]
 """The experts that each peer holds."""
 P = TypeVar("P")
 """A peer: its ID, or its place in a list."""
@@ -84,7 +84,7 @@ class ExpertPeer:
 class Dispatch:
     """Divides rows among peers, and adds up their messages and times."""
 
-    def __init__(self, placement: Placement, peers: Sequence[ExpertPeer], blocks: int) -> None:
+    def __init__(self, placement: ExpertPlacement, peers: Sequence[ExpertPeer], blocks: int) -> None:
         self._peers = peers
         self._blocks = blocks
         self._holders: dict[Expert, list[int]] = {}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer, ExpertPlacement
 
 MOVES_A_MINUTE = 0.05
 """Largest share of a model's experts that peers load in a minute. With more, loads would slow down
@@ -34,7 +34,12 @@ def most_moves(experts: int, minutes: float = 1.0) -> int:
 
 
 def next_moves(
-    present: Placement, wanted: Placement, peers: Sequence[ExpertPeer], *, expert_bytes: int, most: int
+    present: ExpertPlacement,
+    wanted: ExpertPlacement,
+    peers: Sequence[ExpertPeer],
+    *,
+    expert_bytes: int,
+    most: int,
 ) -> Moves:
     """Return the next moves from ``present`` towards ``wanted``, a placement of ``place``.
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, ExpertPlacement
 from swarmnet_protocols.routing.expert_use import ExpertUse
 
 SPARE = 0.05
@@ -70,9 +70,9 @@ def place(
     *,
     expert_bytes: int,
     rng: random.Random,
-    present: Placement | None = None,
+    present: ExpertPlacement | None = None,
     most_loads: int | None = None,
-) -> Placement:
+) -> ExpertPlacement:
     """Return the experts that each peer should hold. At least one peer holds each expert.
 
     Placement uses ``1 - SPARE`` of the memory where that is enough. With ``present``, the result is

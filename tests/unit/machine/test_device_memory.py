@@ -8,7 +8,7 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from transformers import LlamaConfig
 
-from swarmnet_node.engine.device_memory import BlockNeeds, place, room_bytes, spread
+from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
@@ -69,10 +69,10 @@ def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits() -> None:
     assert needs.packed_bytes == pytest.approx(0.481e9, rel=1e-3)
     options: dict[str, Any] = {"wanted": 80, "is_fixed": False, "cache_bytes": GIB, "most": None}
     cards = [card(24 * GIB)]
-    packed = place(cards, needs, **options)
+    packed = fit_on_cards(cards, needs, **options)
     assert packed.packed
     assert packed.total >= 40
-    dense = place(cards, needs, forms=(False,), **options)
+    dense = fit_on_cards(cards, needs, forms=(False,), **options)
     assert not dense.packed
     assert dense.total == 12
     for found in (packed, dense):
@@ -85,9 +85,9 @@ def test_a_card_of_24_gb_hosts_40_blocks_of_llama_70b_at_4_bits() -> None:
 
 def test_weights_are_expanded_when_all_wanted_blocks_then_fit() -> None:
     needs = llama_70b()
-    few = place([card(24 * GIB)], needs, wanted=10, is_fixed=True, cache_bytes=GIB, most=None)
+    few = fit_on_cards([card(24 * GIB)], needs, wanted=10, is_fixed=True, cache_bytes=GIB, most=None)
     assert (few.total, few.packed) == (10, False)
-    more = place([card(24 * GIB)], needs, wanted=20, is_fixed=True, cache_bytes=GIB, most=None)
+    more = fit_on_cards([card(24 * GIB)], needs, wanted=20, is_fixed=True, cache_bytes=GIB, most=None)
     assert (more.total, more.packed) == (20, True)
 
 
@@ -113,15 +113,15 @@ def test_the_room_on_a_card_is_what_others_and_its_owner_leave(
 def test_blocks_that_do_not_fit_are_refused_with_what_would_fit() -> None:
     scratch = SMALL.scratch_bytes(packed=True)
     cards = [card(scratch + 700 * MIB, 0)]
-    fitting = place(cards, SMALL, wanted=10_000, is_fixed=False, cache_bytes=8 * MIB, most=None).total
+    fitting = fit_on_cards(cards, SMALL, wanted=10_000, is_fixed=False, cache_bytes=8 * MIB, most=None).total
     assert fitting > 500
     options: dict[str, Any] = {"is_fixed": True, "cache_bytes": 8 * MIB, "most": None}
-    place(cards, SMALL, wanted=fitting, **options)
+    fit_on_cards(cards, SMALL, wanted=fitting, **options)
     with pytest.raises(OutOfResources, match="do not fit") as refused:
-        place(cards, SMALL, wanted=fitting + 1, **options)
+        fit_on_cards(cards, SMALL, wanted=fitting + 1, **options)
     assert f"--num-blocks {fitting}," in refused.value.hint
     with pytest.raises(OutOfResources, match="do not fit"):
-        place([card(GIB)], SMALL, wanted=1, is_fixed=False, cache_bytes=4 * GIB, most=None)
+        fit_on_cards([card(GIB)], SMALL, wanted=1, is_fixed=False, cache_bytes=4 * GIB, most=None)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_no_card_gets_more_than_fits() -> None:
 def test_two_cards_host_more_blocks_than_one() -> None:
     needs = llama_70b()
     cards = [card(24 * GIB, index=0), card(12 * GIB, index=1)]
-    found = place(cards, needs, wanted=80, is_fixed=False, cache_bytes=GIB, most=None)
+    found = fit_on_cards(cards, needs, wanted=80, is_fixed=False, cache_bytes=GIB, most=None)
     assert found.total == sum(found.blocks) > 60
     assert found.blocks[0] > 2 * found.blocks[1] > 0
 
@@ -178,16 +178,16 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
 
 def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = loaded(tmp_path, monkeypatch, 0)
-    assert whole.placement is not None
+    assert whole.layout is not None
     assert (whole.blocks, whole.is_packed) == ((0, 3), False)
-    scratch = [whole.placement.needs.scratch_bytes(packed=packed) for packed in (False, True)]
+    scratch = [whole.layout.needs.scratch_bytes(packed=packed) for packed in (False, True)]
     least = {packed: GIB - int(0.05 * GIB) - scratch[packed] - MIB for packed in (False, True)}
     with pytest.raises(OutOfResources, match="3 blocks do not fit"):
         loaded(tmp_path, monkeypatch, GIB, blocks=(0, 3))
-    two = loaded(tmp_path, monkeypatch, least[False] - 2 * whole.placement.needs.expanded_bytes - 100)
+    two = loaded(tmp_path, monkeypatch, least[False] - 2 * whole.layout.needs.expanded_bytes - 100)
     assert (two.blocks, two.num_blocks, two.is_packed) == (None, 2, False)
-    assert two.placement is not None
-    assert "2 of 3 blocks fit: 2 on a card (0." in two.placement.describe(3)
+    assert two.layout is not None
+    assert "2 of 3 blocks fit: 2 on a card (0." in two.layout.describe(3)
 
 
 def test_ram_does_not_bound_the_blocks_on_an_accelerator(

@@ -23,7 +23,7 @@ from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, Placement
+from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
 from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
 from swarmnet_protocols.routing.expert_placement import place
 from swarmnet_protocols.routing.expert_use import ExpertUse
@@ -68,7 +68,7 @@ def group(room: float, *, peers: int = 4, has_trunk: bool = True) -> list[Expert
     ]
 
 
-def contiguous(peers: Sequence[ExpertPeer]) -> Placement:
+def contiguous(peers: Sequence[ExpertPeer]) -> ExpertPlacement:
     """Equal parts of the experts of each block, in the order of their numbers."""
     held: dict[PeerId, set[Expert]] = {peer.peer: set() for peer in peers}
     for block in range(BLOCKS):
@@ -77,7 +77,7 @@ def contiguous(peers: Sequence[ExpertPeer]) -> Placement:
     return {peer: frozenset(experts) for peer, experts in held.items()}
 
 
-def measure(placement: Placement, peers: Sequence[ExpertPeer], rows: Rows) -> tuple[float, float]:
+def measure(placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: Rows) -> tuple[float, float]:
     """Messages divided by those of the contiguous placement, and the time of the busiest peer in
     means of all."""
     found, usual = Dispatch(placement, peers, BLOCKS), Dispatch(contiguous(peers), peers, BLOCKS)
@@ -117,11 +117,11 @@ def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
 
 
 def after(
-    present: Placement,
+    present: ExpertPlacement,
     *,
     loads: Sequence[tuple[PeerId, Expert]] = (),
     drops: Sequence[tuple[PeerId, Expert]] = (),
-) -> Placement:
+) -> ExpertPlacement:
     changed = {peer: set(experts) for peer, experts in present.items()}
     for peer, expert in drops:
         changed[peer].remove(expert)
@@ -136,7 +136,7 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     peers = group(1.5)
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(recorded("code")[0])
-    present: Placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    present: ExpertPlacement = place(use, peers, expert_bytes=1, rng=random.Random(0))
     wanted = present
     counted, measured = (renumbered(rows) for rows in recorded("prose"))
     messages, busiest = measure(present, peers, measured)
@@ -197,7 +197,7 @@ def trunk_with(links: Sequence[CountingLink]) -> Any:
 
 
 async def dispatched(
-    placement: Placement, peers: Sequence[ExpertPeer], rows: Rows, together: int
+    placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: Rows, together: int
 ) -> tuple[int, float]:
     """Rows that the dispatcher of a trunk without experts sends, with ``together`` rows a forward,
     and the time of the busiest peer in means."""
