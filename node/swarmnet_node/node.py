@@ -404,7 +404,7 @@ class Node(RunningNode):
         claims, _ = await self._claims.read(moved=True)
         choice = choose_span(claims, blocks=total, length=length, rng=random.Random(me))
         for _ in range(INTENT_ROUNDS):
-            self._take(choice)
+            self._adopt(choice)
             await self._announcer.announce()
             await asyncio.sleep(self._dependencies.timing.intent_s * self._dependencies.rng.uniform(0.9, 1.1))
             claims, usual = await self._claims.read(moved=True)
@@ -412,9 +412,9 @@ class Node(RunningNode):
             choice = resolve_claims(mine, claims, blocks=total)
             if (choice.start, choice.end) == self.span:
                 break
-        self._take(choice)
+        self._adopt(choice)
 
-    def _take(self, choice: Choice) -> None:
+    def _adopt(self, choice: Choice) -> None:
         self.placed = replace(self.placed, span=(choice.start, choice.end), reason=choice.reason)
 
     # ---- relocating -----------------------------------------------------------------------------
@@ -522,7 +522,7 @@ class Node(RunningNode):
         await host.drain(former, drain_s)
         await former_context.aclose()
 
-    async def keep(self, drain_s: float) -> None:
+    async def shrink(self, drain_s: float) -> None:
         """Serve only the blocks of ``relocation``, a part of the current ones.
 
         Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
@@ -537,7 +537,7 @@ class Node(RunningNode):
         try:
             self.placed, self.relocation = self.placed.after(self.relocation), None
             self._step_s = step_s
-            host.keep(stage, start)
+            host.shrink(stage, start)
             await self._tell_of_move()
             await host.drain(engine, drain_s)
         finally:

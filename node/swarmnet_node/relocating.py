@@ -146,7 +146,7 @@ class Relocatable(Protocol):
         Hand sessions of the former blocks over within ``drain_s``, then drop these blocks.
         """
 
-    async def keep(self, drain_s: float) -> None:
+    async def shrink(self, drain_s: float) -> None:
         """Serve only the blocks of ``relocation``, a part of the current ones.
 
         Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
@@ -291,7 +291,7 @@ class Relocator:
         if relocation.kind is Kind.SHRINK:
             is_spared = await self._is_confirmed(relocation, kept=kept, looks=MAY_LEAVE_LOOKS)
             if node.capacity < node.claim.end - node.claim.start:  # the owner may allow more again
-                await node.keep(DROP_S if is_spared else DRAIN_GAP_S)
+                await node.shrink(DROP_S if is_spared else DRAIN_GAP_S)
             return False
         if relocation.is_switch:
             # others read this node's intent, and this node theirs

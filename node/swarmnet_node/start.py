@@ -101,7 +101,7 @@ async def start(
 
         every_core = await compute_on(executor, threads=config.limits.cores)
         watch = await stack.enter_async_context(
-            DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing())
+            DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing())
         )
         dependencies = Dependencies(
             transport,

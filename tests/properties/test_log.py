@@ -100,7 +100,7 @@ def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
             case "replace":
                 log.detach(cursor)
                 needed = data.draw(st.sets(st.sampled_from(sorted(truth)))) if truth else set()
-                log.keep(needed)
+                log.retain(needed)
                 assert log.lengths.keys() >= needed
                 truth = {number: held for number, held in truth.items() if number in log.lengths}
                 hop, cursor = Downstream(), log.attach(0)

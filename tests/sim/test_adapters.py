@@ -121,7 +121,7 @@ def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
             await lab.start("middle", lab.hosting((2, 3)))
             await asyncio.sleep(1.0)
             node.relocation = Relocation(Kind.SHRINK, 3, 6, "a test")
-            await node.keep(30.0)
+            await node.shrink(30.0)
             assert node.status().weight_bytes < reference.stage(2, 6).weight_bytes
             hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), torch.tensor(text[5:])))
             assert chain.report.failovers == chain.report.handovers

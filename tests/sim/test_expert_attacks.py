@@ -177,10 +177,10 @@ def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> Non
 def end_links_by_any_error(patch: Patch) -> None:
     """An error that is none of swarmnet's ends the task of a link."""
 
-    async def keep(link: ExpertLink) -> None:
+    async def keep_open(link: ExpertLink) -> None:
         await link._run()
 
-    patch.setattr(ExpertLink, "keep", keep)
+    patch.setattr(ExpertLink, "keep_open", keep_open)
 
 
 @defence("no error that an address causes ends the search for peers with experts", off=end_links_by_any_error)

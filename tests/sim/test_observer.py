@@ -131,7 +131,7 @@ def test_step_times_are_those_that_the_client_measures(
             assert cumulative_counts(times)[-1] == 58
             assert total(times) / 58 == pytest.approx(0.12, abs=0.005)
             assert cumulative_counts(firsts)[-1] == 1
-            measured = trace.steps[0].noted
+            measured = trace.steps[0].marked
             first_s = measured[Moment.ANSWERED] - measured[Moment.SENT]
             assert total(firsts) == pytest.approx(first_s, abs=0.01)
             assert first_s == pytest.approx(0.12 if asked_after_s else 0.18, abs=0.01)

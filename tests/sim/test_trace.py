@@ -128,9 +128,9 @@ def test_a_trace_names_every_part_of_a_step_in_order() -> None:
     with trace.trip():
         trace.asked(1, 7)
         for moment in (Moment.TAKEN, Moment.EMBEDDED, Moment.ENCODED, Moment.SENT):
-            trace.note(1, moment)
-        trace.take(b"session", hop, encode_times(HopTimes(1, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))))
-        trace.note(1, Moment.ANSWERED)
+            trace.mark(1, moment)
+        trace.add_times(b"session", hop, encode_times(HopTimes(1, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))))
+        trace.mark(1, Moment.ANSWERED)
     events: list[Any] = trace_events(trace.trips, trace.steps)
     found = [each["name"] for each in slices(events) if each["pid"] == 1]
     assert found == ["step 1: 7 positions", *HOP_SLICES]
@@ -210,11 +210,13 @@ def test_a_hop_cannot_have_had_a_step_before_it_was_sent() -> None:
     trace.begin_chain(1)
     trace.asked(1, 1)
     with pytest.raises(ProtocolViolation):
-        trace.take(
+        trace.add_times(
             b"session", Hop("liar", 0, 1), encode_times(HopTimes(1, (0.0, 0.0, 50.0, 50.0, 50.0, 50.0)))
         )
-    trace.take(b"session", Hop("honest", 0, 1), encode_times(HopTimes(1, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5))))
-    trace.take(b"session", Hop("late", 0, 1), encode_times(HopTimes(2, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5))))
+    trace.add_times(
+        b"session", Hop("honest", 0, 1), encode_times(HopTimes(1, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5)))
+    )
+    trace.add_times(b"session", Hop("late", 0, 1), encode_times(HopTimes(2, (9.0, 9.1, 9.2, 9.3, 9.4, 9.5))))
     assert [stay.hop.peer for stay in trace.steps[0].stays.values()] == ["honest"]
 
 

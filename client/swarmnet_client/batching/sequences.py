@@ -89,7 +89,7 @@ class Answer:
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
 
-    def take(self, token: Token) -> bool:
+    def add(self, token: Token) -> bool:
         """Add the next token. Returns whether the answer needs more."""
         self.ids.append(token.id)
         if self.request.sampling.penalises:
@@ -504,7 +504,7 @@ class SequenceGroup:
         answer.trips += 1
         answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]
         valid = sequence.speculator.choose([token.id for token in tokens], len(part.draft))
-        needs_more = all(answer.take(token) for token in tokens[:valid])
+        needs_more = all(answer.add(token) for token in tokens[:valid])
         sequence.start -= len(part.draft) + 1 - valid
         if needs_more:
             sequence.todo = [answer.ids[-1]]

@@ -166,7 +166,7 @@ class Chain:
             trace.asked(seq, sum(row.count for row in rows))
         outputs = await self._in_flight.send(rows, values)
         if trace is not None:
-            trace.note(seq, Moment.ANSWERED)
+            trace.mark(seq, Moment.ANSWERED)
         if is_alone and sum(row.count for row in rows) == 1 and self.report.route is route:
             self._measure(clock() - started)
         outputs = self._auditor.step_done(watched, rows, values, outputs)
@@ -218,7 +218,7 @@ class Chain:
         trace = self._spec.trace
         if trace is None:
             raise ProtocolViolation("times that the client did not ask for")
-        trace.take(live.session, live.hop, timed)
+        trace.add_times(live.session, live.hop, timed)
 
     async def _supervise(self) -> None:
         """Keep the chain whole. A failure that cannot be repaired ends every step, later ones

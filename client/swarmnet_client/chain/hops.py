@@ -108,7 +108,7 @@ class ChainReport:
     wrong.
     """
 
-    def take(self, hops: Sequence[Hop]) -> None:
+    def set_route(self, hops: Sequence[Hop]) -> None:
         """Note the hops of a route that covers all blocks."""
         self.route = [(hop.peer, hop.start, hop.end) for hop in hops]
         blocks: Counter[str] = Counter()

@@ -84,7 +84,7 @@ class ChainLinks:
         await sender.tee(target, self.swarm.record_of(target.peer))
         return None
 
-    def switch(
+    def promote(
         self, sender: Sender, standby: LiveHop, epoch: int, feeding: asyncio.Task[None] | None
     ) -> None:
         """Make the link that feeds a standby the sender's only one. A hop is told by ``make``."""

@@ -141,7 +141,7 @@ class RemoteBatch:
             )
         )
         self._walked = [hop_passes for hop_passes, _ in done]
-        self.report.take([hop_pass.hop for hop_pass in self._walked[-1]])
+        self.report.set_route([hop_pass.hop for hop_pass in self._walked[-1]])
         return torch.cat([outputs for _, outputs in done])
 
     async def backward(self, gradients: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

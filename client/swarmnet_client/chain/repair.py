@@ -126,7 +126,7 @@ class ChainRepair:
                 await self.links.make(self.hops)
         except TimeoutError:
             raise self._explain(self._gaps()) from self.last_error
-        self.report.take([live.hop for live in self.hops])
+        self.report.set_route([live.hop for live in self.hops])
         self.swarm.chain_opened(self.hops[0].peer, self.hops[-1].peer)
 
     def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
@@ -147,7 +147,7 @@ class ChainRepair:
         self.hops = [live for live in self.hops if live.alive]
         for live in gone:
             live.stream.close()
-            if (standby := self.standbys.take(live)) is not None:
+            if (standby := self.standbys.pop(live)) is not None:
                 self._install(standby)
         return gaps(self.hops, self.spec.blocks)
 
@@ -159,7 +159,7 @@ class ChainRepair:
         """
         self.report.failovers += 1
         self._add(standby.hops)
-        self.links.switch(standby.sender, standby.hops[0], standby.epoch, standby.feeding)
+        self.links.promote(standby.sender, standby.hops[0], standby.epoch, standby.feeding)
 
     def _add(self, new: Sequence[LiveHop]) -> None:
         """Make new hops part of the chain, and close the hops that give way to them."""

@@ -147,7 +147,7 @@ class Standbys:
         place = self._places.get(live)
         return place is not None and place.failures >= ATTEMPTS
 
-    def keep(self, hops: Sequence[LiveHop], precision: str | None, positions: int) -> None:
+    def update(self, hops: Sequence[LiveHop], precision: str | None, positions: int) -> None:
         """Prepare a standby for each hop of a whole chain that needs one.
 
         End the standbys of hops that are gone, and standbys that no sender feeds. ``positions``:
@@ -179,7 +179,7 @@ class Standbys:
                 if place.standby is None and place.preparing is None and not is_given_up:
                     place.preparing = asyncio.create_task(self._prepare(place, precision))
 
-    def take(self, live: LiveHop) -> Standby | None:
+    def pop(self, live: LiveHop) -> Standby | None:
         """Return the standby of a hop, to install in its place. None unless it is alive and fed."""
         place = self._places.pop(live, None)
         if place is None:

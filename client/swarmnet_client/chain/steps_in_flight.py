@@ -57,7 +57,7 @@ class StepsInFlight:
     def forget_idle(self) -> None:
         """Forget the sequences that no answer needs: a replay does not send them."""
         log = self.outbox.log
-        log.keep(log.lengths.keys() - self.give_up_idle())
+        log.retain(log.lengths.keys() - self.give_up_idle())
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send one step and return the outputs that the rows want, [wanted, D].

@@ -86,11 +86,11 @@ class ChainSupervisor:
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop
         until its session ends."""
-        note = ignore_moment if spec.trace is None else spec.trace.note
+        mark = ignore_moment if spec.trace is None else spec.trace.mark
 
         def render(step: Step) -> Step:
             rendered = step.with_values(embed(step.values))
-            note(step.seq, Moment.EMBEDDED)
+            mark(step.seq, Moment.EMBEDDED)
             return rendered
 
         self._swarm = swarm
@@ -106,7 +106,7 @@ class ChainSupervisor:
         uploads = AdapterUploads(swarm, spec.adapter, self._adapter_progressed)
         self._sessions = HopSessions(swarm, spec, uploads, receive, self._take_heartbeat, self.session_ended)
         sender = LinkSender(
-            swarm.transport, in_flight.outbox, spec.dtype, swarm.timing, render=render, note=note
+            swarm.transport, in_flight.outbox, spec.dtype, swarm.timing, render=render, mark=mark
         )
         self._links = ChainLinks(swarm, spec, sender, self._client_link_lost)
         self._standbys = Standbys(swarm, spec, self._sessions, self._links, self._trouble)
@@ -162,7 +162,7 @@ class ChainSupervisor:
                 await self._repair_or_rest()
             if not self._is_resting:
                 positions = sum(self._in_flight.outbox.log.lengths.values())
-                self._standbys.keep(self._repair.hops, self._repair.precision, positions)
+                self._standbys.update(self._repair.hops, self._repair.precision, positions)
 
     async def _repair_or_rest(self) -> None:
         """Repair the chain, or let it rest: if no step waits, try again at the next step.

@@ -53,18 +53,18 @@ class HopStay:
 class TracedStep:
     """A step of a chain of ``blocks`` blocks.
 
-    ``noted``: times by the client's clock. ``stays``: the hops' times, by each hop's first block.
+    ``marked``: times by the client's clock. ``stays``: the hops' times, by each hop's first block.
     """
 
     seq: int
     positions: int
     blocks: int
-    noted: dict[Moment, float] = field(default_factory=dict)
+    marked: dict[Moment, float] = field(default_factory=dict)
     stays: dict[int, HopStay] = field(default_factory=dict)
 
     @property
     def is_answered(self) -> bool:
-        return all(moment in self.noted for moment in CLIENT_MOMENTS)
+        return all(moment in self.marked for moment in CLIENT_MOMENTS)
 
     @property
     def client_s(self) -> list[float]:
@@ -73,7 +73,7 @@ class TracedStep:
         Outputs may arrive before the client notes that the step was sent. Then both have the same
         time.
         """
-        return sorted(min(self.noted[moment], self.noted[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
+        return sorted(min(self.marked[moment], self.marked[Moment.ANSWERED]) for moment in CLIENT_MOMENTS)
 
     @property
     def route(self) -> list[HopStay]:
@@ -128,20 +128,20 @@ class Trace:
         if len(self.steps) < MAX_STEPS:
             step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks)
             self.steps.append(step)
-            self.note(seq, Moment.ASKED)
+            self.mark(seq, Moment.ASKED)
 
-    def note(self, seq: int, moment: Moment) -> None:
+    def mark(self, seq: int, moment: Moment) -> None:
         """``moment`` is now. The first time counts: a step may be sent again."""
         if seq in self._by_seq:
-            self._by_seq[seq].noted.setdefault(moment, self._clock())
+            self._by_seq[seq].marked.setdefault(moment, self._clock())
 
-    def take(self, session: bytes, hop: Hop, message: pb.Timed) -> None:
-        """Take the times that a hop reported. Raises ``ProtocolViolation`` for impossible times."""
+    def add_times(self, session: bytes, hop: Hop, message: pb.Timed) -> None:
+        """Add the times that a hop reported. Raises ``ProtocolViolation`` for impossible times."""
         times = decode_times(message)
         step = self._by_seq.get(times.step)
         if step is None:
             return
-        if times.stay_s > self._clock() - step.noted[Moment.ASKED] + SLACK_S:
+        if times.stay_s > self._clock() - step.marked[Moment.ASKED] + SLACK_S:
             raise ProtocolViolation("a hop says that it had a step before that was sent")
         step.stays[hop.start] = HopStay(session, hop, times)
         self._told.set()

@@ -58,13 +58,13 @@ def record_forward(
     """
     saved: list[weakref.ref[torch.Tensor]] = []
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
         # a tensor refers to its graph, so saving it would keep both alive
         detached = tensor.detach()
         saved.append(weakref.ref(detached))
         return detached
 
-    with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = forward(inputs)
     edge = get_gradient_edge(outputs)
     outputs = outputs.detach()
@@ -105,13 +105,13 @@ class GraphCache:
     def __contains__(self, key: GraphKey) -> bool:
         return key in self._entries
 
-    def keep(self, key: GraphKey, graph: AutogradGraph, *, max_bytes: int, for_s: float) -> None:
+    def put(self, key: GraphKey, graph: AutogradGraph, *, max_bytes: int, for_s: float) -> None:
         """Keep a graph for ``for_s`` seconds, unless it exceeds its owner's limit or ``max_bytes``.
 
         First drop the owner's oldest graphs until its limit has room. Then drop the oldest of all
         until all graphs take at most ``max_bytes``.
         """
-        self.take(key)
+        self.pop(key)
         loop = asyncio.get_running_loop()
         scope = self._resources.peer(key.owner, loop.time())
         if graph.nbytes > max_bytes or not scope.can_ever_reserve(Resource.GRAPHS, graph.nbytes):
@@ -119,9 +119,9 @@ class GraphCache:
         self._drop(graph.nbytes - scope.available(Resource.GRAPHS), key.owner)
         self.shrink(max_bytes - graph.nbytes)
         reservation = scope.reserve(Resource.GRAPHS, graph.nbytes)
-        self._entries[key] = graph, reservation, loop.call_later(for_s, self.take, key)
+        self._entries[key] = graph, reservation, loop.call_later(for_s, self.pop, key)
 
-    def take(self, key: GraphKey) -> AutogradGraph | None:
+    def pop(self, key: GraphKey) -> AutogradGraph | None:
         """Remove a graph and return it. Return None if it is not here."""
         if key not in self._entries:
             return None
@@ -139,5 +139,5 @@ class GraphCache:
         for key in [key for key in self._entries if owner in (None, key.owner)]:
             if excess_bytes <= 0:
                 return
-            if graph := self.take(key):
+            if graph := self.pop(key):
                 excess_bytes -= graph.nbytes

@@ -99,7 +99,7 @@ class _StepWork:
         tokens = self.behind + len(self.inputs) - self.computed
         return Waiting(tokens, id(self.stage), self.scope.owner)
 
-    def take(self, tokens: int) -> "_Part":
+    def next_part(self, tokens: int) -> "_Part":
         """Return the next ``tokens`` positions."""
         again = min(self.behind, tokens)
         return _Part(self, again, self.inputs[self.computed : self.computed + tokens - again])
@@ -273,7 +273,7 @@ class Engine:
 
     def keep_graph(self, key: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
         """Keep a graph in ``graph_cache`` for ``for_s`` seconds, if KV caches leave room for it."""
-        self.graph_cache.keep(key, graph, max_bytes=self._free_bytes, for_s=for_s)
+        self.graph_cache.put(key, graph, max_bytes=self._free_bytes, for_s=for_s)
 
     @property
     def _free_bytes(self) -> int:
@@ -434,13 +434,13 @@ class Engine:
         clock = asyncio.get_running_loop().time
         self._active |= {work.scope: clock() for work in self._steps}
         self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
-        self._shares.keep({scope.owner for scope in self._active})
+        self._shares.set_active({scope.owner for scope in self._active})
         is_shared = len(self._active) > 1
         most = shared_tokens(self.position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
         waiting = [work.waiting for work in self._steps]
         picked = schedule(waiting, most, self._shares.served)
         self._shares.charge(((waiting[index].client, tokens) for index, tokens in picked), most)
-        parts = [self._steps[index].take(tokens) for index, tokens in picked]
+        parts = [self._steps[index].next_part(tokens) for index, tokens in picked]
         started = self.stopwatch()
         for part in parts:
             if not part.work.computed and len(part.inputs):

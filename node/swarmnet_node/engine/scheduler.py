@@ -68,7 +68,7 @@ class ClientShares:
     def __init__(self) -> None:
         self.served: dict[Hashable, float] = {}
 
-    def keep(self, active: Collection[Hashable]) -> None:
+    def set_active(self, active: Collection[Hashable]) -> None:
         """Add the active clients, and forget all others."""
         stay = {client: served for client, served in self.served.items() if client in active}
         least = min(stay.values(), default=0.0)

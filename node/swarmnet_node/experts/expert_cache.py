@@ -116,7 +116,7 @@ class ExpertCache:
             hooked: Any = module
             for handle in (
                 parent.register_forward_pre_hook(partial(self._predict, layer)),
-                hooked.register_forward_pre_hook(partial(self._note, layer)),
+                hooked.register_forward_pre_hook(partial(self._before_layer, layer)),
             ):
                 self._hooks.callback(handle.remove)
 
@@ -186,7 +186,7 @@ class ExpertCache:
         layer, expert = key
         drop_experts(self._blocks[layer][1], [expert])
 
-    def _note(self, layer: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _before_layer(self, layer: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         """Note what a layer needs, just before it computes: ``inputs[1]`` has the numbers of the
         chosen experts."""
         if hasattr(module, "record_choice"):

@@ -227,7 +227,7 @@ class ExpertDispatcher:
                     if (outputs := self._outputs_of(ask)) is None:
                         failed.add(ask.link.host.peer)
                     elif not left.isdisjoint(ask.pairs):
-                        left -= self._take(ask, outputs, found, doubted)
+                        left -= self._sort_outputs(ask, outputs, found, doubted)
                 if orphans & left and self._loop.time() >= give_up_at:
                     raise self._missing({block: frozenset(expert for _, expert in orphans & left)})
         finally:
@@ -235,7 +235,7 @@ class ExpertDispatcher:
                 await cancel(*(ask.answer for ask in asks))
         return {expert: parts.outputs(rows[expert].tolist()) for expert, parts in found.items()}
 
-    def _take(
+    def _sort_outputs(
         self,
         ask: _Ask,
         outputs: Outputs,

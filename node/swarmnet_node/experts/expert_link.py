@@ -101,7 +101,7 @@ class ExpertModel:
 
 
 class ExpertLink:
-    """A stream to ``host``. :meth:`keep` keeps it open; :meth:`ask` requests rows while
+    """A stream to ``host``. :meth:`keep_open` keeps it open; :meth:`ask` requests rows while
     :attr:`is_open`."""
 
     def __init__(
@@ -187,7 +187,7 @@ class ExpertLink:
         """Ask other peers first for a while. Each call doubles the time."""
         self._avoided_until = now + self._avoidance.next_s()
 
-    async def keep(self) -> NoReturn:
+    async def keep_open(self) -> NoReturn:
         """Keep the stream open until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
@@ -263,7 +263,7 @@ class ExpertLink:
                 self._listen(reply.attached)
                 self._changed()
             elif reply.HasField("computed"):
-                self._take(reply.computed, payload)
+                self._accept_answer(reply.computed, payload)
             else:
                 raise ProtocolViolation("an answer to no request")
 
@@ -273,7 +273,7 @@ class ExpertLink:
         if attached.experts:
             self._told = decode_experts(attached.experts)
 
-    def _take(self, computed: pb.Computed, payload: Buffer) -> None:
+    def _accept_answer(self, computed: pb.Computed, payload: Buffer) -> None:
         """Take an answer. Raises ``ProtocolViolation`` if nothing waits for it."""
         if computed.id not in self._waiting:
             raise ProtocolViolation(f"outputs of request {computed.id}, which does not wait for any")

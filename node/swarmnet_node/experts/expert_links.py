@@ -187,7 +187,7 @@ class ExpertLinks:
         )
         self._links[host.peer] = link
         self._tried_at[host.peer] = self._loop.time()
-        self._keeping[host.peer] = asyncio.create_task(link.keep(), name=f"experts of {host.peer}")
+        self._keeping[host.peer] = asyncio.create_task(link.keep_open(), name=f"experts of {host.peer}")
 
     async def _drop(self, peer: PeerId) -> None:
         if (link := self._links.pop(peer, None)) is not None:

@@ -78,10 +78,10 @@ class ExpertPlanner:
         hooks = []
         for block in self._missing:
             module: Any = modules[block]
-            hooks.append(module.register_forward_pre_hook(partial(self._note, block)))
+            hooks.append(module.register_forward_pre_hook(partial(self._count_choice, block)))
         return hooks
 
-    def _note(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _count_choice(self, block: int, module: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         """Note a choice, on the torch thread. ``inputs[1]``: numbers of the chosen experts [T,
         k]."""
         if not hasattr(module, "record_choice"):

@@ -190,7 +190,7 @@ class ExpertService:
 
     async def handle(self, stream: ExpertsStream) -> None:
         """Compute for one host until its stream ends."""
-        with self._slots.take(stream.stream, lambda: stream.refuse(_idle())) as slot:
+        with self._slots.acquire(stream.stream, lambda: stream.refuse(_idle())) as slot:
             self.streams += 1
             self._rows[slot] = 0
             try:

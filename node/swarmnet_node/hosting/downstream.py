@@ -54,7 +54,7 @@ class Downstream:
             if log is not None:
                 self.sender.outbox.log = log
             if needed is not None:
-                self.sender.outbox.log.keep(needed)
+                self.sender.outbox.log.retain(needed)
             if self.target is not None and not self.freed.is_set():
                 self._sending = asyncio.create_task(self._send_steps(self.target))
 
@@ -66,7 +66,7 @@ class Downstream:
             if standby is not None and not self.freed.is_set():
                 self._feeding = asyncio.create_task(self._send_steps(standby))
 
-    async def switch(self, target: NextHop, needed: frozenset[int] | None) -> None:
+    async def relink(self, target: NextHop, needed: frozenset[int] | None) -> None:
         """Send steps to ``target`` from now on. If it is the standby, its link stays."""
         standby = self.standby
         if standby is None or (standby.session, standby.epoch) != (target.session, target.epoch):

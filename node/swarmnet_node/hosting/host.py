@@ -197,7 +197,7 @@ class Host:
         self._session_parts = replace(self._session_parts, engine=engine, start=start)
         self.adapters.clear()  # they belong to other blocks
 
-    def keep(self, stage: Stage, start: int) -> None:
+    def shrink(self, stage: Stage, start: int) -> None:
         """Serve only ``stage`` from now on, a part of the current stage.
 
         Sessions of other blocks continue until ``drain``.
@@ -282,7 +282,7 @@ class Host:
         session = HostedSession(
             self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
         )
-        session.slot = self._take_slot(held, self._session_slots, client.stream, session.evict)
+        session.slot = self._acquire_slot(held, self._session_slots, client.stream, session.evict)
         session.slot.stands_by, session.slot.is_spare = session.stands_by, wanted.spare
         if not wanted.spare:
             self._end_spares()
@@ -316,10 +316,10 @@ class Host:
             if session.slot is not None and session.slot.is_spare:
                 session.slot.evict()
 
-    def _take_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
-        """Take a slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
+    def _acquire_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
+        """Acquire a slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
         try:
-            return held.enter_context(slots.take(stream, evict))
+            return held.enter_context(slots.acquire(stream, evict))
         except ResourceLimitReached as error:
             raise Refusal.overloaded(error) from error
 
@@ -335,7 +335,7 @@ class Host:
                 evicted.set_exception(idle())
 
         with ExitStack() as held:
-            slot = self._take_slot(held, slots, stream, evict)
+            slot = self._acquire_slot(held, slots, stream, evict)
             await race(work(slot), _value(evicted))
 
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:

@@ -142,7 +142,7 @@ class HostedPass:
         return computed
 
     def _take_graph(self) -> AutogradGraph:
-        graph = self._engine.graph_cache.take(self._graph) if self._graph is not None else None
+        graph = self._engine.graph_cache.pop(self._graph) if self._graph is not None else None
         if graph is None:
             raise _graph_gone()
         return graph

@@ -150,7 +150,7 @@ class HostedSession:
             self._outbox,
             self.wire,
             parts.timing,
-            note=self._step_times.note,
+            mark=self._step_times.mark,
         )
         self._downstream = Downstream(sender, self._tell, self._next_hop_lost, self.freed)
         if wanted.HasField("next"):
@@ -352,7 +352,7 @@ class HostedSession:
         target = self._parts.next_hop(wanted.next, wanted.epoch)
         self._take_over()
         needed = frozenset(wanted.needed.numbers) if wanted.HasField("needed") else None
-        await self._downstream.switch(target, needed)
+        await self._downstream.relink(target, needed)
 
     def _take_over(self) -> None:
         """Stop being a standby."""
@@ -489,7 +489,7 @@ class HostedSession:
                     self._parts.check_wait(self.stream.peer, self)
                 is_rebuilt = step.replay and not self._sequences.caches
                 computed = step.with_values(await self._compute(step))
-                self._step_times.note(step.seq, Moment.COMPUTED)
+                self._step_times.mark(step.seq, Moment.COMPUTED)
                 self._outbox.append(computed)
                 if self._is_last and not step.replay:
                     await self._answer(computed)
@@ -533,7 +533,7 @@ class HostedSession:
             (self._sequences.caches[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
-        started = partial(self._step_times.note, step.seq, Moment.STARTED)
+        started = partial(self._step_times.mark, step.seq, Moment.STARTED)
         outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
         return finite(outputs.to(decoded_dtype(self.wire)))
 
@@ -542,11 +542,11 @@ class HostedSession:
         return sum(self._sequences.caches[row.sequence].behind for row in rows)
 
     async def _answer(self, step: Step) -> None:
-        self._step_times.note(step.seq, Moment.TAKEN)
+        self._step_times.mark(step.seq, Moment.TAKEN)
         tensor, payload = encode_tensor(step.wanted())
-        self._step_times.note(step.seq, Moment.ENCODED)
+        self._step_times.mark(step.seq, Moment.ENCODED)
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
-        self._step_times.note(step.seq, Moment.SENT)
+        self._step_times.mark(step.seq, Moment.SENT)
 
     def _fail(self, refusal: Refusal) -> None:
         if not self._failed.done():

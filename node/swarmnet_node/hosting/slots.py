@@ -85,8 +85,8 @@ class Slots:
         self._slots: dict[Slot, None] = {}
 
     @contextmanager
-    def take(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
-        """Take a slot for the peer of ``stream`` while the context is open.
+    def acquire(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
+        """Acquire a slot for the peer of ``stream`` while the context is open.
 
         Raises ``ResourceLimitReached``. When all slots are taken and the peer is below its own
         limit, a slot without work is evicted first.

@@ -29,9 +29,9 @@ class HopStepTimes:
         if len(self._under_way) >= MAX_STEPS:
             del self._under_way[next(iter(self._under_way))]
         self._under_way[seq] = {}
-        self.note(seq, Moment.RECEIVED)
+        self.mark(seq, Moment.RECEIVED)
 
-    def note(self, seq: int, moment: Moment) -> None:
+    def mark(self, seq: int, moment: Moment) -> None:
         """Note that ``moment`` is now. The first time counts, because a step may be sent again."""
         moments = self._under_way.get(seq)
         if moments is None:

@@ -55,7 +55,7 @@ class ExpertBalance:
                 if name.startswith(around) and name.endswith(BIAS):
                     experts.register_forward_pre_hook(partial(_add_loads, bias=parameter))
 
-    def take(self, gradient: Tensor) -> Tensor:
+    def extract(self, gradient: Tensor) -> Tensor:
         """Return the gradients of the biases, ``[b]``, and set them to 0 in ``gradient``, ``[n]``.
 
         The loads must not change the gradient's norm or AdamW's moments.

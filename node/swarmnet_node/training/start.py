@@ -111,7 +111,7 @@ async def start(
             reporter.handle({"event": "identity", "warning": warning})
 
         await stack.enter_async_context(
-            DuplicateWatch.keep(transport, directory, random.SystemRandom(), Timing(), warn)
+            DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
         )
         listing = job_announcer(directory, dependencies.rng, config.job)
         announcing = asyncio.create_task(persist("the catalog", listing.run), name="catalog")

@@ -275,7 +275,7 @@ class Trainer:
 
     def _update(self, round: int, step: int) -> None:
         gradient = self._gradients()
-        loads = self._balance.take(gradient)
+        loads = self._balance.extract(gradient)
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         steps_before = round * self._steps_per_round + step

@@ -101,7 +101,7 @@ def topic_of(peer: PeerId) -> str:
 
 
 class DuplicateWatch:
-    """Announces this process and looks for a duplicate. :meth:`keep` makes one."""
+    """Announces this process and looks for a duplicate. :meth:`run` makes one."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class DuplicateWatch:
 
     @classmethod
     @asynccontextmanager
-    async def keep(
+    async def run(
         cls,
         transport: Transport,
         directory: Directory,

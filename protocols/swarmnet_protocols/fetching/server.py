@@ -85,7 +85,7 @@ class SendTurns:
         self._waiting: list[tuple[Standing, int, asyncio.Future[None]]] = []
 
     @contextlib.asynccontextmanager
-    async def take(self, standing: Standing) -> AsyncIterator[SendTurn]:
+    async def acquire(self, standing: Standing) -> AsyncIterator[SendTurn]:
         """Take a turn while the context is open, for at most ``TURN_S``."""
         loop = asyncio.get_running_loop()
         if self._free:
@@ -135,7 +135,7 @@ class WeightServer:
         with scope.reserve(Resource.TRANSFERS):
             while True:
                 request, _ = await stream.receive()
-                async with self._turns.take(standing) as turn:
+                async with self._turns.acquire(standing) as turn:
                     began = time.monotonic()
                     total, payload = await self._answer(request)
                     name, start = request.file.hex()[:8], request.offset

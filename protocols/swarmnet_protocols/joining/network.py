@@ -247,7 +247,7 @@ async def connect(
                 await PROBE.serve(guarded, Probes(raw.addresses_of, wall_clock, raw.networks).answer)
                 await relay.serve()
             await reachability.find_out()
-            stack.push_async_callback(cancel, asyncio.create_task(reachability.keep(), name="reachability"))
+            stack.push_async_callback(cancel, asyncio.create_task(reachability.run(), name="reachability"))
         routed.describe_reach = partial(describe, reachability, punching, relay, routed)
         if client_mode:
             local = LocalNetwork(membership.rules.swarm)

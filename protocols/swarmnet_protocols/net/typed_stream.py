@@ -56,7 +56,7 @@ class AdaptiveTimeout:
     def __init__(self) -> None:
         self._longest_s: float | None = None
 
-    def note(self, waited_s: float) -> None:
+    def observe(self, waited_s: float) -> None:
         """Note that the next message came after ``waited_s``.
 
         The first message does not count, since it answers a request.
@@ -137,7 +137,7 @@ class TypedStream(Generic[Sent, Received]):
         clock = asyncio.get_running_loop().time
         asked = clock()
         message = await receive_within(self.stream, self._timeout.seconds(self.silence_s))
-        self._timeout.note(clock() - asked)
+        self._timeout.observe(clock() - asked)
         return message
 
     async def send_heartbeats(self, period_s: float, heartbeat: Callable[[], Sent]) -> NoReturn:

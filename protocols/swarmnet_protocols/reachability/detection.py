@@ -140,7 +140,7 @@ class Reachability:
         elif self._reserving is not None:
             await self._release()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Repeat ``find_out`` until cancelled.
 
         It runs when this machine's addresses change, when its router forwards a port, and every

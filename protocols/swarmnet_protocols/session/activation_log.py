@@ -247,7 +247,7 @@ class ActivationLog:
             self._pending_bytes -= step.values.nbytes
             self._compact(step)
 
-    def keep(self, sequences: Set[int]) -> None:
+    def retain(self, sequences: Set[int]) -> None:
         """Forget all sequences except ``sequences`` and the sequences of pending steps.
 
         A fresh hop does not get the forgotten ones. The shortest compacted sequence always stays:

@@ -81,7 +81,7 @@ class LinkSender:
 
     - ``render`` turns a logged step into a step with values [P, D]: the client logs token ids.
     - ``wire`` is the element type that is sent.
-    - ``note`` is called with a step's number when the step is taken from the log, encoded and sent.
+    - ``mark`` is called with a step's number when the step is taken from the log, encoded and sent.
     """
 
     transport: Transport
@@ -89,7 +89,7 @@ class LinkSender:
     wire: torch.dtype
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
-    note: Callable[[int, Moment], None] = ignore_moment
+    mark: Callable[[int, Moment], None] = ignore_moment
 
     async def run(
         self,
@@ -152,12 +152,12 @@ class LinkSender:
                 self.outbox.appended.clear()
                 await self.outbox.appended.wait()
                 continue
-            self.note(step.seq, Moment.TAKEN)
+            self.mark(step.seq, Moment.TAKEN)
             rendered = self.render(step)
             if is_slow(self.wire, *rendered.values.shape):
                 message, payload = await asyncio.to_thread(encode_step, rendered, self.wire)
             else:
                 message, payload = encode_step(rendered, self.wire)
-            self.note(step.seq, Moment.ENCODED)
+            self.mark(step.seq, Moment.ENCODED)
             await link.send(pb.LinkRequest(step=message), payload)
-            self.note(step.seq, Moment.SENT)
+            self.mark(step.seq, Moment.SENT)

@@ -78,7 +78,7 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     link.set_relay_rate(relay_bytes_per_s)
     async with (
         connect(replace(network, link=link)) as (transport, directory),
-        DuplicateWatch.keep(transport, directory, SystemRandom(), Timing()),
+        DuplicateWatch.run(transport, directory, SystemRandom(), Timing()),
     ):
         interrupts.first = stop.set
         _announce(transport, data_dir, as_json=as_json)

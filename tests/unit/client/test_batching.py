@@ -151,7 +151,7 @@ def test_tokens_of_an_answer_are_counted_only_for_penalties() -> None:
     for sampling, counted in ((Sampling(), {}), (Sampling(presence_penalty=0.1), {5: 2, 6: 1})):
         answer = Answer(Request((1,), 9, sampling))
         for token in (5, 6, 5):
-            answer.take(Token(token))
+            answer.add(Token(token))
         assert answer.counts == counted
 
 

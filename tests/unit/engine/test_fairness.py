@@ -126,10 +126,10 @@ def test_a_client_that_is_ahead_hardly_delays_the_forwards_of_others() -> None:
 
 def test_a_pause_is_no_credit_and_being_ahead_is_bounded() -> None:
     shares = ClientShares()
-    shares.keep({"steady", "paused"})
+    shares.set_active({"steady", "paused"})
     for _ in range(100):
         shares.charge([("steady", 30)], 32)
     assert shares.served["steady"] - shares.served["paused"] == 64
-    shares.keep({"steady"})
-    shares.keep({"steady", "paused"})
+    shares.set_active({"steady"})
+    shares.set_active({"steady", "paused"})
     assert shares.served["steady"] == shares.served["paused"]

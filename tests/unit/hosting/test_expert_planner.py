@@ -23,7 +23,7 @@ def test_rows_count_for_those_of_their_experts_that_the_trunk_lacks() -> None:
     dispatcher: Any = SimpleNamespace(wanted={5: {1, 3, 4, 6}})
     planner = ExpertPlanner(dispatcher, random.Random(0))
     chosen = torch.tensor([[1, 3, 6], [0, 3, 4], [2, 6, 5], [0, 2, 5]])  # the trunk has 0, 2 and 5
-    planner._note(5, SimpleNamespace(), (torch.empty(0), chosen))
+    planner._count_choice(5, SimpleNamespace(), (torch.empty(0), chosen))
     planner._count(0.0)
     use = cast(Any, planner._counts)
     assert use.rows.tolist() == [[1, 2, 1, 2]]

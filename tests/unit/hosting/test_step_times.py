@@ -23,7 +23,7 @@ def fresh(*, are_wanted: bool = True) -> HopStepTimes:
 
 def send(times: HopStepTimes, seq: int) -> None:
     for moment in HOP_MOMENTS[1:]:
-        times.note(seq, moment)
+        times.mark(seq, moment)
 
 
 def test_times_count_from_the_opening_of_the_session(times: HopStepTimes) -> None:
@@ -35,14 +35,14 @@ def test_times_count_from_the_opening_of_the_session(times: HopStepTimes) -> Non
 def test_the_times_of_a_step_that_is_sent_again_are_told_once(times: HopStepTimes) -> None:
     times.received(7)
     for moment in (*HOP_MOMENTS[1:], *HOP_MOMENTS[3:]):
-        times.note(7, moment)
+        times.mark(7, moment)
     assert times.complete.qsize() == 1
 
 
 def test_a_step_that_was_computed_unseen_has_no_times(times: HopStepTimes) -> None:
     times.received(7)
-    times.note(7, Moment.TAKEN)
-    times.note(7, Moment.SENT)
+    times.mark(7, Moment.TAKEN)
+    times.mark(7, Moment.SENT)
     assert times.complete.empty()
 
 

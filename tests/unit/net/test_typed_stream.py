@@ -95,12 +95,12 @@ def test_late_heartbeats_are_waited_for_but_not_for_ever() -> None:
 
 def test_the_timeout_is_the_least_again_after_even_heartbeats() -> None:
     timeout = AdaptiveTimeout()
-    timeout.note(1.5)  # the answer to a request
+    timeout.observe(1.5)  # the answer to a request
     assert timeout.seconds(2.0) == 2.0
-    timeout.note(1.5)
+    timeout.observe(1.5)
     assert timeout.seconds(2.0) == 6.0
     for _ in range(50):  # 20 s of even heartbeats
-        timeout.note(0.4)
+        timeout.observe(0.4)
     assert timeout.seconds(2.0) == 2.0
 
 

@@ -296,15 +296,15 @@ def test_rows_that_are_not_finite_are_sent_to_no_peer(value: float) -> None:
 
 def avoid_at_once(patch: Patch) -> None:
     """A peer is avoided for outputs that are not finite, whatever the outputs of others are."""
-    take = ExpertDispatcher._take
+    sort_outputs = ExpertDispatcher._sort_outputs
 
     def avoiding(dispatcher: ExpertDispatcher, ask: Any, *others: Any) -> Any:
-        taken = take(dispatcher, ask, *others)
+        taken = sort_outputs(dispatcher, ask, *others)
         if taken != ask.pairs:
             ask.link.avoid(0.0)
         return taken
 
-    patch.setattr(ExpertDispatcher, "_take", avoiding)
+    patch.setattr(ExpertDispatcher, "_sort_outputs", avoiding)
 
 
 @defence("no peer is blamed for rows that are too large for all", off=avoid_at_once)

@@ -125,7 +125,7 @@ def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.Mo
     async def scenario() -> None:
         async with worker.run():
             directory = MemoryDirectory(worker.board, OWNER, SWARM)
-            copy = DuplicateWatch.keep(
+            copy = DuplicateWatch.run(
                 worker.transport, directory, random.Random(0), Timing(identity_announce_s=0.05)
             )
             async with copy, asyncio.timeout(TIMEOUT_S):
