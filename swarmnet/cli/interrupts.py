@@ -38,8 +38,8 @@ class Interrupts:
         return interrupts
 
     def catch_end_of(self, stdin: TextIO) -> None:
-        """Handle the end of ``stdin`` like a signal, because the end of the parent process causes
-        it."""
+        """Handle the end of ``stdin`` like a signal. ``stdin`` ends when the parent process
+        ends."""
         loop, number = asyncio.get_running_loop(), stdin.fileno()
 
         def read() -> None:

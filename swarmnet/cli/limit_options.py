@@ -32,7 +32,7 @@ Relay = Annotated[
     _limit(
         "--relay",
         metavar="off|RATE",
-        about="Forward traffic of peers behind routers at most this fast. Only a node that others can dial forwards.",
+        about="Forward traffic of peers behind routers at most this fast. It applies if others can dial this node.",
         default="10mbit",
     ),
 ]
@@ -114,8 +114,8 @@ its text."""
 
 
 def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``OwnerLimits`` that the ``parameters`` of a command set, keyed by their Python
-    names.
+    """The fields of ``OwnerLimits`` that the user gave. ``parameters`` are the command's, by Python
+    name.
 
     Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no
     node can keep.
@@ -151,7 +151,7 @@ def remember(data_dir: Path, limits: OwnerLimits) -> None:
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """The fields of ``OwnerLimits`` of the options ``names``, with their defaults. Raises
+    """For each option in ``names``, its field of ``OwnerLimits`` with the default value. Raises
     ``typer.BadParameter`` for an unknown name."""
     if unknown := [name for name in names if name not in _READERS]:
         raise typer.BadParameter(
@@ -164,12 +164,10 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 def rows(limits: OwnerLimits) -> dict[str, str]:
     """The limits as rows of a table for users."""
     when = [limits.schedule] if limits.schedule else []
-    when += (
-        [f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}"]
-        if limits.idle_only
-        else []
-    )
-    when += ["not on battery"] if limits.no_battery else []
+    if limits.idle_only:
+        when.append(f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}")
+    if limits.no_battery:
+        when.append("not on battery")
     share = limits.max_gpu_mem
     return {
         "memory": units.show_memory(limits.max_ram_bytes) if limits.max_ram_bytes else "no limit",

@@ -71,8 +71,8 @@ def encode(value: object) -> str:
 
 
 class Viewer:
-    """The queue of one viewer's events. The first is ``patch``, or the whole state if that is
-    None."""
+    """The queue of one viewer's events. The first event is ``patch``. If ``patch`` is None, it is
+    the whole state."""
 
     def __init__(self, patch: str | None) -> None:
         self._patches = deque([] if patch is None else [patch])
@@ -146,8 +146,8 @@ class Feed:
     async def watching(self, have: str = "") -> AsyncIterator[Viewer]:
         """A viewer that receives all changes while the context is open.
 
-        Its first event is the patch from the state with ETag ``have`` if that is one of the last
-        ``RECENT_STATES``, else the whole state. Raises ``OutOfResources`` at ``MAX_VIEWERS``.
+        ``have`` is the ETag of the viewer's state. If that state is still kept, the first event is
+        the patch from it, otherwise the whole state. Raises ``OutOfResources`` at ``MAX_VIEWERS``.
         """
         if self.is_full:
             raise OutOfResources(f"{MAX_VIEWERS} viewers are connected already")

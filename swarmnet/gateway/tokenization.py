@@ -1,5 +1,5 @@
-"""Tokenizing the texts and chats of requests in a thread, within the length of the model's
-context."""
+"""Tokenizing the texts and chats of requests, in a thread. Longer texts than the model's context
+are refused."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence

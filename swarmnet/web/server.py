@@ -21,12 +21,13 @@ MAX_CONNECTIONS = 4096
 """Most open connections; further ones are closed at once, so that idle clients cannot exhaust the
 process's descriptors.
 
-One address has at most as many as it leaves to others.
+No address may hold more connections than are left for other addresses.
 """
 REQUEST_TIMEOUT_S = 30.0
-"""Seconds after which a connection without the complete headers of its next request is closed."""
+"""Seconds that a client has to send the complete headers of its next request. Then its connection
+is closed."""
 HARD_STOP_S = 5
-"""Seconds after which requests whose connection was aborted are cancelled."""
+"""Seconds between aborting the connections and cancelling requests that still run."""
 _log = logging.getLogger(__name__)
 
 
@@ -152,7 +153,7 @@ class _TimedConnection(H11Protocol):
 
     def _is_one_too_many(self) -> bool:
         left = MAX_CONNECTIONS - len(self.connections)
-        if left >= MAX_CONNECTIONS // 2:  # enough for any address: nothing to count
+        if left >= MAX_CONNECTIONS // 2:  # no address can hold more than that: save the count
             return False
         same = sum(_host(each) == _host(self) for each in list(self.connections))
         return left < 0 or same > left + 1

@@ -1,11 +1,11 @@
 """Speculative decoding: drafts of the next tokens, which the blocks check in one trip around the
 chain.
 
-A step carries the newest token and a draft, and gives the model's own choice after each of them.
-The choices are kept up to the first that differs from the draft, so the answer is that of plain
-decoding (Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", with a
-deterministic draft): one random number is used for each token of the answer, whichever step
-computed it.
+A step carries the newest token and a draft, and gives the model's own choice after each of these
+tokens. The choices up to the first that differs from the draft become part of the answer. So the
+answer is the same as without drafts (Leviathan et al. 2023, "Fast Inference from Transformers via
+Speculative Decoding", with a deterministic draft). Each token of the answer uses one random number,
+whichever step computed it, so this holds for sampling, too.
 
 Pure: no model, no clock, no I/O.
 """
@@ -39,12 +39,13 @@ The model costs time, and does not know the names and numbers of the text.
 _PRIOR_DRAFTS = 4.0
 """Number of checked tokens that the prior rates count for."""
 _KEPT = 0.95
-"""Weight of a measurement after each later one: the rates of a text and the times of a chain
-change."""
+"""Factor by which each new measurement reduces the weight of the older ones. Acceptance rates
+change within a text, and step times change within a chain."""
 _PRIOR_COST = 0.05
-"""Time of one more position, in times of a whole step, before it was measured."""
+"""Guess of the time of one more position, as a share of the time of a whole step."""
 _PRIOR_VARIANCE = 0.25
-"""Variance of the positions of recent steps that weighs as much as that guess."""
+"""Weight of the guess ``_PRIOR_COST`` against measurements. Measurements weigh as much as the
+variance of the number of positions in recent steps."""
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -59,11 +60,11 @@ def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next. ``match``: tokens before them that equal the end of the
-    sequence."""
+    """Tokens that may come next."""
 
     tokens: tuple[int, ...] = ()
     match: int = 0
+    """Length of the match: as many tokens before the copied place equal the end of the sequence."""
 
 
 class PromptLookup:
@@ -74,10 +75,13 @@ class PromptLookup:
         self._ids: list[int] = []
         self._places: defaultdict[int, list[int]] = defaultdict(list)
         self._place: int | None = None
-        """Where the match of the last draft ended."""
+        """Index of the last token of the newest draft's match."""
         self._distance = 0
-        """Tokens from the last match whose continuation was right to the end of the sequence
-        then."""
+        """Distance between the end of the sequence and the match, for the last draft that was
+        right.
+
+        While the text copies an earlier part, the distance stays the same.
+        """
         self.extend(ids)
 
     def extend(self, ids: Sequence[int]) -> None:
@@ -90,11 +94,11 @@ class PromptLookup:
             self._ids.append(token)
 
     def draft(self, most: int) -> Draft:
-        """At most ``most`` tokens after the longest match. Repeats itself where the match reaches
-        the end.
+        """Draft at most ``most`` tokens that followed the longest match.
 
-        Among equal matches, the nearest to the last copied place wins, or else the latest match: an
-        edited copy continues behind the edit.
+        If fewer tokens followed, the draft repeats the tokens since the match. Among
+        matches of equal length, the nearest to where the last right draft would continue wins, so
+        that an edited copy continues behind the edit. Between equally near ones, the latest wins.
         """
         ids = self._ids
         if not ids or most < 1:
@@ -102,12 +106,10 @@ class PromptLookup:
         best, match = -1, 0
         copied = len(ids) - 1 - self._distance
         for place in reversed(self._places[ids[-1]][-MAX_PLACES - 1 : -1]):
-            length = 1
-            while length < min(MAX_MATCH, place + 1) and ids[place - length] == ids[-1 - length]:
-                length += 1
+            length = self._match_at(place)
             if length > match or (length == match and abs(place - copied) < abs(best - copied)):
                 best, match = place, length
-            if match == MAX_MATCH and place <= copied:
+            if match == MAX_MATCH and place <= copied:  # earlier places are farther away
                 break
         if not match:
             return Draft()
@@ -115,10 +117,19 @@ class PromptLookup:
         period = len(ids) - 1 - best
         return Draft(tuple(ids[best + 1 + index % period] for index in range(most)), match)
 
+    def _match_at(self, place: int) -> int:
+        """Count the tokens up to ``place`` that equal the end of the sequence."""
+        ids, length = self._ids, 1
+        while length < min(MAX_MATCH, place + 1) and ids[place - length] == ids[-1 - length]:
+            length += 1
+        return length
+
 
 class StepTimes:
-    """Seconds of a step as a linear function of its positions, fitted to recent steps of one
-    chain."""
+    """Seconds of a step as a linear function of its number of positions.
+
+    A regression over recent steps of one chain, in which older steps weigh less and less.
+    """
 
     def __init__(self) -> None:
         self._weight = 0.0
@@ -128,8 +139,8 @@ class StepTimes:
         self._covariance = 0.0
 
     def add(self, positions: int, seconds: float) -> None:
-        """Count one step. Long pauses count as four mean steps: a failover says nothing of
-        positions."""
+        """Count one step. It counts as at most four mean steps, because a failover makes a step
+        slow whatever its positions."""
         if self._weight:
             seconds = min(seconds, 4 * self._seconds)
         self._weight = self._weight * _KEPT + 1
@@ -143,8 +154,8 @@ class StepTimes:
 
     @property
     def position_s(self) -> float:
-        """Seconds of one more position. Without variety among recent steps this returns to a guess,
-        so drafts are tried again now and then."""
+        """Seconds of one more position. If recent steps all have the same size, this approaches a
+        guess, so drafts are tried again now and then."""
         guess = _PRIOR_COST * self._seconds
         return max(0.0, (self._covariance + _PRIOR_VARIANCE * guess) / (self._variance + _PRIOR_VARIANCE))
 
@@ -154,7 +165,7 @@ class StepTimes:
 
 
 class DraftSequence(Protocol):
-    """The sequence, as a small model continues it."""
+    """A small model's view of the sequence, from which it drafts."""
 
     @property
     def token_s(self) -> float:
@@ -182,10 +193,10 @@ class Speculator:
         """Tokens of the last draft, sent or not, and the index of the acceptance rate of each."""
 
     def draft(self, times: StepTimes, *, positions: int = 1, most: int = MAX_DRAFT) -> tuple[int, ...]:
-        """The tokens to send after the newest one, in a step that has ``positions`` without them;
-        at most ``most``.
+        """Return at most ``most`` draft tokens to send after the newest token.
 
-        A draft token is worth its time while the expected tokens per second grow.
+        The step has ``positions`` positions without them. A further draft token pays while it
+        raises the expected tokens per second.
         """
         found = self._lookup.draft(MAX_DRAFT)
         self._drafted = [(token, _bucket(found.match)) for token in found.tokens]
@@ -218,8 +229,8 @@ class Speculator:
         """Take the model's choices [sent + 1] after a draft of ``sent`` tokens; return how many are
         valid.
 
-        Choices after the first that differs from the draft followed a wrong token. The first draft
-        token is checked even if it was not sent.
+        The first choice that differs from the draft is the last valid one: later choices were made
+        after a wrong token. The first draft token counts for its rate even if it was not sent.
         """
         valid = 1
         while valid <= sent and chosen[valid - 1] == self._drafted[valid - 1][0]:

@@ -27,7 +27,7 @@ class LocalFiles:
 
     @classmethod
     def named_in(cls, job: "Job") -> "LocalFiles":
-        """Return the paths in a job file of this machine's user."""
+        """Return the paths that the user of this machine wrote into a job file."""
         from swarmnet_protocols.training.jobs import PYTHON_STDLIB, is_published
 
         data, model = job.data.path, job.model.checkpoint
@@ -45,8 +45,8 @@ class LocalFiles:
 def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
     """Return the job in its published form: with hashes, without local paths.
 
-    The hashes cover its data and its checkpoint. Reads the data and the checkpoint. Raises
-    ``JobError`` if this machine could not train with them, or others could not get them.
+    Reads the data and the checkpoint to hash them. Raises ``JobError`` if this machine could not
+    train the job, or if others could not get its data or checkpoint.
     """
     import psutil
 
@@ -137,7 +137,7 @@ def load_stored_job(data_dir: Path, job_id: str) -> "tuple[SealedJob, bytes]":
         raise IntegrityError(f"{path}: {error}", hint="remove the file and get the job again") from error
     if job.id != job_id:
         raise IntegrityError(
-            f"{path} holds another job, {job.id[:16]}…, or one of another owner", hint="remove the file"
+            f"{path} holds the job {job.id[:16]}…, not the job of its name", hint="remove the file"
         )
     return job, sealed
 

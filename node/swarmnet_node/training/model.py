@@ -29,13 +29,13 @@ _EXCHANGE_BYTES = 5 * 4
 """Bytes of memory per parameter that an exchange adds, as measured. The gradients of the inner
 steps are freed before."""
 _FORWARDS_BYTES = 4 * 4
-"""Bytes of memory per parameter if scalars are exchanged: the parameter, the agreed and the next
-agreed one, and a copy for the loss."""
+"""Bytes of memory per parameter if scalars are exchanged: the parameter, the agreed parameter, the
+next agreed parameter, and a copy for the loss."""
 
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
-"""Similarity in [0, 1] to a known key from which an unknown key counts as misspelt. Less rejects
-keys of other versions of transformers; more lets typos pass."""
+"""An unknown key counts as misspelt if it is at least this similar, in [0, 1], to a known key. A
+lower bound rejects keys of other versions of transformers; a higher one lets typos pass."""
 _MAX_LAYERS = 4096
 """Most layers of a model. Counting parameters builds every layer, which takes memory even on
 "meta"."""
@@ -55,8 +55,8 @@ def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | N
         raise JobError(
             "model",
             "manifest",
-            f"is {section.manifest}, and that of {name} is {local.manifest.hash.hex()}: the job starts from other files",
-            hint="get the same files that the job was created with",
+            f"is {section.manifest}, but {name} has the manifest {local.manifest.hash.hex()}: the job was created with other files",
+            hint="get the files that the job was created with",
         )
     return local
 
@@ -139,7 +139,7 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
         raise JobError(
             "model",
             where,
-            f"has {config.vocab_size} tokens, and the tokenizer of [data] {vocab_size}",
+            f"has {config.vocab_size} tokens, but the tokenizer of [data] has {vocab_size}",
             hint=f"give the model a vocab_size of {vocab_size} or more, or choose another tokenizer",
         )
     positions = getattr(config, "max_position_embeddings", None) or job.data.sequence_length
@@ -189,9 +189,9 @@ def build_model(
 
 
 def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
-    """Write the architecture of ``model`` with ``parameters`` (flat, ``[n]``) for transformers.
+    """Write a checkpoint in Hugging Face layout.
 
-    The folder gets the Hugging Face layout.
+    It has the architecture of ``model`` and the values of ``parameters``, flat ``[n]``.
     """
     named, done = {}, 0
     for name, parameter in model.named_parameters():

@@ -19,7 +19,7 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 MAX_RECORD_BYTES = 16 << 10
 MAX_STATEMENT_BYTES = 4 << 10
-"""Most bytes of a record under one of ``_STATEMENTS``.
+"""Most bytes of a record under a topic that begins like one of ``_STATEMENTS``.
 
 Many peers publish under these topics, and readers read all the records together.
 """
@@ -120,9 +120,10 @@ class Publisher:
         sequence, expires_at = int(now * 1000), now + lifetime_s
         if last := self._last.get(topic):
             sequence = max(sequence, last.sequence + 1)
-            # A replica replaces a record only by one that expires later. A record that outlives
-            # MAX_LIFETIME_S was sealed while the clock was ahead. Replicas refused it, and would
-            # refuse a successor that expires even later.
+            # A replica replaces a record only by one that expires later, so the next record has to
+            # outlive the last. Unless the clock was ahead when the last was sealed: replicas
+            # refused that record, because it was valid for too long, and would refuse a still
+            # longer one.
             if last.expires_at < now + self.max_lifetime_s:
                 expires_at = max(expires_at, last.expires_at + 0.001)
         record = Record(

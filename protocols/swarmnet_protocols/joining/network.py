@@ -122,7 +122,7 @@ def client_listen(bootstrap: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Trust:
-    """Which hosts a client uses, as its owner or the swarm file names them."""
+    """Which hosts a client may use. The user or the swarm file names them."""
 
     hosts: frozenset[PeerId] = frozenset()
     """The only hosts to use; empty: all."""
@@ -141,11 +141,11 @@ class Network:
     identity_path: Path | None = None
     """Key file, created if missing. None: a new identity for each connection."""
     bootstrap: tuple[str, ...] = ()
-    """Addresses that the swarm file and the owner name."""
+    """Addresses from the swarm file and from the owner."""
     known: tuple[str, ...] = ()
-    """Addresses from earlier connections. None of them has to answer."""
+    """Addresses from earlier connections. They need not answer."""
     named: tuple[str, ...] = ()
-    """The part of ``known`` that the owner gave. The rest came from peers and must pass
+    """The addresses in ``known`` that the owner gave. The rest came from peers and must pass
     ``net/dialling.py``."""
     remember: Callable[[Sequence[str]], None] | None = None
     """Stores addresses of peers in the swarm, to become ``known`` next time. Raises ``OSError``."""
@@ -165,26 +165,27 @@ class Network:
     link: "LinkLimiter | None" = None
     """Counts and limits what this peer sends and receives."""
     max_p2pd_bytes: int = MAX_MEMORY_BYTES
-    """See ``P2pdConfig``; also for ``step_aside``."""
+    """See ``P2pdConfig``."""
     step_aside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
+    """See ``P2pdConfig``."""
 
 
 @asynccontextmanager
 async def connect(
     network: Network, *, client_mode: bool = False
 ) -> AsyncIterator["tuple[Transport, Directory]"]:
-    """Join a swarm while the context is open: its guarded transport and its directory.
+    """Join a swarm while the context is open. Yields the guarded transport and the directory.
 
     In client mode this peer stores no records for others, and several processes may use its
     identity at once. With ``mdns`` a peer in the local network may answer instead of a bootstrap
-    peer, and a client needs one of the two.
+    peer.
 
     Raises:
 
     - ``ConfigError`` for an identity that another process uses.
     - ``NotAuthorised`` when this peer is not a member of the swarm.
-    - ``Unreachable`` when no bootstrap peer answers, unless none is named or this peer is one of
-      them.
+    - ``Unreachable`` when no peer of the swarm answers. A bootstrap peer may start alone, and so
+      may any peer but a client if there are no bootstrap addresses.
     """
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.directory.relay_announcements import RelayFinder, relay_announcer
@@ -216,15 +217,15 @@ async def connect(
             network.issuer.certify(membership)
         membership.check()
         others = tuple(each for each in network.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
-        needs_peers = others == network.bootstrap and (bool(others) or client_mode)
+        is_bootstrap_peer = others != network.bootstrap
+        needs_peers = not is_bootstrap_peer and (bool(others) or client_mode)
         config = P2pdConfig(
             identity_path,
             listen=network.listen,
             announce=network.announce,
             bootstrap=others,
             named=network.named,
-            # A bootstrap peer must be able to start alone. Without one, a peer in the local network
-            # may answer.
+            # With mDNS or known addresses, another peer may answer in place of a bootstrap peer.
             require_bootstrap=needs_peers and not network.mdns and not network.known,
             link=network.link or LinkLimiter(),
             only_dials=client_mode,
@@ -292,7 +293,7 @@ async def connect(
 
 
 def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator[str]:
-    """Yield the addresses of other peers among ``addresses`` that may be dialled."""
+    """Yield the addresses that this peer may dial, without its own."""
     from swarmnet_protocols.net.p2pd.transport import peer_of
 
     for each in addresses:
@@ -307,15 +308,15 @@ def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator
 def _remember(
     transport: "P2pdTransport", directory: "DhtDirectory", remember: Callable[[Sequence[str]], None]
 ) -> None:
-    """Store up to two addresses of each directory peer that this one could dial again."""
-    answered = [
+    """Store up to two addresses of each peer in the routing table, for the next start."""
+    addresses_to_keep = [
         each
         for addresses in islice(directory.peers().values(), MAX_REMEMBERED)
         for each in islice(_permitted(transport, addresses), REMEMBERED_EACH)
     ]
-    if answered:
+    if addresses_to_keep:
         try:
-            remember(answered)
+            remember(addresses_to_keep)
         except OSError as error:
             _log.warning("the list of known peers cannot be written: %s", error.strerror)
 
@@ -332,8 +333,9 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
     ``identity_path``.
 
     The identity is created if missing. An invite without addresses is redeemed at peers of its
-    swarm in the local network. ``take`` checks both, as for ``admission.request_admission``. Raises
-    what that function raises, and ``ConfigError`` if there is no address.
+    swarm in the local network. ``take`` checks the swarm file and the certificate: see
+    ``admission.request_admission``. Raises what that function raises, and ``ConfigError`` if there
+    is no address.
     """
     from swarmnet_protocols.errors import ConfigError
     from swarmnet_protocols.joining.admission import request_admission
@@ -350,7 +352,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
     if not addresses:
         raise ConfigError(
             "the invite holds no address, and no peer of its swarm was found in the local network",
-            hint="add one of a peer in the swarm: --bootstrap ADDR",
+            hint="give the address of a peer in the swarm: --bootstrap ADDR",
         )
     config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
     async with transport_class().create(config) as transport:
@@ -397,7 +399,7 @@ async def push_revocations(
 async def send_revocations(handshakes: "Handshakes", addresses: Sequence[str]) -> list[PeerId]:
     """Complete a handshake with each peer at ``addresses``.
 
-    Returns the peers that have all revocations of this one afterwards.
+    Returns the peers that have all of this peer's revocations afterwards.
     """
     peers = await asyncio.gather(*(_send_revocations(handshakes, address) for address in addresses))
     return sorted({peer for peer in peers if peer is not None})

@@ -14,7 +14,7 @@ RESTART_S = 1.0
 MAX_RESTART_S = 60.0
 """Longest pause in seconds before a restart.
 
-After a run longer than this, the next failure waits for the first pause again.
+A loop that ran longer than this before it failed restarts after ``RESTART_S`` again.
 """
 
 
@@ -34,8 +34,9 @@ async def race(*runners: Coroutine[Any, Any, T]) -> T:
 async def until(when: float, attempt: Callable[[], Awaitable[T]]) -> T:
     """Return the result of ``attempt`` by ``when`` on the clock of the loop.
 
-    A process that was stopped sees the timeout before it sees what arrived meanwhile. So
-    ``attempt`` is called once more after the timeout. It must lose nothing when it is cancelled.
+    A process that was suspended (SIGSTOP, a sleeping laptop) sees the timeout before the data that
+    arrived meanwhile. So ``attempt`` is called once more after the timeout. A cancelled ``attempt``
+    must lose nothing.
 
     Raises ``TimeoutError``.
     """

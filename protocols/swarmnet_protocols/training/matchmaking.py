@@ -9,13 +9,13 @@ ones. So workers never wait for each other in a circle.
 2. The leader waits until all expected workers have come, but at most ``timeout_s``. Meanwhile it
    probes the missing workers, and stops expecting workers that do not answer. A probe shows the
    leader's position.
-3. Two leaders may be at one position. A worker that hears of both tells the leader with the higher
-   peer id. That leader then follows the other, together with its followers.
+3. Two workers at the same position may both lead. A worker that hears of both tells the leader with
+   the higher peer id. That leader then follows the other, together with its followers.
 4. Every follower gets the same roster and closes its stream.
 
 A worker that asks a follower is redirected to the follower's leader. A worker at another position
 than the leader gets the leader's position instead of a roster, and catches up (``catch_up.py``).
-Whoever told it the position expects it in the next group.
+The leader then expects that worker in its next group.
 """
 
 import asyncio
@@ -79,8 +79,8 @@ class OutOfSync(SwarmnetError):
 ELSEWHERE_S = 8.0
 """Seconds that a leader waits for workers at other positions.
 
-Less leaves out workers that are about to fetch the state and return. More lets workers that cannot
-follow delay every round.
+A shorter wait leaves out workers that would fetch the state and return. A longer one lets workers
+that cannot catch up delay every round.
 """
 
 MAX_REDIRECTS = 8
@@ -92,7 +92,7 @@ class Matchmaking:
 
     - ``same_state``: all workers start a round from one state. False for gossip methods, whose
       replicas differ.
-    - ``is_excluded``: whether this worker neither follows nor leads a peer.
+    - ``is_excluded``: whether a peer sent false results. This worker neither follows nor leads it.
     """
 
     def __init__(
@@ -182,14 +182,16 @@ class Matchmaking:
         self, me: Candidate, others: Sequence[Candidate], measured: Measured, timeout_s: float
     ) -> Roster:
         others = sorted(others, key=lambda member: member.peer)
-        before = [member for member in others if member.peer < me.peer and member.peer not in self._followers]
-        after = {member.peer: member for member in others if member.peer > me.peer} | self._returning
+        leaders = [
+            member for member in others if member.peer < me.peer and member.peer not in self._followers
+        ]
+        expected = {member.peer: member for member in others if member.peer > me.peer} | self._returning
         self._returning = {}
         self._rival = None
-        roster = await self._follow_first(before, me, measured, timeout_s)
+        roster = await self._follow_first(leaders, me, measured, timeout_s)
         while roster is None:
             try:
-                return await self._lead(me, after, measured, timeout_s)
+                return await self._lead(me, expected, measured, timeout_s)
             except _Redirected as rival:
                 roster = await self._follow_first([rival.leader], me, measured, timeout_s)
         return roster
@@ -232,8 +234,8 @@ class Matchmaking:
                 if leader is member:
                     raise
                 break
-        # The leader cannot be reached from here. Its follower can still send the position after the
-        # round.
+        # The leader cannot be reached from here. Wait at its follower: after the round, the
+        # follower sends its new position, and this worker fetches that state.
         return await self._ask(member, me, measured, timeout_s, redirect=False)
 
     async def _ask(
@@ -321,7 +323,7 @@ class Matchmaking:
     async def _position_of(self, member: Candidate, *, leading: bool = False) -> OutOfSync | None:
         """Ask a worker for its position; None if it does not answer.
 
-        ``leading``: show the other worker that this worker leads, and where.
+        ``leading``: tell the other worker that this worker leads, and at which position.
         """
         with contextlib.suppress(SwarmnetError):
             stream = await MATCHMAKING.open(
@@ -372,10 +374,10 @@ class Matchmaking:
         return roster
 
     async def _probe_missing(self, expected: dict[PeerId, Candidate]) -> None:
-        """Remove workers from ``expected`` that do not answer, or stay elsewhere too long.
+        """Remove workers from ``expected`` that do not answer.
 
-        Too long is ``ELSEWHERE_S``. Raises ``OutOfSync`` if this worker is behind, or fewer workers
-        share its state.
+        Workers at other positions are removed after ``ELSEWHERE_S``. Raises ``OutOfSync`` if this
+        worker is behind, or if more workers have another state than its own.
         """
         clock = asyncio.get_running_loop().time
         elsewhere_until = clock() + ELSEWHERE_S
@@ -406,7 +408,7 @@ class Matchmaking:
     def _is_coming(self, position: OutOfSync) -> bool:
         """Return whether a worker is at this worker's position or will reach it.
 
-        It will if it was in the last roster and has yet to finish that round.
+        A member of the last roster that has not finished that round will reach it.
         """
         if position.round == self._round:
             return not self._is_other(position.state)
@@ -436,17 +438,8 @@ class Matchmaking:
             raise ProtocolViolation("another job")
         if self._left_for_good:
             return
-        if not request.HasField("member"):  # the worker asks only for the position
-            lower = None
-            prober = Candidate(stream.peer, ())
-            if request.state and request.round == self._round and not self._is_other(request.state):
-                lower = await self._hear_of(prober)
-            elif request.state and request.round <= self._round:
-                self._expect(prober)
-            reply = self._position_reply(self._round, self._state)
-            if lower is not None:
-                reply.position.leader.CopyFrom(member_to_wire(lower))
-            await stream.send(reply)
+        if not request.HasField("member"):
+            await stream.send(await self._answer_to_probe(request, stream.peer))
             return
         if request.known and not self._book.matches(request.known, stream.peer):
             await stream.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
@@ -467,6 +460,20 @@ class Matchmaking:
                 del self._followers[stream.peer]
             async with self._changed:
                 self._changed.notify_all()
+
+    async def _answer_to_probe(self, request: pb.MatchmakingRequest, peer: PeerId) -> pb.MatchmakingReply:
+        """Return this worker's position, for a worker that does not ask to join.
+
+        A request with a state comes from another leader.
+        """
+        reply = self._position_reply(self._round, self._state)
+        prober = Candidate(peer, ())
+        if request.state and request.round == self._round and not self._is_other(request.state):
+            if (lower := await self._hear_of(prober)) is not None:
+                reply.position.leader.CopyFrom(member_to_wire(lower))
+        elif request.state and request.round <= self._round:
+            self._expect(prober)
+        return reply
 
     def _expect(self, member: Candidate) -> None:
         """Expect a worker in the next group, because it learnt this worker's position."""

@@ -31,7 +31,7 @@ app = command_group("Create swarms, manage their members, and read their files."
 
 WHO_IS_IN = {
     Admission.OPEN: "peers that have the file",
-    Admission.CERTIFICATE: "peers that were invited, with a certificate that ends",
+    Admission.CERTIFICATE: "invited peers, while their certificate is valid",
     Admission.ALLOW_LIST: "the peers that the file lists",
 }
 WHAT_IT_DOES_NOT_DO = "members see what passes through their machines: hosts see activations, from which most of a prompt can be reconstructed"
@@ -53,7 +53,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--like",
             metavar="FILE",
-            help="Copy who is admitted and what is allowed from this swarm file. deploy/swarms has examples.",
+            help="Copy the rules (who is admitted, what is allowed) of this swarm file. deploy/swarms has examples.",
         ),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -83,7 +83,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write DIR/swarm.toml, to publish, and DIR/authority.key, to keep secret (none with --open).
+    """Write DIR/swarm.toml, to publish, and unless --open DIR/authority.key, to keep secret.
 
     Without --open only members take part: `swarm invite` lets them in.
 
@@ -113,10 +113,10 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         print_text(f"its model: {each.name}: members join with --model {each.name}")
         if each.pieces is None:
             note(
-                f"  not all of {each.name} is here, so its pieces are not listed, and members need the hub: `swarmnet model pull {each.name}`, then create the swarm again"
+                f"  files of {each.name} are missing here, so members have to download it from the hub. To let members download from each other, run `swarmnet model pull {each.name}` and create the swarm again"
             )
     print_text(f"who takes part: {WHO_IS_IN[file.admission]}")
-    print_text(f"what that does not protect: {WHAT_IT_DOES_NOT_DO}")
+    print_text(f"what stays visible: {WHAT_IT_DOES_NOT_DO}")
     if file.admission is Admission.CERTIFICATE:
         print_text(f"next: swarmnet join {path} --issuer {out / KEY_NAME}")
     else:
@@ -124,8 +124,8 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
-    """A model as the swarm file lists it: a local one under the name of its file or directory, one
-    of the hub under its name there."""
+    """A model as the swarm file lists it. A local model is listed under the name of its file or
+    directory, a model from the hub under its name on the hub."""
     from swarmnet_protocols.models import resolve
     from swarmnet_protocols.models.public_names import name_for_peers
 
@@ -166,8 +166,8 @@ def show(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
     rows["members"] = (
         "\n".join(f"{peer}: {name_roles(roles)}" for peer, roles in file.allow.items()) or "none"
     )
-    rows["protects"] = f"against all peers but {WHO_IS_IN[file.admission]}"
-    rows["does not"] = WHAT_IT_DOES_NOT_DO
+    rows["takes part"] = WHO_IS_IN[file.admission]
+    rows["visible"] = WHAT_IT_DOES_NOT_DO
     print_table(f"swarm {file.name}", rows)
 
 
@@ -225,7 +225,7 @@ def new_key(
         return
     print_text(public)
     note(
-        f"wrote {path}: keep it secret. A node with it lets members in, once swarm.toml lists it under issuers"
+        f"wrote {path}: keep it secret. List its public key under issuers in swarm.toml: a node that has the key can then admit members"
     )
 
 
@@ -261,7 +261,7 @@ def rotate_key(
         note("give issuers the new file now: members take it from them when they renew their certificates")
         if overlap_s:
             note(
-                "an issuer that ran with the old key keeps it (authority.*.old) until the overlap nears its end"
+                "an issuer that runs with the old authority key, now in authority.*.old, may keep it until shortly before the overlap ends"
             )
 
 

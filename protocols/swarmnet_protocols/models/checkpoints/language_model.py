@@ -1,8 +1,8 @@
 """The language model in a multimodal model: its config, and its CausalLM class.
 
-The class is made here where transformers has none. For text prompts, the language model computes
-exactly what the whole model does: the towers for images and sound only compute embeddings that
-replace some tokens' embeddings.
+If transformers has no such class, this module makes one. For text prompts, the language model
+computes exactly what the whole model does: the towers for images and sound only compute embeddings
+that replace some tokens' embeddings.
 """
 
 import copy
@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _SHARED = ("tie_word_embeddings", "quantization_config")
-"""Settings of the language model that a multimodal config has outside its part for text."""
+"""Settings of the language model that are at the top level of a multimodal config, not in its text
+config."""
 
 
 def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """The config of the language model; the config itself unless it is that of a multimodal model.
+    """Return the text config of a multimodal model. A config of a text model is returned unchanged.
 
     Raises ``ValueError`` for a config with several parts for text.
     """
@@ -57,11 +58,11 @@ def _headed(stack: Any) -> type:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    parent: Any = stack.__mro__[1]
+    parent: Any = stack.__mro__[1]  # the architecture's PreTrainedModel
     namespace = {
         "__init__": init,
         "__module__": __name__,
-        # it calls ``self.model`` and ``self.lm_head``, and nothing that is Llama's
+        # it calls only ``self.model`` and ``self.lm_head``, so it works for any architecture
         "forward": LlamaForCausalLM.forward,
         "base_model_prefix": "model",
         "config_class": stack.config_class,

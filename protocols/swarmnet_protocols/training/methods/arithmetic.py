@@ -3,9 +3,9 @@
 import torch
 
 _CHUNK = 1 << 15
-"""Values computed at a time.
+"""Number of values computed at a time.
 
-More would leave the cache as float64, and torch would use more than one thread.
+With more, the float64 intermediates would not fit the cache, and torch would use several threads.
 """
 
 
