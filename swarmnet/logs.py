@@ -19,8 +19,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 BURST = 20
 WINDOW_S = 10.0
-"""Seconds in which one line of code may log ``BURST`` times. Strangers can cause some log records
-as often as they like."""
+"""Seconds of a window. One line of code may log ``BURST`` times in each, because strangers can
+cause some log records as often as they like."""
 
 _NOISY = (
     "asyncio",

@@ -74,8 +74,8 @@ _log = logging.getLogger(__name__)
 MIN_STEP_S = 1e-6
 """Smallest measured seconds of a step. 0 would mean that it is not measured."""
 INTENT_ROUNDS = 5
-"""Rounds in which a joining node reads other nodes' intents. Each round resolves one more conflict;
-after the last, the node keeps its choice."""
+"""Number of times that a joining node reads other nodes' intents and may change its choice. Each
+time resolves one more conflict."""
 
 
 class HostableModels(OtherModels, Protocol):

@@ -1,10 +1,10 @@
 """Plans of audits: the hop, the number of positions, and the budget. Pure but for the random
 source.
 
-An audit of ``m`` positions finds a host whose outputs are wrong from position ``x`` on if ``m >=
-x``, and costs ``m`` positions of the host's blocks, because all positions before it are needed to
-compute one. So ``m`` is drawn with P(m >= x) = 1 / x: a lie that begins at ``x`` is found in one of
-``x`` audits, and an audit costs 1 + ln(MAX_DIGEST_POSITIONS) positions on average.
+To check one position, an audit has to compute all positions before it, too. So an audit of ``m``
+positions costs ``m`` positions of the host's blocks. It finds every lie that begins at a position
+``x <= m``. ``m`` is drawn with P(m >= x) = 1 / x. So one of ``x`` audits finds a lie that begins at
+``x``, and an audit costs 1 + ln(MAX_DIGEST_POSITIONS) positions on average.
 """
 
 import random

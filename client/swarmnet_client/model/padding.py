@@ -67,9 +67,9 @@ class Unpadded:
     def needed(
         cls, mask: torch.Tensor | None, columns: Columns, held: int, width: int, *, are_ids: bool
     ) -> "Unpadded | None":
-        """Return the holes of a first call; None for a batch without holes.
+        """Return an instance for the first call of a batch; None if the batch has no holes.
 
-        Arguments are those of ``read_mask``, and its result ``columns``. Raises ``ValueError`` if
+        ``columns`` is what ``read_mask`` returned for the other arguments. Raises ``ValueError`` if
         token ids have holes: their positions would be ambiguous.
         """
         if mask is None or held:

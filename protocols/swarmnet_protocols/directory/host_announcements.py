@@ -209,9 +209,10 @@ def is_possible(body: pb.HostRecord) -> bool:
 
 
 def host_info(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -> HostInfo:
-    """Return the host that describes itself in ``body``, for which ``is_possible`` holds.
+    """Return the host that describes itself in ``body``.
 
-    Bounds each fact, or leaves it out if no host sends such a value.
+    The caller has checked ``is_possible(body)``. Other facts out of range are cut to their bounds,
+    or left out.
     """
     moves = body.next_start < body.next_end <= MAX_BLOCKS
     return HostInfo(

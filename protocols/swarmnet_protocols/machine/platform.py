@@ -126,7 +126,7 @@ def is_ours(status: os.stat_result) -> bool:
 
 
 def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IRWXO) -> int:
-    """Return the permission bits of a file in ``mask``, by default those of all other users.
+    """Return the permission bits in ``mask`` that a file has; by default, the bits of other users.
 
     0 on Windows, where modes say nothing.
     """

@@ -185,13 +185,13 @@ class FramedStream:
         )
 
     def _arrival_s(self) -> float:
-        """Return the seconds until all that was sent arrives, over the slowest link worth using."""
+        """Return in how many seconds the sent bytes arrive over the slowest link worth using."""
         return self._scope.mib_s * (1 + min(self._sent_bytes / (1 << 20), MAX_IN_FLIGHT_MIB))
 
     def _end(self, last_frame: bytes, *, within_s: float) -> None:
         """End the stream with ``last_frame``.
 
-        The end is immediate if there is no last frame, or if it would follow part of a message.
+        Without a last frame, or in the middle of a message, the stream ends at once.
         """
         if self._closed:
             return

@@ -86,7 +86,7 @@ class RoutedTransport(TransportWrapper):
     # ---- addresses ------------------------------------------------------------------------------
 
     def own_addresses(self) -> Sequence[str]:
-        """Return the multiaddrs that this peer listens on, and those that its router forwards."""
+        """Return the multiaddrs of the ports that this peer listens on or its router forwards."""
         return self.direct.addresses()
 
     def addresses(self) -> Sequence[str]:

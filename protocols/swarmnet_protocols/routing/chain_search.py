@@ -58,13 +58,14 @@ FULL_S = 0.5
 """Seconds added for a host without free memory for KV caches. Such a host would refuse a session or
 evict another one."""
 HEADROOM = 0.1
-"""Share of free memory for KV caches. Below this share, a part of ``FULL_S`` is added."""
+"""Share of a host's memory for KV caches. If less than this share is free, a part of ``FULL_S`` is
+added."""
 REPORTER_S = 0.1
 """Seconds added for a host that reported a live host as unreachable. Either host may be at fault. A
 host that lies about this loses sessions itself. If the other host is at fault, all upstream hosts
 report it, and all of them get the same penalty."""
 USABLE_ERROR = 0.5
-"""Largest error of the client's own coordinate with which delays are estimated from it."""
+"""If the error of the client's own coordinate is larger, it estimates no delays from it."""
 ENOUGH_DELAYS = 3
 """Measured delays that a client needs before it estimates others. Estimates are at least the median
 of the measured delays."""
@@ -72,9 +73,9 @@ UNAUDITED_S = 0.5
 """Seconds added for a host in ``View.unaudited``. It is used only if the other hosts are far
 slower, or would change the precision of the chain."""
 REPLACED_S = 1.0
-"""Seconds added for each open hop that does not stay. This is more than hosts usually differ by,
-since the KV caches of its blocks are rebuilt elsewhere. It is less than ``UNREACHABLE_COST_S``,
-since a hop that no neighbour reaches is useless."""
+"""Seconds added for each open hop that is replaced. Hosts usually differ by less, and another host
+would have to rebuild the KV caches. It is less than ``UNREACHABLE_COST_S``, since a hop that no
+neighbour reaches is useless."""
 PRECISION_S = 1.0
 """Seconds added where a hop and its upstream hop differ in precision, so that a chain of one
 precision wins unless it is far slower."""
@@ -96,8 +97,8 @@ ENOUGH_MEASURED = 3
 """Measured hosts needed before their median speed replaces the median of the announcements. One or
 two may be slow by chance."""
 GUARD_MARGIN = 1.5
-"""Factor by which a guard may cost more than another host and still become the first or last
-hop."""
+"""A guard becomes the first or last hop even if it costs more than another host, up to this factor
+more."""
 BAN_S = 15.0
 """Seconds of the ban after a host's first failure."""
 BAN_MAX_S = 240.0
@@ -443,10 +444,10 @@ def _search(
 ) -> list[Hop] | None:
     """Return the chain with the lowest stretched cost, None if there is no chain.
 
-    The Viterbi algorithm runs from boundary to boundary. There is no chain if every one would have
-    a host that follows itself, ``source`` and ``sink`` included. A host that costs more as last hop
-    has two states: one goes to the end of the span, the other leaves earlier. A path must know the
-    factor of its costs when it enters the host.
+    The Viterbi algorithm runs over the boundaries where a span begins or ends. No host may follow
+    itself, ``source`` and ``sink`` included. A path has to know the factor of a host's costs when
+    it enters the host. So a host that would cost more as the last hop has two states: as the last
+    hop, and as a hop that another one follows.
     """
     source, sink = ends
     delays = _Delays(view)

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 HALF_LIFE_S = 60.0
-"""Seconds in which a count halves. The most chosen experts change with the subject of the text: a
-longer time follows it late, a shorter one leaves few rows to count."""
+"""Seconds until a count has half its weight. The most chosen experts change with the subject of the
+text. A longer half-life notices the change late; a shorter one leaves few rows to count."""
 MAX_COUNTS = 1 << 25
 """Most counts of one model (128 MiB). DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
 

@@ -56,7 +56,7 @@ class HostInfo:
     may_switch: bool = field(default=False, compare=False)
     """Whether it may switch to another model of the swarm."""
     load: float = field(default=0.0, compare=False)
-    """Share of the last minutes in which it computed."""
+    """Share of the last minutes that it spent computing, in [0, 1]."""
     missing_experts: str = field(default="", compare=False)
     """Routed experts that the host waits for, as ``block:experts``; ends with ``…`` if there are
     more."""

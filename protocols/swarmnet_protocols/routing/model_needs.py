@@ -25,7 +25,7 @@ from swarmnet_protocols.routing.throughput import Claim, holders
 OTHER_HOSTS = 2
 """Other hosts that each block must have before its host leaves the model. One of them may fail."""
 OVERLOADED = 0.75
-"""Load from which a model needs more hosts."""
+"""A model whose hosts have at least this load needs more hosts."""
 CALM = 0.5
 """Highest load of the hosts that stay when a host leaves their model."""
 RELIEVED = (OVERLOADED + CALM) / 2

@@ -14,10 +14,10 @@ from swarmnet_protocols.routing.placement import choose_span
 from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed, holders
 
 DEAD_BAND = 0.05
-"""Share by which the throughput may be below the mean of all hosts before hosts move. With a
-smaller one, hosts move for nothing. With a larger one, a shortage lasts."""
+"""Hosts stay while the throughput is at most this share below ``Outlook.mean``.
+With a smaller share, hosts move for nothing. With a larger one, a shortage lasts."""
 STEP = 0.25
-"""Share by which the assumed demand exceeds the present throughput. The excess reveals
+"""The assumed demand is this share above the present throughput. The difference reveals
 shortages."""
 
 

@@ -66,11 +66,11 @@ FEW_HOSTS = 100
 single search often finds none. In a larger swarm hosts draw first: each search takes milliseconds,
 and a sample of the claims shows shortages by chance."""
 USEFUL = 0.5
-"""Least share of a host's time, or of the shortage, that a move must put to better use. If it does
-not, ``RAISE`` must hold."""
+"""A move is worth making if it puts this share of the host's time, or of the shortage, to better
+use."""
 RAISE = 0.1
-"""Least share by which a move must raise the throughput if ``USEFUL`` does not hold. Only moves in
-small swarms raise it so much."""
+"""A move is also worth making if it raises the throughput by this share. Only in small swarms can
+one move do that."""
 
 
 class Kind(Enum):

@@ -28,8 +28,8 @@ MAX_SPEED = 10.0
 """Highest speed that counts, in multiples of the median of all claims. With a false speed, a host
 could keep others away from its blocks."""
 FASTEST = 0.1
-"""Share of the fastest claims that count only as fast as the slowest of them. So a few false speeds
-count no more than true ones."""
+"""The fastest claims, this share of all, count as fast as the slowest among them. So a few false
+speeds count no more than true ones."""
 ROUNDING = 1e-9
 """Relative difference below which two throughputs count as equal."""
 
@@ -53,7 +53,7 @@ class Claim:
     may_switch: bool = False
     """Whether the host may switch to another model of the swarm."""
     load: float = 0.0
-    """Share of the last minutes in which the host computed."""
+    """Share of the last minutes that the host spent computing, in [0, 1]."""
     seen: bool = True
     """Whether the reader has called the host and it confirmed these blocks (``sightings.py``)."""
     place: str = ""

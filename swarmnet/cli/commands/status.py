@@ -31,7 +31,7 @@ def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None
 
 
 def _fields(node: "NodeStatus") -> dict[str, object]:
-    """The keys of docs/json.md: those of the message, and some of the host that it describes."""
+    """The keys that docs/json.md lists: the fields of the message, and some fields of its host."""
     host = node.host
     record = host.record
     fields = _plain(node)

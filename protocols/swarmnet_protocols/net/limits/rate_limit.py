@@ -6,13 +6,13 @@ from collections import deque
 from dataclasses import dataclass
 
 PIECE_BYTES = 16 << 10
-"""Bytes above which a message is large. Large messages are sent and read in pieces of this size,
-with small messages between the pieces."""
+"""Larger messages are sent and read in pieces of this many bytes, with small messages between the
+pieces."""
 TINY_BYTES = 2048
-"""Bytes up to which a message never waits. Late heartbeats, pings and handshakes would look like a
-failure."""
+"""Messages of at most this many bytes never wait. Late heartbeats, pings and handshakes would look
+like a failure."""
 SMALL_SHARE = 0.5
-"""Share of the rate that small messages keep while unrequested large ones have overdrawn the
+"""Share of the rate that small messages keep while unrequested large messages have overdrawn the
 bucket."""
 SMALL_PER_LARGE = 8
 """Most small messages in a row while a piece of a large message waits."""
@@ -22,7 +22,8 @@ WIRE_FACTOR = 1.04
 """Bytes on the wire per byte of a message, with the headers of libp2p, TCP or QUIC, and IP, at
 1,500 bytes a packet."""
 MAX_AHEAD_S = 1.0
-"""Seconds of the rate. Charged bytes beyond this that the wire has not shown are forgotten."""
+"""Charges above the measured bytes offset later measurements, up to this many seconds of the
+rate."""
 MIN_WAIT_S = 1e-6
 """Shorter waits are rounding errors of the refill."""
 

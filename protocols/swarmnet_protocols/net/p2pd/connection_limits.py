@@ -29,7 +29,7 @@ each."""
 RECHECK_S = 0.2
 """Time to the next check after one that closed connections."""
 NEW_S = 5.0
-"""Age up to which a connection without streams counts as new rather than idle."""
+"""A connection without streams counts as new for this many seconds, and then as idle."""
 RELIEF_S = 3.0
 """Seconds above the memory limit, with unknown peers disconnected, until p2pd is restarted."""
 STREAM_BYTES = 96 << 10
@@ -79,8 +79,9 @@ def excess(
 ) -> list[ListedConnection]:
     """Return the connections to close so that the rest is within ``limits``.
 
-    The least used connections are closed first. Among equally used ones, the newest in a host or
-    subnet close first; beyond the total, those of the subnet with the most.
+    The least used connections are closed first. Among equally used connections of one host or
+    subnet, the newest are closed first. If there are still too many in total, the subnet with the
+    most connections loses some.
     """
     closing: list[ListedConnection] = []
     kept = sorted(connections, key=lambda each: (-use(each), each.since))

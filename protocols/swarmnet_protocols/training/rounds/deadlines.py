@@ -22,9 +22,9 @@ SENDING_FRACTION = 0.99
 The rest is left for data in flight and for the decision.
 """
 CONTRIBUTION_FRACTION = 0.5
-"""Fraction of ``contribution_s`` in which paced contributions are sent.
+"""Paced contributions are sent within this fraction of ``contribution_s``.
 
-The other half is left for retries.
+The rest is left for retries.
 """
 MAX_PARTS = 256
 """Most parts of a paced payload. A burst is at most one part, so fewer parts make larger bursts."""

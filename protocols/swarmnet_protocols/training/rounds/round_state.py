@@ -109,7 +109,8 @@ class RoundState:
         """(slice, member) → until when the member can use this member's contribution."""
         self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
         self._late_at = [now + timing.replace_reducer_s] * len(reducers)
-        """For each slice, the time by which its reducer must have delivered a result."""
+        """For each slice, the time when its reducer is late. Until then it must deliver a
+        result."""
         self._progress_at = [-math.inf] * len(reducers)
         self._requests_made = [0] * len(reducers)
         # the vote
@@ -347,9 +348,9 @@ class RoundState:
                 self._accuse(accusation, TWICE)
 
     def _accuse(self, accusation: Accusation, unproven: str) -> None:
-        """Take no more from a dishonest member, and send the others the proof if there is one.
+        """Accept nothing more from a dishonest member. If there is a proof, send it to the others.
 
-        ``unproven``: the reason if there is no proof.
+        ``unproven``: the reason to give if there is no proof.
         """
         if accusation.member in self._proven:
             return
