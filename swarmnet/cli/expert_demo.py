@@ -73,16 +73,16 @@ async def show_experts(directory: Path, cache_dir: Path, *, as_json: bool) -> No
     tokens = answer["token_ids"]
     same = tokens == expected
     facts: Mapping[str, object] = {
-        "experts": f"{EXPERTS} in each of {BLOCKS} blocks, {CHOSEN} for each token, on {len(PEERS)} peers, each on two",
+        "experts": f"{EXPERTS} in each of {BLOCKS} blocks, {CHOSEN} used for each token; each is on two of {len(PEERS)} peers",
         "killed": "a peer, in the middle of the answer",
         "longest wait": f"{answer['longest_stall_s']:.2f} s for one token",
-        "tokens": "those of one process" if same else "NOT those of one process",
+        "tokens": "same as from one process" if same else "DIFFERENT from one process",
     }
     demo.event({"event": "compared", "same": same, "expected": expected})
     if not as_json:
         print_table("", facts)
     if not same:
-        raise SwarmnetError("experts on peers gave other tokens than one process")
+        raise SwarmnetError("with experts on peers, the tokens differ from those of one process")
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,8 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """The failure to report for ``error``; for an exception group, that of one of its errors."""
+    """The failure to report for ``error``. For an exception group, one of its errors is
+    reported."""
     if isinstance(error, BaseExceptionGroup):
         return explain(_cause(error))
     if isinstance(error, typer.BadParameter | typer.TyperException):

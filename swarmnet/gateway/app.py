@@ -268,7 +268,7 @@ class Gateway:
                 raise ApiError(400, "the prompt has no tokens", "invalid_value", param=prepared.param)
             if room < 1:
                 most = self.engine.max_length
-                who = "this model takes" if most == self.engine.context else "its hosts have room for"
+                who = "the model takes" if most == self.engine.context else "the hosts have room for"
                 message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
                 raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
             for _ in range(body.n):
@@ -299,9 +299,7 @@ class Gateway:
         limits = self.engine.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:
-            message = (
-                f"at most {most} choices may be asked for at once, over all prompts; these are {choices}"
-            )
+            message = f"a request may ask for {most} choices over all its prompts, not {choices}"
             raise ApiError(400, message, "invalid_value", param="n")
         self.engine.batcher.check_room(choices)
 

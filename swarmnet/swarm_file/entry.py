@@ -118,7 +118,7 @@ class Entry:
 
         if self.folder is None:
             raise ConfigError(
-                f"{self.file.name} needs no issuer: it has no authority", hint="leave --issuer out"
+                f"{self.file.name} has no authority and admits everybody", hint="leave out --issuer"
             )
         return IssuerConfig(load_key(key_path), self.folder, swarm_file.read(self.folder))
 
@@ -280,7 +280,7 @@ def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> 
     source = "the swarm file that came with the certificate"
     file = swarm_file.parse(admitted.swarm_file, source=source)
     if file.swarm_id != invite.grant.swarm:
-        raise IntegrityError(f"{source} is of another swarm", hint="ask for a new invite")
+        raise IntegrityError(f"{source} belongs to another swarm", hint="ask for a new invite")
     if not file.rules().trusts(invite.grant.signer, wall_clock()):
         raise NotAuthorised("the invite was not signed by an authorised key", hint="ask for a new invite")
     file = store_file(data_dir, admitted.swarm_file, source=source)
@@ -351,8 +351,8 @@ def _cannot_write(folder: Path, error: OSError) -> ConfigError:
 def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
     """Raise ``IntegrityError`` unless ``file`` is ``stored`` or a newer file.
 
-    Refused are a lower serial, another file with the same serial, and a file whose keys do not
-    continue the stored rotations, because a replaced key may be stolen.
+    A lower serial is refused, and so is another file with the same serial. A file whose keys do not
+    continue the stored rotations is refused, because a replaced key may be stolen.
     """
     if file.serial < stored.serial:
         raise IntegrityError(
@@ -361,12 +361,12 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
         )
     if file.serial == stored.serial and file != stored:
         raise IntegrityError(
-            f"{source} is another file than the one used before, with the same serial {file.serial}",
-            hint="ask the person who runs the swarm to sign the right one again: swarmnet swarm sign",
+            f"{source} differs from the file used before, but has the same serial {file.serial}",
+            hint="ask the person who runs the swarm to sign the right file again: swarmnet swarm sign",
         )
     if stored.authority and file.authority and not file.authority.continues(stored.authority):
         raise IntegrityError(
-            f"{source} has keys that the keys known before do not vouch for",
+            f"{source} does not continue the authority keys of the file used before",
             hint="an old key of the authority may be stolen: ask the person who runs the swarm",
         )
 
@@ -374,8 +374,8 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
     """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
 
-    Raises ``ConfigError`` if several swarms have the name. If no file matches and one is damaged,
-    its error is raised, because it may be the one with that name.
+    Raises ``ConfigError`` if several swarms have the name. If no file matches and a file is
+    damaged, its error is raised, because that file may have the name.
     """
     matches: list[SwarmFile] = []
     damage: SwarmnetError | None = None

@@ -121,7 +121,7 @@ class Reader:
             rotations=tuple(rotations),
         )
         if len(authority.trusted_keys()) > MAX_KEYS:
-            raise table.wrong("keys", f"and all other keys of the file may be {MAX_KEYS} at most")
+            raise table.wrong("keys", f"and the file's other keys together may be {MAX_KEYS} at most")
         return authority
 
     def _bootstrap(self) -> tuple[str, ...]:

@@ -387,7 +387,7 @@ def test_an_adapter_that_will_not_do_is_refused_before_it_is_sent(
     config = json.loads((out / "adapter_config.json").read_text())
     (out / "adapter_config.json").write_text(json.dumps(config | {"task_type": "SEQ_CLS"}))
     code, (error,) = command("run", model, "w20", "--adapter", str(out))
-    assert (code, "does not write text" in error["message"]) == (3, True)
+    assert (code, "writes no text" in error["message"]) == (3, True)
 
     (out / "adapter_config.json").write_text(json.dumps(config | {"token_dim": 64}))
     with served(reference, monkeypatch):

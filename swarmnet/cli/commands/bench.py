@@ -164,7 +164,7 @@ def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
         print_text(f"{number:<6}  {each.first_token_s:>9.2f} s  {each.tokens_per_s:>8.1f}  {hops}")
     print_text(f"median  {first_token_s:>9.2f} s  {tokens_per_s:>8.1f}")
     if failovers := sum(each.failovers for each in results):
-        note(f"hosts were replaced {failovers} times: each chain shows the last ones")
+        note(f"hosts were replaced {failovers} times: the chains are those at the end of each run")
 
 
 def _measure_here(

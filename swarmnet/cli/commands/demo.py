@@ -86,7 +86,8 @@ def demo(
     """
     if experts and (keep or nodes != 3):
         raise typer.BadParameter(
-            "--experts has one host and three peers with experts", param_hint="'--experts'"
+            "leave out --nodes and --keep: this demo always has one host and three expert peers",
+            param_hint="'--experts'",
         )
     with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
         swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())

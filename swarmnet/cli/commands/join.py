@@ -62,7 +62,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--experts",
             metavar="BLOCKS:EXPERTS",
-            help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, peers compute the blocks' other experts, or with none all of them.",
+            help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, other peers compute the rest of the blocks' experts; none: they compute all.",
             show_default=False,
         ),
     ] = None,

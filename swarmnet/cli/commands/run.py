@@ -177,7 +177,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
     if is_chat and trace is not None:
-        raise typer.BadParameter("one answer is traced: give a PROMPT", param_hint="'--trace'")
+        raise typer.BadParameter("only a single answer can be traced: give a PROMPT", param_hint="'--trace'")
     question = "" if is_chat else _question(prompt)
     sampling = SamplingOptions(max_new_tokens, temperature, seed, top_p, speculate)
     screen = Screen(as_json, stream)
@@ -222,7 +222,7 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
     config = check_adapter(adapter)
     if config.get("task_type") not in {None, "CAUSAL_LM"}:
         raise ConfigError(
-            f"the adapter in {adapter} is for {config['task_type']}, and does not write text",
+            f"the adapter in {adapter} is for {config['task_type']}, which writes no text",
             hint="use it from Python: AutoSwarmModelForSequenceClassification",
         )
     local = resolve(model, cache_dir=cache_dir or default_cache_dir())

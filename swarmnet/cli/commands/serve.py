@@ -96,7 +96,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--api-key-file",
             metavar="FILE",
-            help=f"Ask for one of its keys, a line each: KEY or NAME:KEY; or for the key in ${API_KEY}.",
+            help=f"Serve only requests with an API key from this file. A line is KEY or NAME:KEY. Or put one key into ${API_KEY}.",
         ),
     ] = [],  # noqa: B006
     cors: Annotated[
@@ -141,7 +141,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
         int | None,
         typer.Option("--concurrent", metavar="N", min=1, help="Answers at a time for each API key."),
     ] = None,
-    device: Annotated[str, device_option("Where embeddings and head are.")] = "auto",
+    device: Annotated[str, device_option("Device of embeddings and head.")] = "auto",
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
     speculate: SpeculateOption = True,

@@ -169,7 +169,7 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
         found["for other hosts"] = rows
     if node.experts_needed:
         found["experts on disk"] = (
-            f"{node.expert_hit_rate:.0%} of those needed were in memory, {node.expert_prediction_rate:.0%} predicted"
+            f"{node.expert_hit_rate:.0%} were in memory when needed, {node.expert_prediction_rate:.0%} were predicted"
         )
     if host.HasField("trunk"):
         trunk = host.trunk
@@ -179,7 +179,7 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
             "experts on peers": _text(trunk.lacks) or "none any more",
             "computed by": peers + (f"; {counted(trunk.far, 'peer')} too far" if trunk.far else ""),
             "asked of peers": f"{counted(trunk.rows, 'row')}; {trunk.failed} requests failed, "
-            f"{trunk.hedged} were slow; {counted(trunk.loaded, 'expert')} loaded for lack of a peer",
+            f"{trunk.hedged} were slow; {counted(trunk.loaded, 'expert')} loaded here because no peer had them",
         }
         if trunk.missing:
             missing = f"{_text(trunk.missing)} ({counted(_count(trunk.missing), 'expert')})"

@@ -191,7 +191,7 @@ def sign(
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     key: Annotated[
         Path | None,
-        typer.Option("--key", metavar="FILE", help="The authority's key.", show_default="beside the file"),
+        typer.Option("--key", metavar="FILE", help="The authority's key.", show_default="next to the file"),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

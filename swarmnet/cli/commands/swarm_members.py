@@ -44,7 +44,7 @@ RoleOption = Annotated[
 KeyOption = Annotated[
     Path | None,
     typer.Option(
-        "--key", metavar="FILE", help="The authority's key, or an issuer's.", show_default="beside the file"
+        "--key", metavar="FILE", help="The authority's key, or an issuer's.", show_default="next to the file"
     ),
 ]
 ExpiresOption = Annotated[
@@ -53,9 +53,6 @@ ExpiresOption = Annotated[
         "--expires", metavar="TIME", help="How long the invite can be redeemed, up to 90d: 90s, 12h, 7d."
     ),
 ]
-_ONLY_CERTIFICATES = (
-    "members with an allow-list have no certificates: swarmnet swarm approve PEER --role ROLE"
-)
 
 
 def invite(  # noqa: PLR0913 - a command line, not an interface
@@ -73,7 +70,10 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     """Print an invite. Whoever passes it to `swarmnet join` or `run --swarm` becomes a member."""
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
-        raise ConfigError(f"{file.name} admits the peers its file lists", hint=_ONLY_CERTIFICATES)
+        raise ConfigError(
+            f"{file.name} has no invites: its file lists the peers it admits",
+            hint="add the peer to the list instead: swarmnet swarm approve PEER --role ROLE",
+        )
     terms = _terms(role, expires, uses=uses)
     _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
 
@@ -99,7 +99,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         try:
             _spread(swarm, file, signer, bootstrap)
         except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
-            note(f"it is no longer revoked, but {error}: {error.hint}")
+            note(f"the peer is no longer revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
         _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
         return
@@ -109,7 +109,9 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     if as_json:
         print_json({"peer_id": who, "roles": sorted(file.allow[who]), "serial": file.serial})
     else:
-        print_text(f"{who} is {name_roles(file.allow[who])}: give the file out again, serial {file.serial}")
+        print_text(
+            f"{who} is listed as {name_roles(file.allow[who])}: distribute the file again, serial {file.serial}"
+        )
 
 
 def revoke(
@@ -140,14 +142,14 @@ def revoke(
             from swarmnet.swarm_file import writer as swarm_writer
 
             file = swarm_writer.disallow(swarm, peer, now=now)
-            note(f"it is no longer on the list of members: distribute the file again, serial {file.serial}")
+            note(f"the file no longer lists this member: distribute the file again, serial {file.serial}")
     serial = _sign_list(swarm, file, signer, revoked)
     told = _spread(swarm, file, signer, bootstrap)
     if as_json:
         print_json({"revoked": identity.hex() if identity else who, "serial": serial, "told": told})
         return
-    print_text(f"revoked, serial {serial} of the list; told {counted(len(told), 'peer')}")
-    note("they tell the peers they are connected to, and those tell the others")
+    print_text(f"revoked: sent revocation list {serial} to {counted(len(told), 'peer')}")
+    note("these peers pass the list on, until every connected peer has it")
 
 
 def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[str]) -> list[PeerId]:
@@ -162,7 +164,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     told = asyncio.run(push_revocations(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
     if not told:
         raise Unreachable(
-            "no peer of the swarm could be told of the new list",
+            "no peer of the swarm received the new revocation list",
             hint="the list is stored: repeat this when a bootstrap peer of the file is online, or add --bootstrap ADDR",
         )
     return told
@@ -228,11 +230,11 @@ def _print_invite(
         return
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
-    secret = "worth nothing to another" if terms.peer else "keep it secret: it admits any peer"
-    note(f"lets in {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
+    secret = "no other peer can use it" if terms.peer else "keep it secret: it admits any peer"
+    note(f"admits {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
     if not known:
         where = " outside the local network of a node" if file.mdns else ""
-        note(f"it holds no address, so the newcomer{where} has to add --bootstrap ADDR")
+        note(f"the invite holds no address, so a newcomer{where} has to add --bootstrap ADDR")
 
 
 def _listed(file: SwarmFile) -> list[dict[str, object]]:
@@ -252,7 +254,7 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[st
     folder = swarm_dir(data_dir or default_data_dir(), file.swarm_id)
     if not (folder / ISSUED_NAME).exists():
         raise ConfigError(
-            f"no peer was let in from {folder}",
+            f"no issuer has admitted peers with {folder}",
             hint="give the --data-dir of the node that runs with --issuer",
         )
     path = _list_path(swarm)
@@ -289,7 +291,7 @@ def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
     key = load_key(path or swarm_file.file_in(swarm).parent / KEY_NAME)
     if not file.rules().trusts(key.public_key, wall_clock()):
         raise ConfigError(
-            "the key is neither of an authority nor of an issuer of this swarm",
+            "the key belongs neither to the authority nor to an issuer of this swarm",
             hint="use authority.key, or list the key under issuers and sign the file",
         )
     return key
@@ -316,13 +318,14 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
     own = _read_list(path, file, wall_clock())
     if own.signer != key.public_key and file.rules().trusts(own.signer, wall_clock()):
         raise ConfigError(
-            f"{path} was signed with another key", hint="keep one directory for each key that revokes"
+            f"{path} was signed with another key",
+            hint="use that key, or revoke from another copy of the swarm's directory",
         )
     return own
 
 
 def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
-    """The revocation list in ``path``, which keys that are no longer trusted may have signed."""
+    """The revocation list in ``path``. Its key need not be trusted any more."""
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
 
     rules = file.rules()
@@ -340,8 +343,8 @@ def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedI
     from swarmnet_protocols.membership.revocations import sign_list
 
     path, now = _list_path(swarm), wall_clock()
-    # Serials begin at the present time in seconds, so one made after the list was lost is still
-    # higher than that of the lost list.
+    # Serials begin at the present time in seconds. So if the list is lost, the next list still gets
+    # a higher serial.
     serial = int(now)
     if path.exists():
         serial = max(serial, _read_list(path, file, now).serial + 1)

@@ -110,8 +110,8 @@ def _show(
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
-    """Whether the process that wrote the status still runs. A process with its pid that started
-    later is another one."""
+    """Whether the process that wrote the status still runs. A process that started later has only
+    reused its pid."""
     import psutil
 
     try:
@@ -132,7 +132,7 @@ def _print_worker(fields: dict[str, Any]) -> None:
     print_table(fields.get("name", "training"), rows)
     if fields["peers"]:
         counts = {
-            peer: f"{counted(each['rounds'], 'round')}, the last was {each['last_round']}"
+            peer: f"{counted(each['rounds'], 'round')}, the last one {each['last_round']}"
             for peer, each in fields["peers"].items()
         }
         print_table("contributed", counts)

@@ -152,7 +152,7 @@ def newest_job(data_dir: Path) -> str:
     if not found:
         raise ConfigError(
             f"no worker has run with the data directory {data_dir}",
-            hint="name the one of `train join` with --data-dir",
+            hint="give the --data-dir of `train join`",
         )
     return max(found, key=lambda path: path.stat().st_mtime).parent.name
 

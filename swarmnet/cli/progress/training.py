@@ -23,7 +23,7 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
     else:
         read = f"{job.data.path}, as you chose"
     if job.data.size_bytes is not None:
-        read += f": {show_size(job.data.size_bytes)} at most, if their hash is the job's"
+        read += f": {show_size(job.data.size_bytes)} at most; files with another hash are refused"
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
     return {
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}",
@@ -36,8 +36,8 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
 
 
 def tell(event: Fields, status: Fields) -> Telling:
-    """An event of a worker for the display. ``status``: that of its ``TrainingRecord``, after the
-    event."""
+    """An event of a worker for the display. ``status`` is the status in its ``TrainingRecord``
+    after the event."""
     bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
     return Telling(sentence(event), _is_news(event), summary(status), bar)
 
@@ -101,7 +101,7 @@ def sentence(event: Fields) -> str:
                 f"could not fetch the state of round {event['round']}, and will try again: {event['reason']}"
             )
         case "behind":
-            return f"round {event['round']} ended without this worker ({event['reason']}); it asks the others whether it was committed"
+            return f"round {event['round']} ended without this worker ({event['reason']}); asking the others whether the round was committed"
         case "merge" if event["committed"]:
             return f"all {event['workers']} replicas are one model, their average"
         case "merge":

@@ -49,8 +49,8 @@ class Words:
     def _beginning(self, event: Fields) -> str:
         self._steps = event["steps"]
         parts = [
-            f"{event['method']}: {event['trained_parameters']:,} parameters learn from {counted(event['rows'], 'row')} "
-            f"in {counted(event['steps'], 'step')}; held out: {counted(event['held_out'], 'row')}"
+            f"{event['method']}: {event['trained_parameters']:,} parameters, {counted(event['rows'], 'row')}, "
+            f"{counted(event['steps'], 'step')}; held out for evaluation: {counted(event['held_out'], 'row')}"
         ]
         if event["cut"]:
             parts.append(f"cut off at --max-length: {counted(event['cut'], 'row')}")

@@ -136,7 +136,7 @@ BAD = [
     ("swarm invite lab --role client --expires yesterday", 2, "--expires", "invite --help"),
     ("swarm approve notapeer lab", 2, "notapeer", "approve --help"),
     ("swarm revoke notapeer lab", 2, "notapeer", "revoke --help"),
-    ("swarm members lab --data-dir nowhere", 3, "no peer was let in", "--issuer"),
+    ("swarm members lab --data-dir nowhere", 3, "no issuer has admitted", "--issuer"),
     ("swarm new-key file", 3, "already exists", "another file"),
     ("swarm rotate-key open", 3, "no authority", "--open"),
     ("swarm rotate-key lab --overlap soon", 2, "--overlap", "rotate-key --help"),

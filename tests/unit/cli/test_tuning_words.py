@@ -55,7 +55,7 @@ def test_bars_show_the_last_step_and_keep_evaluations_above() -> None:
             shown.show(event, words.tell(event))
             shown.refresh()  # type: ignore[attr-defined]
             shots.append(re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()))
-    assert "lora: 12,345 parameters learn from 90 rows in 8 steps; held out: 10 rows" in shots[0]
+    assert "lora: 12,345 parameters, 90 rows, 8 steps; held out for evaluation: 10 rows" in shots[0]
     assert "cut off at --max-length: 3 rows" in shots[0]
     assert "continuing after step 4" in shots[0]
     assert "finding" not in shots[0]
