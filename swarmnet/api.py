@@ -76,8 +76,8 @@ class AutoSwarmModelForSequenceClassification:
         cache_dir: str | Path | None = None,
         data_dir: str | Path | None = None,
     ) -> "SwarmModel":
-        """transformers' ForSequenceClassification of the model. ``score`` is new where the
-        checkpoint has none.
+        """Open the model with a classification head (transformers' ForSequenceClassification). If
+        the checkpoint has no head, a new one is initialised.
 
         The other arguments are as in ``AutoSwarmModelForCausalLM.from_pretrained``.
         """

@@ -39,8 +39,8 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """``80%`` as 0.8, or a size in bytes, which is above 1. Raises ``ValueError`` that says how to
-    write one."""
+    """``80%`` as 0.8, or ``6GB`` as its bytes. A result above 1 is bytes. Raises ``ValueError``
+    that says how to write one."""
     percent = re.fullmatch(r"([0-9]{1,3})\s*%", text.strip())
     if percent is None:
         return float(parse_size_bytes(text))
@@ -52,7 +52,7 @@ def parse_share(text: str) -> float:
 def show_size(nbytes: float) -> str:
     """``1.5 GB`` and the like, for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= 0.9995 * size:  # values that would be rounded up to it
+        if nbytes >= 0.9995 * size:  # 999.5 kB is shown as 1 MB, not as 1000 kB
             return f"{_figures(nbytes / size)} {unit}"
     return f"{nbytes:.0f} B"
 

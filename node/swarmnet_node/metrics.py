@@ -94,7 +94,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
     yield _gauge("model_blocks", "Blocks of the whole model.", host.total_blocks)
     yield _gauge("sessions", "Sessions open now.", record.sessions)
     yield _gauge("weight_bytes", "Memory of the weights.", status.weight_bytes)
-    yield _gauge("cache_bytes", "Keys and values of sessions.", host.cache_bytes)
+    yield _gauge("cache_bytes", "Memory of the KV caches of sessions.", host.cache_bytes)
     yield _gauge("cache_limit_bytes", "Limit of the KV caches.", host.cache_bytes_limit)
     yield _counter(
         "expert_rows", "Rows that experts here computed for other hosts.", sum(rows_of(host.experts).values())
@@ -112,7 +112,7 @@ def _trunk_metrics(trunk: TrunkReport) -> Iterator[Metric]:
     )
     yield _gauge("expert_peers", "Peers that compute experts of the blocks here.", len(trunk.round_trips_s))
     longest_s = max(trunk.round_trips_s, default=0.0)
-    yield _gauge("expert_round_trip_seconds", "The longest round trip to these peers.", longest_s)
+    yield _gauge("expert_round_trip_seconds", "The longest round trip to an expert peer.", longest_s)
     yield _counter("asked_expert_rows", "Rows that peers with experts were asked for.", trunk.rows)
     yield _counter("failed_expert_requests", "Requests to peers with experts that failed.", trunk.failed)
     yield _counter(
@@ -126,7 +126,7 @@ def _trunk_metrics(trunk: TrunkReport) -> Iterator[Metric]:
 def _engine_metrics(engine: "Engine") -> Iterator[Metric]:
     counters = engine.counters
     yield _counter(
-        "positions", "Positions computed: tokens, each through all blocks here.", counters.positions
+        "positions", "Positions computed. A position passes all blocks hosted here.", counters.positions
     )
     yield _counter("forwards", "Forwards and passes computed.", counters.forwards)
     yield _gauge(

@@ -45,7 +45,8 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
         if (event := _experts_event(old, entry)) is not None:
             found.append(_event(now_s, *event, model=manifest))
         if _missing(old) or _missing(entry):
-            continue  # the hosts of blocks wait for experts, which the event above says
+            # hosts that wait for experts do not count as replicas: the event above says why
+            continue
         was, now = old["weakest"]["replicas"], entry["weakest"]["replicas"]
         block = entry["weakest"]["block"]
         if now < was and now <= 1:

@@ -7,8 +7,9 @@ A generation request passes these steps, the cheapest first, so that a refusal c
 3. The request is counted: in the key's quota (429) and among the running requests.
 4. Prompts are rendered and tokenized in a thread, and checked against the context (400).
 5. The choices are generated (``generation.py``).
-6. The response is sent whole, or as a stream, which then owns all that was counted and opened above
-   (``responses.py``). Its status is sent with the first token, or after ``FIRST_TOKEN_S``.
+6. The response is sent whole, or as a stream (``responses.py``). A stream closes the generation and
+   gives back what was counted when it ends. Its status is sent with the first token, or after
+   ``FIRST_TOKEN_S``.
 """
 
 import asyncio
@@ -56,8 +57,8 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
 
 FIRST_TOKEN_S = 5.0
-"""Seconds until the status of a stream is sent without a token. A failure before is a status, a
-later one an error event."""
+"""Seconds until a stream's status is sent even without a token. An earlier failure is reported by
+the status, a later one by an error event."""
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a request whose client has disconnected. It appears in logs only."""
 R = TypeVar("R", bound=StrictModel)
@@ -100,16 +101,16 @@ class Gateway:
     def app(self) -> FastAPI:
         """The ASGI app, without the middleware of ``swarmnet.web``."""
         app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
-        readings: list[tuple[str, Callable[..., Any]]] = [
+        get_routes: list[tuple[str, Callable[..., Any]]] = [
             ("/v1/models", self.models),
             ("/v1/models/{name:path}", self.one_model),
             ("/health", self.health),
             ("/version", self.version),
             ("/metrics", self.metrics),
         ]
-        for path, endpoint in readings:
+        for path, endpoint in get_routes:
             app.add_api_route(path, endpoint)
-            # monitors send it
+            # monitors send HEAD requests
             app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
         app.add_api_route("/v1/chat/completions", self.chat, methods=["POST"], response_model=None)
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
@@ -179,7 +180,7 @@ class Gateway:
         body = await self._parse(request, DetokenizeRequest)
         self._check_model(body.model or self.model)
         if len(body.tokens) > self.engine.max_length:
-            message = f"this model has no more than {self.engine.max_length} tokens at a time"
+            message = f"at most {self.engine.max_length} tokens fit into the context of this model"
             raise ApiError(400, message, "context_length_exceeded", param="tokens")
         self._tokenizer.check_ids(body.tokens, "tokens")
         return {"prompt": await self._tokenizer.decode(body.tokens)}
@@ -200,8 +201,8 @@ class Gateway:
     # ---- a request ------------------------------------------------------------------------------
 
     async def _parse(self, request: Request, schema: type[R]) -> R:
-        """The parsed body. Raises ``ApiError`` for an invalid one, and before it is read if the
-        key's quota is used up."""
+        """Read and parse the body. Raises ``ApiError`` if the key's quota is used up, before the
+        body is read, and for an invalid body."""
         key = key_name(request)
         self._quotas.check(key, asyncio.get_running_loop().time())
         if not is_json(request.headers.get("content-type", "")):

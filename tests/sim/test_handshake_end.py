@@ -320,7 +320,7 @@ def test_a_clock_that_is_far_off_is_named() -> None:
         server.membership.clock = lambda: EPOCH + 26 * 3600
         with pytest.raises(NotAuthorised, match="ended") as info:
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
-        assert "clock of this machine is 1560 minutes behind those of peers" in info.value.hint
+        assert "clock of this machine is 1560 minutes behind the clocks of peers" in info.value.hint
 
     run(scenario)
 

@@ -16,9 +16,9 @@ CLIENTS_AT_ONCE = 6
 BURST_S = 4.0
 """Seconds of its rate that a client may use in one burst after a pause."""
 CONTINUED_WAITS = 2.0
-"""How much longer a session may wait if it continues an answer, as a multiple of a new session's
-wait. More would approach the time when clients give a host up; less would waste more started
-work."""
+"""A session that continues an answer may wait this many times as long as a new session. With a
+larger factor, clients would give up the host first. With a smaller one, more started work would be
+lost."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ClientLimits:
     positions_per_s: float | None = None
     """Mean rate of one client, in positions times blocks."""
     bytes_per_s: float | None = None
-    """Mean rate from one peer, and to one peer."""
+    """Mean rate in each direction between the host and one peer."""
     passes: int = 16
     passes_per_client: int = 4
     adapters: int = 256
@@ -59,11 +59,11 @@ class ClientLimits:
     refuses."""
 
     def max_session_wait_s(self, *, continues: bool) -> float:
-        """Return the longest expected wait, in seconds, of a session that is not refused.
+        """Return the longest wait in seconds that a session may expect. A longer one is refused.
 
-        A session that ``continues`` an answer may wait twice as long, because work would be lost.
-        Both times are well below ``Timing.stall_s``, when clients give up a host that computes
-        nothing for them.
+        A session that ``continues`` an answer may wait twice as long, because a refusal would lose
+        started work. Both times are well below ``Timing.stall_s``, when clients give up a host that
+        computes nothing for them.
         """
         return CONTINUED_WAITS * self.max_wait_s if continues else self.max_wait_s
 

@@ -30,11 +30,15 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 
 EVERY_S = 0.5
-"""Seconds to reuse a report. Less lets requests cost time; more shows old numbers."""
+"""Seconds that a report is reused. A shorter time lets requests cost more work; a longer one shows
+old numbers."""
 
 
 def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Iterable[Pair]) -> None:
-    """Add a host's counts to its report. ``open_sessions``: the neighbours of each open session."""
+    """Add a host's counts to its report.
+
+    ``open_sessions``: for each open session, its upstream and downstream hop.
+    """
     report.answered = counters.answered
     report.rebuilt = counters.rebuilt
     report.links_lost = counters.links_lost
@@ -45,7 +49,7 @@ def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Ite
 
 
 def describe_reach(reach: Reach) -> pb.Reach:
-    """Return how peers reach the node, for a report. Its addresses are left out."""
+    """Return how peers reach the node, for a report, without the node's addresses."""
     return pb.Reach(kind=reach.kind, relays=reach.relays[:2], punched=reach.punched)
 
 

@@ -19,7 +19,8 @@ _ROLES = {
     "experts/": frozenset({Role.HOST}),
     "train/": frozenset({Role.TRAINER}),
 }
-"""Topic prefix → roles that may publish under it. Elsewhere every role that stores records may."""
+"""Topic prefix → roles that may publish under it. Under other topics, every role that may store
+records may also publish."""
 _MAX_OPENED = 2048
 """Most certificates that are remembered as checked: at most 3 MiB."""
 
@@ -59,9 +60,10 @@ class Signers:
         return True
 
     def _certificate(self, sealed: bytes) -> Certificate | None:
-        """Return the certificate in ``sealed``. ``admit`` checks times and signers at every use.
+        """Open a certificate, or return it as opened before.
 
-        Raises ``NotAuthorised`` for an invalid certificate.
+        The caller passes it to ``admit``, which checks times and signers every time. Raises
+        ``NotAuthorised`` for an invalid certificate.
         """
         if (known := self._opened.get(sealed)) is not None:
             self._opened.move_to_end(sealed)

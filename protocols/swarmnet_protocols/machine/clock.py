@@ -19,7 +19,7 @@ def clock_advice(behind_s: float) -> str:
     if abs(behind_s) <= MAX_CLOCK_ERROR_S:
         return ""
     way = "behind" if behind_s > 0 else "ahead of"
-    return f"the clock of this machine is {abs(behind_s) / 60:.0f} minutes {way} those of peers: set it with {SET_CLOCK}"
+    return f"the clock of this machine is {abs(behind_s) / 60:.0f} minutes {way} the clocks of peers: set it with {SET_CLOCK}"
 
 
 wall_clock: Clock = time.time  # noqa: TID251 - the one permitted use

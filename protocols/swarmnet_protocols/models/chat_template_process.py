@@ -1,8 +1,8 @@
 """Renders chat templates in a process of its own, for ``chat_template.py``.
 
 It reads requests from stdin and writes replies to stdout. Jinja's sandbox keeps a template from
-files and Python objects, but limits neither time nor memory. The parent process limits both; on
-Linux and macOS, resource limits of this process do so too. This program imports nothing of
+files and Python objects, but limits neither time nor memory. The parent process limits both. On
+Linux and macOS this process also limits itself (``setrlimit``). This program imports nothing of
 swarmnet.
 """
 

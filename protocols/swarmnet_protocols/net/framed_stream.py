@@ -45,8 +45,8 @@ class FramedStream:
         self._scope = scope
         scope.evict = self.evict
         pipe.received_at = 0.0  # what came so far is p2pd's reply, not the peer's
-        # ``send`` then returns when the kernel has all of a message, and the caller may reuse its
-        # buffers.
+        # With a limit of 0, ``send`` returns when the kernel has the whole message. Then the caller
+        # may reuse its buffers.
         pipe.writer.transport.set_write_buffer_limits(high=0)
         self._send_lock = asyncio.Lock()
         self._sent_bytes = 0

@@ -36,11 +36,11 @@ LINGER_S = 5.0
 """Seconds until a refused stream is closed even if the other side has not read the refusal."""
 MIB = 1 << 20
 PIECE_BYTES = 64 << 10
-"""Bytes of one piece of a message. Memory for the message is reserved once the first piece has
-come.
+"""Bytes of one piece of a message. Memory for the whole message is reserved once the first piece
+has come.
 
-With larger pieces, streams buffer more bytes that no limit counts. With smaller pieces, a sender
-that stops holds more memory for what it sent."""
+With larger pieces, streams buffer more bytes before a limit counts them. With smaller pieces, a
+sender that stops after the first one has made this peer reserve much memory for few bytes."""
 CHECK_S = 1.0
 """Seconds of waiting between two checks of a sender's rate."""
 STALL_S = 4.0
@@ -104,7 +104,8 @@ class ByteReader(Protocol):
     async def readexactly(self, size_bytes: int, deadline: asyncio.Timeout | None = None) -> bytes:
         """Read as ``asyncio.StreamReader.readexactly``.
 
-        ``deadline`` is the sender's. It is suspended while this side delays reading.
+        ``deadline`` is the time that the sender has left. It stands still while this side delays
+        reading.
         """
 
     @property
@@ -227,8 +228,8 @@ class FrameReader:
         """Read the body of a message. Memory for the whole body is reserved once its first piece
         has come.
 
-        If each piece were reserved alone, messages that only fit one after another would wait for
-        each other.
+        If each piece were reserved alone, two messages that do not fit together could each hold a
+        part of the memory and wait for the rest.
         """
         if size_bytes > PIECE_BYTES:
             self._scope.check_size(size_bytes)
@@ -245,8 +246,8 @@ class FrameReader:
     async def _read_piece(self, size_bytes: int) -> bytes:
         """Read the next piece of a message.
 
-        A MiB takes at most ``mib_s``. While others wait for memory, a piece takes at most
-        ``STALL_S``, so that no peer holds memory for bytes that do not come. Raises
+        A sender has ``mib_s`` seconds for each MiB. While others wait for memory, it has
+        ``STALL_S`` for each piece, so that no peer holds memory for bytes that do not come. Raises
         ``DeadlineExceeded`` for a slower sender, and ``ResourceLimitReached``.
         """
         if size_bytes <= self._reader.buffered_bytes:  # a timer would cost more than the message
@@ -265,7 +266,7 @@ class FrameReader:
             except TimeoutError:
                 self._waited_s += check_s
                 piece_waited_s += check_s
-            if not self._body:  # the first piece counts as it comes, once it comes slowly
+            if not self._body:  # if the first piece comes slowly, reserve what has come of it
                 self._scope.reserve_now(self._reader.buffered_bytes)
             if self._waited_s >= mib_s:
                 raise DeadlineExceeded("the rest of a message did not come in time")

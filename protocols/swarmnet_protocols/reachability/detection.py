@@ -102,8 +102,8 @@ class Reachability:
         ]
         if self._is_open is not False or len(observed) < 2:
             return ""
-        # A connection that was not dialled from the listening port has another mapping in the
-        # router.
+        # If two relays see different ports, the router may still be a cone: connections that were
+        # not dialled from the listening port have a mapping of their own.
         own_ports = ports_of(self._transport.own_addresses())
         is_kept = any(each.port in own_ports for each in observed)
         return "cone" if is_kept or len(set(observed)) == 1 else "symmetric"
@@ -123,9 +123,9 @@ class Reachability:
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
         self._was_dialled = self._is_open is None and await self._asks_if_dialled()
         self.on_change(self.is_open)
-        reached = [each for each in answers if each.reached]
         own = {host for host, _ in own_interfaces()}
-        outside = [each for each in reached if each.observed_ip not in own]
+        # An address that is not this machine's own belongs to a router that forwards the port.
+        outside = [each for each in answers if each.reached and each.observed_ip not in own]
         self._is_forwarded = bool(self._is_open and outside)
         self._transport.external_addresses = tuple(
             dict.fromkeys(_multiaddr(each.observed_ip, port) for each in outside for port in each.reached)
@@ -141,9 +141,9 @@ class Reachability:
             await self._release()
 
     async def run(self) -> None:
-        """Repeat ``find_out`` until cancelled.
+        """Call ``find_out`` again and again until cancelled.
 
-        It runs when this machine's addresses change, when its router forwards a port, and every
+        That is when this machine's addresses change, when its router forwards a port, and every
         ``AGAIN_S``.
         """
         try:
@@ -185,7 +185,7 @@ class Reachability:
             return None
 
     async def answers(self, address: str) -> bool:
-        """Return whether a member of this swarm that may relay answers at a multiaddr."""
+        """Return whether a peer answers at a multiaddr that is a member and may be a relay."""
         return await self._ask(address, ()) is not None
 
     async def _candidates(self) -> Sequence[str]:

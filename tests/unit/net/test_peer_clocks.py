@@ -53,8 +53,8 @@ def advice(*errors_s: float | None) -> str:
         ((), ""),
         ((None,), ""),
         ((1.0, -2.0), ""),
-        ((-7200.0,), "120 minutes ahead of those of peers"),
-        ((7200.0, None, 7201.0), "120 minutes behind those of peers"),
+        ((-7200.0,), "120 minutes ahead of the clocks of peers"),
+        ((7200.0, None, 7201.0), "120 minutes behind the clocks of peers"),
         ((0.0, 7200.0, 1.0), ""),
     ],
 )

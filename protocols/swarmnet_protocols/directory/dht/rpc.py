@@ -60,7 +60,7 @@ class GuardedP2P:
         self._contacts = contacts
         self._origin = ""
         self._is_called = False
-        """Whether this peer serves calls. If so, it sends its contact with its own calls."""
+        """Whether this peer serves calls. Then it tells the peers it calls how to call it back."""
         self._protocols = {protocol.id: protocol for protocol in DIRECTORY}
 
     async def add_protobuf_handler(
@@ -70,7 +70,7 @@ class GuardedP2P:
         input_type: type[Protobuf],
         **_options: object,
     ) -> None:
-        """Serve calls of ``name``. Does not parse the bytes of a caller that may not make them."""
+        """Serve calls of ``name``. A call is parsed only if the caller may make it."""
         protocol = self._protocols[name]
         self._is_called = True
 
@@ -109,7 +109,7 @@ class GuardedP2P:
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 encoded = with_contacts(reply.SerializeToString(), contacts)
-            # charged in rpc_find, before it is made
+            # ``rpc_find`` has charged its reply before it collected it.
             if not isinstance(reply, dht_pb2.FindResponse):
                 scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, clock())
             return encoded

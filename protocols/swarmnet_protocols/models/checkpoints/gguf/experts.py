@@ -1,7 +1,7 @@
 """Experts of gguf files: which blocks have them, and how a token chooses them.
 
-Sources are llama.cpp's converter (conversion/deepseek.py, glm.py), for what a file has, and its
-graphs (src/models), for what that means.
+llama.cpp's converter (conversion/deepseek.py, glm.py) shows which keys a file has, and its graphs
+(src/models) show what they mean.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,9 @@ def joined(_: Any, *parts: "Array") -> "Array":
 
 
 _GROUPS = {(61, 256): (8, 4), (60, 160): (8, 3), (27, 64): (1, 1)}
-"""Groups of experts, and groups that a token uses, by the numbers of blocks and of routed experts:
-DeepSeek V3 and R1, V2 (arXiv 2405.04434, section 2.2), and V2-Lite. Older converters wrote no keys
-for groups."""
+"""(blocks, routed experts) → (groups of experts, groups that a token uses), for files of older
+converters, which wrote no keys for groups. The models are DeepSeek V3 and R1, V2 (arXiv 2405.04434,
+section 2.2), and V2-Lite."""
 
 
 def _group_setting(which: int, name: str) -> Setting:
