@@ -2,9 +2,9 @@
 
 
 def averaged(before: float, value: float, weight: float) -> float:
-    """Return an exponential moving average ``before`` with one more ``value``, whose share is
-    ``weight``.
+    """Return the exponential moving average after one more ``value``.
 
-    0 stands for no measurement: the average begins at its first value, not far below it.
+    ``before`` is the average so far; 0 stands for no measurement, so that the average begins at its
+    first value. ``weight`` is the share of the new value.
     """
     return before + weight * (value - before) if before else value

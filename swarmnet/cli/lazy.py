@@ -18,7 +18,8 @@ class Group(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--help" in args and not args[0].startswith("-"):
-            # Without options to parse: typer imports pydantic for them, a third of the time.
+            # A group's help needs no options. To parse them, typer would import pydantic, which
+            # takes a third of the time.
             self.params, self.add_help_option = [], False
         return super().parse_args(ctx, args)
 

@@ -18,8 +18,8 @@ STALE_S = 20.0
 START_TOLERANCE_S = 5.0
 """Seconds that two start times of one run may differ. Each is a clock reading minus an uptime."""
 RECORD_AFTER_FAILURE_S = 2.0
-"""Seconds after a failed poll. A record that is newer than this shows that the peer runs, although
-nobody reaches it."""
+"""A record that arrives at least this many seconds after a failed poll shows that the peer runs,
+although the observer cannot reach it. An earlier one may have been on its way."""
 CLIENT = "client"
 """The node of the graph that stands for all clients."""
 MAX_EDGES = 1000
@@ -34,8 +34,7 @@ _STATES = {"choosing": "joining"}
 
 
 def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON of one peer. ``previous`` is its JSON in the state before, None if that did not have
-    the peer."""
+    """The JSON of one peer. ``previous`` is its JSON in the last state; None for a new peer."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -82,13 +81,15 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
 def _role_of(seen: PeerObservation) -> str:
     if seen.newest is not None:
         report = seen.newest.report
-        return "trainer" if report.HasField("worker") else "host" if hosts_blocks(report) else "experts"
+        if report.HasField("worker"):
+            return "trainer"
+        return "host" if hosts_blocks(report) else "experts"
     return "experts" if seen.announced is not None and not seen.announced.end else "host"
 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
-    """The state of a peer, and whether it is silent: the state is then only announced, because the
-    peer does not answer."""
+    """The state of a peer, and whether it is silent. A silent peer does not answer, so its state is
+    the announced one."""
     if seen.announced is not None and seen.announced.state == "incompatible":
         return "incompatible", not seen.answers
     if seen.answers and seen.newest is not None:
@@ -135,7 +136,7 @@ def _last_seen_s(seen: PeerObservation) -> float:
 
 
 def _facts(host: HostInfo) -> dict[str, Any]:
-    """The JSON of what a host announces, and reports too."""
+    """The JSON of the facts that are in a host's announcement and also in its report."""
     return {
         "model": host.manifest.hex(),
         "blocks": [host.start, host.end] if host.end else None,

@@ -32,7 +32,7 @@ class Rotation:
     keys: tuple[bytes, ...]
     previous_until: datetime
     """Time until which the previous keys are valid for certificates, invites and revocations. Unix
-    time 0: they are stolen, never valid."""
+    time 0 means that they were stolen and are not valid any more."""
     signature: bytes
 
 
@@ -204,8 +204,8 @@ class SwarmFile:
 
 
 def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
-    """The bytes that a key signs to be replaced by the keys of a rotation; ``number`` counts
-    rotations from 0."""
+    """The bytes that an old key signs to make a rotation valid. ``number`` counts rotations from
+    0."""
     fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
     del fields["signature"]
     return _ROTATION_DOMAIN + canonical_json(fields)

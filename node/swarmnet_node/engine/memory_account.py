@@ -29,8 +29,8 @@ MIN_CLIENT_BYTES = 64 * MIB
 """Smallest number of bytes for clients. With less, a node cannot serve a session of useful
 length."""
 MARGIN = 0.02
-"""Share of the limit that stays free for memory allocated between two measurements. Less risks
-exceeding the limit; more wastes memory."""
+"""Share of the limit that stays free for memory allocated between two measurements. A smaller share
+risks exceeding the limit; a larger one wastes memory."""
 GRAPH_VALUES = 30
 """Vectors of the hidden size that autograd saves for each position and block of a pass."""
 MESSAGES = 4
@@ -106,8 +106,8 @@ class Footprint:
         """Return how many blocks, at least 1, a node with ``held`` blocks may hold within a limit.
 
         - It drops blocks only if the limit leaves too little for clients.
-        - It takes more, up to ``most``, if they fit as at its start and into the machine's
-          ``free_bytes``.
+        - It takes more blocks, up to ``most``, if a node with as many could start within the limit
+          and they fit into the machine's ``free_bytes``.
         - Otherwise it keeps what it has.
         """
         if not self.block_bytes:
@@ -145,7 +145,7 @@ def check_headroom(max_ram_bytes: int, fixed_bytes: int) -> None:
     needed = least_limit(fixed_bytes)
     if max_ram_bytes < needed:
         raise OutOfResources(
-            f"this node has {fixed_bytes / MIB:.0f} MiB in memory besides the sessions of clients",
+            f"this node needs {fixed_bytes / MIB:.0f} MiB without sessions, which leaves them too little memory",
             hint=f"allow at least --max-ram {-(-needed // MIB)}MiB, or start it again with fewer blocks",
         )
 
@@ -160,10 +160,12 @@ def resource_limits(
 ) -> dict[Resource, int]:
     """Return the limits of clients' resources in ``shares`` until the next measurement.
 
-    Other resources are not in the limited memory. ``held``: bytes of clients, a part of the
-    ``rss_bytes`` that are resident. ``fixed_bytes``: resident bytes when clients held none. Memory
-    that is reserved but untouched is not resident, so the fixed part never counts as less than
-    ``fixed_bytes``.
+    - ``rss_bytes``: resident bytes now.
+    - ``held``: bytes that clients hold of each resource.
+    - ``fixed_bytes``: resident bytes when clients held none.
+
+    Memory that clients have reserved but not touched is not resident. So the fixed part never
+    counts as less than ``fixed_bytes``.
     """
     holding = {resource: held.get(resource, 0) for resource in shares}
     total = sum(holding.values())

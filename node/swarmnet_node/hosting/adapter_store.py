@@ -22,15 +22,15 @@ Key = tuple[PeerId, bytes]
 
 
 class _Reservation:
-    """The number and bytes of one adapter, reserved in its owner's scope until ``release``."""
+    """The place and the memory of one adapter, reserved in its owner's scope until ``release``."""
 
     def __init__(self, scope: Scope, nbytes: int) -> None:
         """Raises ``ResourceLimitReached``."""
-        self._number = scope.reserve(Resource.ADAPTERS)
+        self._place = scope.reserve(Resource.ADAPTERS)
         try:
             self._bytes = scope.reserve(Resource.ADAPTER_BYTES, nbytes)
         except ResourceLimitReached:
-            self._number.release()
+            self._place.release()
             raise
 
     @property
@@ -42,7 +42,7 @@ class _Reservation:
         self._bytes.resize(nbytes)
 
     def release(self) -> None:
-        self._number.release()
+        self._place.release()
         self._bytes.release()
 
 
@@ -90,8 +90,8 @@ class AdapterStore:
         """Reserve memory for an adapter of ``nbytes`` during its upload.
 
         ``scope`` belongs to its owner. The context yields a function. Call it with the number of
-        bytes received so far: an announced size alone evicts nobody's adapter. Both raise
-        ``Refusal`` at the limit of the owner's adapters or of all adapters.
+        bytes received so far: an announced size alone evicts nobody's adapter. This method and that
+        function raise ``Refusal`` at the limit of the owner's adapters or of all adapters.
         """
         if not scope.can_ever_reserve(Resource.ADAPTER_BYTES, nbytes):
             with self._refusing():
@@ -148,8 +148,8 @@ class AdapterStore:
     def _mark_idle(self, key: Key) -> None:
         """Mark an adapter as idle from now on.
 
-        It is dropped after ``idle_s``. It is dropped earlier only after all adapters that were idle
-        longer.
+        It is dropped after ``idle_s``, or earlier if memory runs out: those that were idle for
+        longer go first.
         """
         kept = self._kept.pop(key)
         self._kept[key] = kept
@@ -177,7 +177,8 @@ class AdapterStore:
     def _make_room(self, scope: Scope, nbytes: int, number: int) -> None:
         """Drop idle adapters, the owner's first, until ``number`` more with ``nbytes`` fit.
 
-        Nothing is dropped for a scope whose limit cannot be met.
+        If dropping all idle adapters of the owner would not make room within its limit, none is
+        dropped.
         """
         if self._evict(scope, nbytes, number, lambda owner: owner == scope.name):
             self._evict(self._system, nbytes, number, lambda owner: True)

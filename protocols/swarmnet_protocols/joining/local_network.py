@@ -10,9 +10,10 @@ With it, a swarm file without addresses is enough.
 3. A found peer is used like a bootstrap peer. Every peer contacts each found peer once, even if it
    knows others. So two groups that began apart become one.
 
-Anyone in the local network may send such records. The hash covers the addresses, so only a peer
-with the swarm file can make a record, and a copy names the same peer. Other answers are dropped
-before any part of them is stored (:class:`_Ear`), so they take no peer's place. Number and size of
+Anyone in the local network may send such records. The hash covers the addresses. So only a peer
+with the swarm file can make a record, and somebody who copies a record cannot change whom it names.
+Other answers are dropped before any part of them is stored (:class:`_Ear`), so they take no peer's
+place. Number and size of
 records are bounded. Only addresses in networks of this machine's interfaces are dialled. libp2p's
 peer id and the membership handshake prove who answers there.
 """
@@ -55,13 +56,16 @@ SERVICE = "_swarmnet._tcp.local."
 MAX_RECORD_BYTES = 1200
 """Largest TXT record in bytes, sent or read. It fits into one packet."""
 MAX_FOUND = 64
-"""Most peers that are remembered, and joined through at the same time. Further ones are ignored."""
+"""Most found peers that are remembered, and most that are contacted at the same time. Further ones
+are ignored."""
 MAX_NAMES = 4
-"""Most names of one peer that are remembered. Copies of its record have other names."""
+"""Most names of one peer that are remembered. Anyone may send its record again under other
+names."""
 MAX_RECORDS = 32
 """Most records of a packet. A larger packet is dropped. A peer announces about six."""
 SOURCE_PACKETS = RateLimit(200.0, 1000.0)
-"""Packets that are read from one address, per second and at once. Each takes about 50 microseconds.
+"""Packets that are read from one address: per second, and in one burst. Each takes about 50
+microseconds.
 
 With fewer, peers on one machine are not all heard. With more, one machine takes more of the event
 loop."""
@@ -94,7 +98,10 @@ _SWARM, _ADDRESS = "swarm=", "dnsaddr="
 
 
 def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
-    """Return the TXT record with ``addresses``, multiaddrs with this peer's id, for ``swarm``."""
+    """Return the TXT record by which a peer of ``swarm`` announces ``addresses``.
+
+    They are multiaddrs that end with its peer id.
+    """
     salt = secrets.token_bytes(_SALT_BYTES)
     kept = [each for each in addresses if len(_ADDRESS + each) < 256][:MAX_ANNOUNCED]
     strings = [f"{_SWARM}{salt.hex()}{_hash(swarm, salt, kept)}", *(_ADDRESS + each for each in kept)]
@@ -102,10 +109,9 @@ def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
 
 
 def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tuple[str, ...]:
-    """Return the addresses in a TXT record of a peer of ``swarm``, with its peer id.
+    """Return the multiaddrs in a TXT record that are in ``networks`` and may be dialled.
 
-    Only addresses in ``networks`` that may be dialled are returned. Empty for a record of another
-    swarm, or one that is malformed or too large.
+    Empty for a record that is not of ``swarm``, malformed or too large.
     """
     if len(record) > MAX_RECORD_BYTES:
         return ()
@@ -237,8 +243,8 @@ class LocalNetwork:
     async def run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> AsyncIterator[None]:
         """Announce this peer and look for others while the context is open.
 
-        ``join`` gets the addresses of each found peer, and again after a pause until it returns
-        True.
+        ``join`` is called with the addresses of each found peer. While it returns False, it is
+        called again after a pause.
         """
         import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
 
@@ -327,7 +333,8 @@ class LocalNetwork:
             await dns.async_close()
 
     def _start_meeting(self, peer: PeerId, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
-        """Join through a found peer in the background, unless that is under way or too many are."""
+        """Join through a found peer in the background, unless it or too many others are being
+        tried."""
         if peer not in self._meeting and len(self._meeting) < MAX_FOUND:
             self._meeting[peer] = asyncio.create_task(self._meet(peer, join), name="mdns peer")
             self._meeting[peer].add_done_callback(lambda _: self._meeting.pop(peer))

@@ -1,5 +1,5 @@
-"""The formats of packed weights: gguf's, by its numbers, and two for quantised safetensors
-checkpoints."""
+"""The formats of packed weights: gguf's formats under gguf's numbers, and two for quantised
+safetensors checkpoints."""
 
 from collections.abc import Mapping
 from enum import IntEnum
@@ -27,10 +27,10 @@ class Format(IntEnum):
     BF16 = 30
     MXFP4 = 39
     FP8 = 1000
-    """A scale, float32, and 128 codes of E4M3: w = scale * code."""
+    """A block has a float32 scale and 128 codes of E4M3: w = scale * code."""
     INT4 = 1001
-    """A scale, float32, a zero point, uint8, and 64 codes of 4 bits, low digits first: w = scale *
-    (code - zero)."""
+    """A block has a float32 scale, a uint8 zero point and 64 codes of 4 bits, low digits first: w =
+    scale * (code - zero)."""
 
 
 OWN_FORMATS = frozenset({Format.FP8, Format.INT4})
@@ -40,4 +40,4 @@ BLOCKS: Mapping[Format, tuple[int, int]] = {
     Format.FP8: (128, 132),
     Format.INT4: (64, 37),
 }
-"""The weights of a block of each format, and its bytes."""
+"""Format → (number of weights in a block, bytes of a block)."""

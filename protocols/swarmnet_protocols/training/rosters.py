@@ -17,19 +17,17 @@ MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
 EXCHANGES_PER_ROUND = 1 << 16
-"""Exchange numbers of one round.
+"""Number of exchanges that a round can have. Each round numbers its exchanges from its own start.
 
-A peer that claims a high number can use up only one round's numbers.
+So a peer that falsely claims a high number uses up the numbers of one round only.
 """
 MAX_AHEAD_OF_LEADER = 256
-"""Most by which a follower's last exchange number may exceed the leader's.
-
-A follower further ahead is left out.
-"""
+"""A leader leaves out a follower whose last exchange is this many numbers ahead of its own."""
 MAX_AHEAD_OF_FOLLOWER = 4096
-"""Most by which a roster's exchange number may exceed a follower's last one.
+"""A follower accepts a roster whose exchange is at most this many numbers ahead of its own last
+one.
 
-The follower may have missed earlier attempts of the round.
+It may have missed earlier attempts of the round.
 """
 ADDRESS_BOOK_HASH_BYTES = 16
 """Half a SHA-256. Enough to compare the addresses of two workers."""
@@ -130,7 +128,7 @@ def next_exchange_number(round: int, seen: int) -> int:
 def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
     """Return the highest exchange number of ``round`` that a worker accepts after ``seen``.
 
-    At most ``ahead`` above ``seen``.
+    It is at most ``ahead`` numbers above ``seen``, or above the start of the round.
     """
     return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
 
@@ -191,9 +189,9 @@ def roster_from_wire(
 ) -> Roster:
     """Parse the roster of ``round``, which must contain ``me``.
 
-    ``book``: addresses that the roster may name by their hash. Raises ``ProtocolViolation`` for any
-    other roster. Also raises it unless the exchange number is above the last one of every member,
-    and not too far above that of ``me``.
+    ``book``: addresses that the roster may name by their hash. Raises ``ProtocolViolation`` for
+    another round's roster, or an exchange number that is not above every member's last one or too
+    far above that of ``me``.
     """
     members = _known_members(wire, book) if wire.known else _listed_members(wire)
     peers = [member.peer for member in members]

@@ -283,7 +283,7 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
     else:
         check_at_least_zero(number, option=name)
     if name == "max_new_tokens" and not number:
-        raise typer.BadParameter("max_tokens must be at least 1", param_hint=f"'{name}'")
+        raise typer.BadParameter("max_new_tokens must be at least 1", param_hint=f"'{name}'")
     return dataclasses.replace(sampling, **{name: number})
 
 

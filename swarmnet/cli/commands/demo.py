@@ -140,8 +140,8 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
 async def _start_swarm(
     demo: _Demo, running: list[Process], spans: Sequence[tuple[int, int]], report: Progress
 ) -> str:
-    """Start a node for each span, the first before the others; returns an address of the first,
-    their bootstrap peer."""
+    """Start a node for each span. The first node starts alone, as the bootstrap peer of the others;
+    returns its address."""
     title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
     address: str = (await _start_node(demo, running, spans[0], []))["addresses"][0]

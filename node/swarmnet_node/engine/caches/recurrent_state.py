@@ -35,8 +35,8 @@ SNAPSHOT_POSITIONS = 64
 """Smallest number of positions between two snapshots."""
 
 StateKey = tuple[int, str, int]
-"""Layer, counted from the first of the whole stage; ``conv`` or ``recurrent``; number within its
-kind."""
+"""(layer, kind, number): the layer counted from the first of the whole stage, ``conv`` or
+``recurrent``, and the number of the state among the layer's states of this kind."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class SequenceStates:
 def dispensable(lengths: Sequence[int]) -> int:
     """Return the snapshot to drop. ``lengths`` ascend; the newest always stays.
 
-    The choice has the smallest gap around it, relative to its distance from the newest. So a short
+    Dropping a snapshot leaves a gap between its neighbours. The one with the smallest gap, relative
+    to its distance from the newest, goes. So recent snapshots stay close together, and a short
     rewind has few positions to compute again.
     """
     newest = lengths[-1]
@@ -194,8 +195,8 @@ class MixerCache:
 class BatchStates:
     """The states of a packed batch with ``counts[i]`` positions of sequence i.
 
-    The model passes this to every layer as its cache. ``states`` is empty for a pass, whose whole
-    sequences have none.
+    The model passes this to every layer as its cache. ``states`` is empty for a pass: it computes
+    whole sequences, which have no earlier state.
     """
 
     is_sliding: tuple[bool, ...] = ()

@@ -71,16 +71,16 @@ class RmsNorm:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """The attention of one layer.
-
-    ``scaling`` of the scores, ``sliding_window`` in positions, ``softcap`` of the scores, and
-    ``sinks`` [H]. None leaves the feature out; for the scaling it means the default.
-    """
+    """The attention of one layer. None means that the layer has no such feature."""
 
     scaling: float | None
+    """Factor of the scores; None: 1 / sqrt(d)."""
     sliding_window: int | None
+    """Number of positions that a query sees."""
     softcap: float | None
+    """Bound of the scores."""
     sinks: torch.Tensor | None
+    """One further score for each head, [H]."""
 
     @property
     def is_plain(self) -> bool:
@@ -157,10 +157,10 @@ class DecodeStep(Protocol):
     """Most positions of a step. Beyond this, single operations are as fast."""
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Compute hidden states [T, D] of the rows' new positions, in and out.
+        """Compute the layers for the rows' new positions: [T, D] to [T, D], in the weights' dtype.
 
-        They have the dtype of the weights. Writes their keys and values into the caches. Raises
-        ``ValueError`` for inputs or caches of other shapes.
+        Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of
+        other shapes.
         """
 
 
@@ -271,7 +271,7 @@ class Backend(Protocol):
         """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
 
     def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
-        """Return a decode step for these layers, which keep their memory.
+        """Return a decode step for these layers, whose tensors must stay where they are.
 
         None if this backend has none for their shape, dtype or device. Before using it, the caller
         compares its outputs with the outputs of the single operations.

@@ -59,7 +59,7 @@ class Contacts:
         return mine[1]
 
     def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
-        """Keep the valid contacts. ``only``: keep just the contact of this peer."""
+        """Keep the valid contacts. If ``only`` is given, keep no contact but that peer's."""
         new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
         swarm, now = self._publisher.swarm, self._publisher.clock()
         for sealed in new[:MAX_CONTACTS]:

@@ -3,7 +3,7 @@
 hivemind's look-up asks at least twenty peers, and each sends every record that it has under the
 key. Sampling is cheaper:
 
-1. Once in ``FOUND_S`` it finds the peers nearest to a key, as for storing.
+1. Once in ``FOUND_S`` it finds the peers nearest to a key. Records are stored at these peers.
 2. A read asks one of these peers for random records.
 
 Records are signed, so a replica can leave some out but cannot make any. A topic has several keys.
@@ -99,10 +99,8 @@ class RecordSampler:
                 self._places[key] = _Place(now + FOUND_S, others[:REPLICAS] or [self._node.peer_id])
 
     def _assigned(self, keys: Sequence[DHTID]) -> list[tuple[PeerID, list[DHTID]]]:
-        """Draw a replica for every key at random. Several keys share a replica where possible.
-
-        That needs few calls.
-        """
+        """Draw a replica for every key at random. Keys share a replica where possible, to save
+        calls."""
         calls: list[tuple[PeerID, list[DHTID]]] = []
         left = list(dict.fromkeys(keys))
         self._rng.shuffle(left)

@@ -16,7 +16,7 @@ class Codec(Protocol):
 
     @property
     def biased(self) -> bool:
-        """Whether the errors of repeated sends do not average out.
+        """Whether the mean of many encodings of one vector differs from the vector.
 
         Then the caller must use error feedback.
         """

@@ -16,8 +16,8 @@ order:
 Attempt k has the coordinator ``order[k % len(order)]``. Each member goes to the first attempt whose
 coordinator takes part, as far as it can tell. It announces the attempt if it is not the first. A
 member passes over a coordinator if so many others have passed over it that no majority is left.
-From ``majority_s`` on the first attempt rises with time. So a silent coordinator is passed over,
-too.
+After ``majority_s``, time itself moves members to later attempts. So a silent coordinator is passed
+over, too.
 
 Members at different attempts only delay the round. Every member votes once, so at most one outcome
 has the votes of a majority. A member that is cut off from the majority ends *behind*.
@@ -115,7 +115,7 @@ class RoundState:
         self._requests_made = [0] * len(reducers)
         # the vote
         self._turn = 0
-        """The lowest attempt at this time."""
+        """The lowest attempt that time still allows. It rises after ``majority_s``."""
         self._attempt = 0
         self._attempts: dict[int, int] = {}
         """Other members → their attempts."""
@@ -372,7 +372,7 @@ class RoundState:
     def _elect(self, now: float) -> None:
         """Go to the first attempt with a usable coordinator.
 
-        Its coordinator takes part. So few others have passed over it that a majority is left.
+        Such a coordinator takes part, and a majority of members has not passed over it.
         """
         late_s = now - self._began - self._timing.majority_s
         self._turn = max(0, int(late_s / self._timing.attempt_s))
@@ -412,7 +412,7 @@ class RoundState:
         if not ready:
             return
         vote = self._votes.cast(hashes)
-        self._reported = self._own_report()  # the vote implies the report
+        self._reported = self._own_report()  # the coordinator concludes it from the vote
         if self._coordinator != self._me:
             self._send(self._coordinator, vote)
 
@@ -486,9 +486,10 @@ class RoundState:
                     self._send(holder, RequestResult(index, result))
 
     def _wanted(self, index: int) -> list[tuple[int, bytes]]:
-        """Return the (holder, hash) of results that this member needs.
+        """Return the (holder, hash) of the results that would do for this member.
 
-        This is the result to commit. The coordinator needs one of the results reported to it.
+        That is the result to commit. Before there is one, the coordinator needs any of the results
+        that members reported to it.
         """
         assignment = self._assignments[index]
         proposed = None if self._proposed is None else self._proposed.hashes
@@ -536,7 +537,8 @@ class RoundState:
         if reducer in self._refuted:
             return True
         arriving = now - self._progress_at[index] < self._timing.streams.silence_s
-        if reducer in self._lost:  # a member that has its result reports it within two heartbeats
+        # If a member holds the lost reducer's result, it reports that within two heartbeats.
+        if reducer in self._lost:
             tried = self._requests_made[index] >= len(self._wanted(index)) and not arriving
             return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
         return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
