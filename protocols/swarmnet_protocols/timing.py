@@ -29,8 +29,8 @@ class Timing:
     reply_s: float = 5.0
     """Timeout for the reply to a request."""
     first_message_s: float = 5.0
-    """Timeout for the first message on an incoming stream. Peers with other streams or reservations
-    have ``chunk_s``."""
+    """Timeout for the first message on an incoming stream of a new peer. Other peers have
+    ``chunk_s``."""
     handshake_s: float = 5.0
     """Timeout of the membership handshake, dialling included. Callers may give it less."""
     link_wait_s: float = 5.0
@@ -61,14 +61,14 @@ class Timing:
     address_check_s: float = 1.0
     """Seconds between two checks of a host's own addresses. A change is announced at once."""
     identity_announce_s: float = 60.0
-    """Period of presence records. A second process with the same key is found after at most one and
-    a half."""
+    """Period of presence records. A second process with the same key is found within one and a half
+    periods."""
     chunk_s: float = 30.0
     """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any
     message, over the slowest link worth using.
 
-    Also for the first message on a stream of a peer with other streams here, whose machine may be
-    busy.
+    It is also the timeout for the first message on a stream of a peer that is known or has other
+    streams here: its machine may be busy.
     """
     graph_s: float = 120.0
     """How long a host keeps the autograd graph of a forward pass for its backward pass."""

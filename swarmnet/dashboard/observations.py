@@ -46,7 +46,8 @@ class PeerObservation:
     peer: PeerId
     first_seen_s: float
     announced: HostInfo | None = None
-    """Its newest record in the directory. A peer that hosts experts only has the blocks [0, 0)."""
+    """Its newest record in the directory. For a peer that hosts only experts, the blocks are
+    [0, 0)."""
     announced_at_s: float = 0.0
     """When the newest record was received."""
     newest: TimedReport | None = None
@@ -176,8 +177,8 @@ class PeerTracker:
         self._update(delay_s=averaged(before_s, measured_s, DELAY_SMOOTHING))
 
     def on_failed_poll(self, now_s: float, totals: Totals) -> None:
-        """Note that the peer did not answer. The first time, a host that had not announced its
-        leave counts as a failure of its model."""
+        """Note that the peer did not answer. The first time, this counts as a failure of its model,
+        unless the host had announced that it leaves."""
         seen = self.observation
         if seen.failed_at_s is not None:
             return

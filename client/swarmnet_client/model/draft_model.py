@@ -16,7 +16,8 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 
 FEW = 32
-"""New tokens that are read as part of a draft. More are read in the background."""
+"""Up to this many new tokens are read when the next draft begins. More are read in the
+background."""
 _SMOOTHING = 0.2
 """Weight of the newest measurement of the seconds of a token."""
 
@@ -67,7 +68,7 @@ class DraftModelSequence:
         self._ids = list(ids)
         self._cache = DynamicCache()
         self._held: list[int] = []
-        """The tokens in the KV cache: a beginning of the sequence, and after it the last draft."""
+        """The tokens in the KV cache: the first tokens of the sequence, then the last draft."""
         self._token_s = 0.0
         self._read: Future[torch.Tensor] | None = None
         self._read_ahead()
@@ -107,8 +108,8 @@ class DraftModelSequence:
             self._read = self._reading.submit(self._forward, self._ids[len(self._held) : -1])
 
     def _rewind(self) -> None:
-        """Forget what the KV cache holds beyond the sequence, and at least its last token: its
-        logits are wanted."""
+        """Remove tokens from the KV cache that are not in the sequence, and the sequence's last
+        token. That one is computed again, for its logits."""
         same = common_prefix(self._held, self._ids[:-1])
         self._cache.crop(same - len(self._held))
         del self._held[same:]

@@ -31,7 +31,7 @@ MIN_LONGEST = 256
 """Smallest bound on the length of sequences, for recordings that depend on one."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-"""Computes hidden states [T, D] of a batch's new positions [T], in and out."""
+"""(hidden states [T, D], positions [T], batch) → hidden states [T, D] after the stage."""
 Agree = Callable[[torch.Tensor, torch.Tensor], bool]
 """Returns whether outputs equal expected outputs up to rounding."""
 
@@ -87,7 +87,7 @@ class DecodeGraphs:
         return self._failure
 
     def step(self, inputs: torch.Tensor, sequences: Sequence[SequenceCache]) -> torch.Tensor | None:
-        """Compute hidden states [T, D] of one new position of each sequence, in and out.
+        """Compute the stage for one new position of each sequence: [T, D] to [T, D].
 
         The sequences are in the order of their starts, and have room for the position. None if such
         a step cannot be recorded.
@@ -103,7 +103,7 @@ class DecodeGraphs:
             slots = self._new_slots(key[0])
             self._fill(slots, inputs, sequences)
             expected = self._run(slots, key[1])[:count].clone()
-            # a client may send such numbers, which cannot be compared
+            # A client may send inputs that give NaN. Such outputs cannot be compared.
             if bool(expected.isfinite().all()):
                 self._record(key, slots, expected)
             return expected

@@ -23,7 +23,8 @@ MAX_SEQUENCES = 1024
 
 
 class Pair(NamedTuple):
-    """The peers before and after a session. An empty string stands for any client."""
+    """The peers that a session receives from and sends to. An empty string stands for any
+    client."""
 
     upstream: str
     downstream: str
@@ -40,15 +41,15 @@ class HostCounters:
         self.refused: Counter[str] = Counter()
         """Refusals by reason, named as in session.proto."""
         self.first_tokens = node_histogram(
-            "first_token_seconds", "From a prompt to its first token, by its first hop.", BOUNDS_S
+            "first_token_seconds", "From a prompt to its first token, measured by the first hop.", BOUNDS_S
         )
         self.token_times = node_histogram(
-            "token_seconds", "From one token to the next, by their first hop.", BOUNDS_S
+            "token_seconds", "From one token to the next, measured by the first hop.", BOUNDS_S
         )
         self._positions: OrderedDict[Pair, int] = OrderedDict()
 
     def refuse(self, refusal: Refusal, peer: PeerId) -> None:
-        """Count and log a refusal of ``peer``."""
+        """Count and log that this host refused ``peer``."""
         reason = refusal_pb2.Reason.Name(refusal.reason).removeprefix("REASON_").lower()
         self.refused[reason] += 1
         _log.info("refused", extra={"reason": reason, "peer": peer})

@@ -8,7 +8,8 @@ import torch
 from swarmnet_protocols.errors import ConfigError
 
 MOST_SHARE = 0.95
-"""Share of a device's memory that may be filled. A full driver ends other programs."""
+"""Largest share of a device's memory to fill. When the memory is full, the driver ends other
+programs."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -58,9 +59,10 @@ def _card(device: torch.device) -> Card:
 
 
 def allowed_bytes(most: float | None, total_bytes: int) -> int:
-    """Return how many bytes of a device ``most`` allows.
+    """Return a memory limit in bytes.
 
-    ``most`` is a share if at most 1, else bytes. None means ``MOST_SHARE``.
+    ``most`` is the limit as the user gave it: a share if at most 1, else bytes. None means
+    ``MOST_SHARE``.
     """
     return int(_share(most, total_bytes) * total_bytes)
 
@@ -106,7 +108,10 @@ def pick_devices(names: str) -> list[torch.device]:
     """
     found = [pick_device(name) for name in names.split(",")]
     if len(found) > 1 and (len(set(found)) < len(found) or any(each.type != "cuda" for each in found)):
-        raise ConfigError(f"{names} are not several GPUs", hint="use --device cuda:0,cuda:1, for example")
+        raise ConfigError(
+            f"{names}: only different CUDA devices can be combined",
+            hint="use --device cuda:0,cuda:1, for example",
+        )
     return found
 
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 
 def name_for_peers(name: str) -> str:
-    """Return the name of a model for others: of a path on this machine, the last part.
+    """Return the name of a model for others. A path on this machine becomes its last part.
 
-    A folder in the hub's cache is named for its commit, so its public name is that of the
-    repository. Links are not followed: in that cache they lead to files that are named for their
-    hashes.
+    In the hub's cache, a folder is named for its commit, so its public name is the repository's.
+    Links are not followed: in that cache they lead to files that are named for their hashes.
     """
     path = Path(name).expanduser()
     if not (path.exists() or path.is_absolute() or name.startswith(("~", "."))):

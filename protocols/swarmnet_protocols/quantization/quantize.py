@@ -30,8 +30,8 @@ class Precision:
     finer: Mapping[str, Format] = field(default_factory=dict)
 
     def format_of(self, weight: str, columns: int) -> Format:
-        """The format for a weight with rows of ``columns`` weights. The last part of ``name`` is
-        its module."""
+        """The format for the tensor named ``weight``, whose rows have ``columns`` numbers. The last
+        part of its name, without ``.weight``, is its module."""
         wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
         return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
 
@@ -46,7 +46,7 @@ _COSTLIEST = ("k_proj", "v_proj", "qkv_proj", "kv_a_proj_with_mqa", "kv_b_proj",
 _COSTLY = ("up_proj", "gate_up_proj")
 PRECISIONS: Mapping[str, Precision] = {
     "int8": Precision("int8", Format.Q8_0),
-    # The rounding of these costs more perplexity for each bit than that of the rest
+    # In these modules, rounding costs more perplexity for each bit than in the others
     # (docs/decisions/0072).
     "int4": Precision(
         "int4",
@@ -60,9 +60,9 @@ UNQUANTIZED = frozenset({Format.F32, Format.F16, Format.BF16})
 _PANEL_WEIGHTS = 1 << 18
 """Weights that are quantised at a time: few enough for the processor's cache."""
 _TOPS = (13 / 15, 14 / 15, 1.0, 16 / 15)
-"""The candidates of the search for a scale: the largest weight of a group in units of the largest
-code. Below 1, some codes are unused and the step is larger; above 1, the extremes are clipped and
-the step is smaller."""
+"""Candidates in the search for a scale. A candidate maps the largest weight of a group to this
+multiple of the largest code. Below 1, some codes are unused and the step is larger. Above 1, the
+extremes are clipped and the step is smaller."""
 
 
 def can_be_quantized(matrix: PackedTensor) -> bool:
@@ -142,9 +142,12 @@ def _encode_q6_k(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _affine_block(blocks: torch.Tensor, top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [n, 256] in eight groups of codes q from 0 to ``top``, w = d s q - e m: the header
-    with d, e, and s and m of 6 bits for each group, uint8 [n, 16], and the codes, uint8 [n, 8,
-    32]."""
+    """Encode blocks [n, 256] as w = d s q - e m. Returns the headers, uint8 [n, 16], and the codes
+    q, uint8 [n, 8, 32].
+
+    A block has eight groups, with codes from 0 to ``top``. Its header has d and e, and for each
+    group s and m in 6 bits.
+    """
     groups = blocks.view(-1, 8, GROUP)
     found = _affine(blocks.view(-1, GROUP).T.contiguous(), top)
     (scale, scale_steps), (least, least_steps) = (_in_63_steps(each.view(-1, 8)) for each in found)
@@ -165,8 +168,8 @@ def _in_63_steps(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _nibbles_of_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of four bits [n, 8, 32] as bytes [n, 128]: of each pair of groups, the first in the low
-    digits."""
+    """Codes of four bits [n, 8, 32] as bytes [n, 128]. A byte has a code of an even group in its
+    low bits, and the code of the next group in its high bits."""
     return (codes[:, ::2] | codes[:, 1::2] << 4).flatten(1)
 
 
@@ -187,7 +190,7 @@ def _symmetric_scale(weights: torch.Tensor, half: int) -> torch.Tensor:
         codes.clamp_(-half, half - 1)
         sum_xq, sum_qq = _sum(weights * codes), _sum(codes * codes)
         scale = _over(sum_xq, sum_qq)
-        gain = scale * sum_xq  # what the squared error is below that of zeros
+        gain = scale * sum_xq  # how much smaller the squared error is than with all codes 0
         best = torch.where(gain > best_gain, scale, best)
         best_gain = torch.maximum(gain, best_gain)
     return best

@@ -34,8 +34,8 @@ def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 
 def _digits(data: torch.Tensor, bits: int, group: int) -> torch.Tensor:
-    """Unsigned integers of ``bits`` bits, uint8 [N, -1]: of each ``group`` bytes first the lowest
-    digits, then the next."""
+    """Split bytes into unsigned integers of ``bits`` bits, uint8 [N, -1]. Each group of ``group``
+    bytes gives the lowest bits of all its bytes, then the next bits of all, and so on."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=data.device)[:, None]
     return ((data.reshape(len(data), -1, 1, group) >> shifts) & ((1 << bits) - 1)).reshape(len(data), -1)
 

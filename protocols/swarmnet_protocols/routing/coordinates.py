@@ -57,12 +57,12 @@ FILTERED = 3
 MAX_FILTERED_PEERS = 256
 """Peers whose last delays are remembered."""
 GRAVITY = 0.001
-"""Pull towards the origin, per second of squared distance: 10 microseconds a measurement at 100
-ms."""
+"""Pull of each measurement towards the origin: this times the squared distance from it. At 100 ms
+that is 10 microseconds."""
 
 _NEAR_S = 1e-6
-"""Seconds of distance below which two positions have no direction. Also the shortest delay in
-use."""
+"""Positions nearer than this have no direction from one to the other. Shorter delays count as this
+long."""
 
 
 @dataclass(frozen=True, slots=True)

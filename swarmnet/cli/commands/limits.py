@@ -29,7 +29,8 @@ from swarmnet.paths import default_data_dir
 def limits(  # noqa: PLR0913 - a command line, not an interface
     context: typer.Context,
     *,
-    max_ram: MaxRam = None,  # these, down to the cores, are read from the context
+    # The options from here to cores are read from ``context.params``.
+    max_ram: MaxRam = None,
     max_gpu_mem: MaxGpuMem = None,
     up: Up = None,
     down: Down = None,

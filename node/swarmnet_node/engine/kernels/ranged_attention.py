@@ -24,8 +24,8 @@ sequence is faster."""
 
 
 def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-    """Return whether torch has a fused kernel for such tensors. It takes several queries of a
-    sequence."""
+    """Return whether torch has a fused kernel for such tensors. The kernel takes several queries of
+    a sequence."""
     size = query.shape[-1]
     return (
         query.device.type == "cuda"

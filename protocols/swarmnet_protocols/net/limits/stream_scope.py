@@ -36,7 +36,8 @@ OPEN_FRAMES = 10
 VIOLATION_FRAMES = 100
 """Cost of a protocol violation, in messages. A peer that repeats it is read ever more slowly."""
 MAX_WAIT_S = 1.0
-"""Seconds of overdrawn message rate above which a peer's streams are refused instead of delayed."""
+"""A peer that has sent more messages than its rate allows waits. If it would have to wait longer
+than this, its new streams are refused."""
 
 
 class StreamScope:
@@ -56,7 +57,7 @@ class StreamScope:
         self.on_first_message: Callable[[], None] = _nothing
         """Called at the first message of an inbound stream, or at its close without one."""
         self.mib_s = timing.chunk_s
-        """Timeout in seconds for each MiB of a message, which is its lowest rate."""
+        """Timeout in seconds for each MiB of a message. A slower sender loses the stream."""
         self._clock = asyncio.get_running_loop().time
         self._first_message_by: float | None = None
         self._receive_at = 0.0
@@ -120,7 +121,8 @@ class StreamScope:
         return self.peer_scope.is_awaited(Resource.MEMORY)
 
     def check_size(self, size_bytes: int) -> None:
-        """Raise ``ResourceLimitReached`` for a message too large for any free memory."""
+        """Raise ``ResourceLimitReached`` for a message that would not fit even if all memory were
+        free."""
         if not self.peer_scope.can_ever_reserve(Resource.MEMORY, size_bytes):
             self._message.resize(size_bytes)
 

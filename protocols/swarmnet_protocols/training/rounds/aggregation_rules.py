@@ -103,10 +103,10 @@ def _median_of_part(contributions: Tensor, weights: Tensor) -> Tensor:
 def mix_neighbours(contributions: Tensor, weights: Tensor) -> Tensor:
     """Replace every row [k, n] by the weighted mean of itself and its nearest rows.
 
-    It takes as many rows as hold more than half of the weight. Nearest neighbour mixing (Allouah et
-    al. 2023, "Fixing by Mixing", section 4). Without it, differences between honest contributions
-    move the median towards nearly as many dishonest ones. The start and the radius of the clipping
-    move with it.
+    The mean takes the fewest rows that have more than half of the weight. This is nearest neighbour
+    mixing (Allouah et al. 2023, "Fixing by Mixing", section 4). Honest contributions differ from
+    each other. Without mixing, that lets dishonest ones that are nearly as many pull the median
+    towards them, and with it the start and the radius of the clipping.
     """
     count, fractions = len(contributions), shares(weights)
     distances = [[0.0] * count for _ in range(count)]
@@ -128,8 +128,8 @@ def centered_clip(contributions: Tensor, weights: Tensor, *, radius: float | Non
 
     Repeats this ``CLIP_ITERATIONS`` times from the median (Karimireddy et al. 2021, "Learning from
     History for Byzantine Robust Optimization", section 4). Without ``radius``, r is the weighted
-    median distance of the contributions from the start. It adapts to their scale. It lies between
-    distances of honest contributions while these have more than half of the weight.
+    median distance of the contributions from the start, so it adapts to their scale. While honest
+    contributions have more than half of the weight, their distances bound it on both sides.
     """
     center = weighted_median(contributions, weights)
     if radius is None:
