@@ -194,7 +194,7 @@ def test_a_revocation_that_reaches_no_peer_is_an_error(owner: Owner, monkeypatch
 
     monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
     failed = owner.swarm("revoke", ALICE, code=5)
-    assert "no peer of the swarm could be told" in failed["message"]
+    assert "no peer of the swarm received" in failed["message"]
     assert (owner.directory / "revocations").exists()
 
 
