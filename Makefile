@@ -86,7 +86,7 @@ CMAKE := $(LLAMA_CPP)/.cmake/cmake/data/bin/cmake
 WITHOUT := APP COMMON EXAMPLES SERVER TESTS TOOLS
 llama-cpp: $(LLAMA_CPP)/build/witness
 
-$(LLAMA_CPP)/build/witness: tests/support/witness.cpp $(LLAMA_CPP)/.built
+$(LLAMA_CPP)/build/witness: tests/support/gguf/witness.cpp $(LLAMA_CPP)/.built
 	$(CXX) -std=c++17 -O2 -I $(LLAMA_CPP)/include -I $(LLAMA_CPP)/ggml/include $< -o $@ \
 		-L $(LLAMA_CPP)/build/bin -lllama -lggml -lggml-base -Wl,-rpath,$(CURDIR)/$(LLAMA_CPP)/build/bin
 
@@ -104,9 +104,9 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 # The tests of the C code, compiled so that an access beyond an array or an overflow ends them.
 sanitized: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
-		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.sanitized \
-		--timeout 600 tests/unit/engine/test_native_backend.py tests/unit/engine/test_packed_experts.py \
-		tests/unit/models/test_packed_products.py tests/unit/models/test_quantize.py tests/unit/client/test_packed.py $(PYTEST_ARGS) $(OR_NONE)
+		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.plugins.sanitized \
+		--timeout 600 tests/unit/node/engine/kernels/test_native_backend.py tests/unit/protocols/quantization/test_packed_experts.py \
+		tests/unit/protocols/quantization/test_packed_products.py tests/unit/protocols/quantization/test_quantize.py tests/unit/client/model/test_packed.py $(PYTEST_ARGS) $(OR_NONE)
 
 # The second run of each test of a defence, with the defence off; `fast` and `slow` have them, too.
 defences: $(INSTALLED)

@@ -15,9 +15,9 @@ from hypothesis import settings
 
 from swarmnet_protocols.machine import native_code
 from tests.defences import Defences
-from tests.support.audit import sitecustomize
-from tests.support.in_parts import Parts
-from tests.support.sample import Sample
+from tests.support.plugins.audit import sitecustomize
+from tests.support.plugins.in_parts import Parts
+from tests.support.plugins.sample import Sample
 
 HANGS_AFTER_S = 600
 

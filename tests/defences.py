@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 
 from swarmnet_protocols.errors import SwarmnetError
-from tests.support.virtual_time import DeadlockError
+from tests.support.network.virtual_time import DeadlockError
 
 Patch = pytest.MonkeyPatch
 SwitchOff = Callable[[Patch], object]

@@ -25,7 +25,7 @@ import torch
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
-from tests.support.peft_oracle import random_tensors
+from tests.support.models.peft_oracle import random_tensors
 
 CONTEXT = 64
 PROMPT = 128

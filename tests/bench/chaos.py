@@ -35,9 +35,9 @@ import psutil
 
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
-from tests.support.faults import kill, resume, stop, stop_python
-from tests.support.generation import are_greedy, greedy
-from tests.support.processes import NodeProcess, Swarm, swarm
+from tests.support.processes.faults import kill, resume, stop, stop_python
+from tests.support.processes.nodes import NodeProcess, Swarm, swarm
+from tests.support.swarm.generation import are_greedy, greedy
 
 THIRDS = ((0, 10), (10, 20), (20, 30))
 TOKENS = 64

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.generating_process import generating
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 GOAL = 2.5

@@ -24,8 +24,8 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.support.dashboards import DashboardProcess, state_of, states, watch
-from tests.support.processes import swarm
+from tests.support.dashboard.dashboards import DashboardProcess, state_of, states, watch
+from tests.support.processes.nodes import swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 FIRST_VIEW_GOAL_S = 1.0
@@ -37,7 +37,7 @@ VIEWS = 5
 @contextmanager
 def recorded(kind: str) -> Iterator[str]:
     """The URL of a dashboard that shows a simulated swarm."""
-    command = [sys.executable, "-m", "tests.support.recorded_swarm", "--port", "0", "--kind", kind]
+    command = [sys.executable, "-m", "tests.support.dashboard.recorded_swarm", "--port", "0", "--kind", kind]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

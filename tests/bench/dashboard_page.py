@@ -10,7 +10,7 @@ import statistics
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.dashboard_site import Sites, chromium, looking
+from tests.support.dashboard.site import Sites, chromium, looking
 
 WATCH = """new MutationObserver((_, watch) => {
     if (document.querySelector('main[aria-busy=false]') && !window.seen_ms) {

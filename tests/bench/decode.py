@@ -26,7 +26,7 @@ import torch
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from tests.bench.generating_process import generating, timed_generate
 from tests.bench.llama_cpp import LlamaCpp, Rates
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
 
 BLOCKS = 30
 PROMPT_TOKENS = 32

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from swarmnet_protocols.models import resolve
-from tests.support.generation import greedy
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
+from tests.support.swarm.generation import greedy
 
 BLOCKS = 30
 

@@ -26,10 +26,10 @@ from typing import Any
 
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from tests.bench.experts import experts_swarm, save_model, start_peer
-from tests.support.commands import LOOPBACK, TIMEOUT_S, Place
-from tests.support.faults import kill, resume, stop
-from tests.support.processes import NodeProcess, RunProcess, Swarm
-from tests.support.wan import Uplink, WanHost, wan
+from tests.support.processes.commands import LOOPBACK, TIMEOUT_S, Place
+from tests.support.processes.faults import kill, resume, stop
+from tests.support.processes.nodes import NodeProcess, RunProcess, Swarm
+from tests.support.processes.wan import Uplink, WanHost, wan
 
 HALVES = ("0-15", "16-31")
 LINK = Uplink(0.0005, bytes_per_s=125_000_000)

@@ -22,9 +22,9 @@ from typing import Any
 
 from tests.bench.answering_process import AnsweringProcess
 from tests.bench.generating_process import generating
-from tests.support.commands import LOOPBACK, Place
-from tests.support.processes import RunProcess, Swarm
-from tests.support.wan import Uplink, wan
+from tests.support.processes.commands import LOOPBACK, Place
+from tests.support.processes.nodes import RunProcess, Swarm
+from tests.support.processes.wan import Uplink, wan
 
 BLOCKS, EXPERTS, PEERS = 8, 32, 3
 SHARES = [",".join(map(str, range(first, EXPERTS, PEERS))) for first in range(PEERS)]
@@ -39,7 +39,7 @@ def save_model(folder: Path) -> Path:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from tests.support.tiny_swarm import save_words
+    from tests.support.swarm.tiny_swarm import save_words
 
     config = Qwen3MoeConfig(
         vocab_size=97,

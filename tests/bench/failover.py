@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.generating_process import timed_generate
-from tests.support.commands import TIMEOUT_S
-from tests.support.faults import At, Strike, kill, resume, stop
-from tests.support.generation import greedy
-from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
-from tests.support.wan import Uplink, WanSwarm, wan_swarm
+from tests.support.processes.commands import TIMEOUT_S
+from tests.support.processes.faults import At, Strike, kill, resume, stop
+from tests.support.processes.nodes import NodeProcess, RunProcess, Swarm, swarm
+from tests.support.processes.wan import Uplink, WanSwarm, wan_swarm
+from tests.support.swarm.generation import greedy
 
 SPANS = ((0, 10), (10, 20), (10, 20), (20, 30))
 TOKENS = 24

@@ -20,7 +20,7 @@ from typing import Any
 
 from tests.bench.answering_process import AnsweringProcess
 from tests.bench.requesting_process import requesting
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
 
 BLOCKS = (0, 30)
 SHORT = {"prompt": 32, "tokens": 8}

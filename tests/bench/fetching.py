@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 from swarmnet_protocols.models import resolve
-from tests.support.big_model import load, make_tables
-from tests.support.memory_network import LinkProfile
-from tests.support.model_hub import model_hub
-from tests.support.tiny_models import save_tiny
-from tests.support.weight_swarm import weight_swarm
+from tests.support.models.big_model import load, make_tables
+from tests.support.models.model_hub import model_hub
+from tests.support.models.tiny_models import save_tiny
+from tests.support.network.memory_network import LinkProfile
+from tests.support.swarm.weight_swarm import weight_swarm
 
 CASES = {"the hub": (True, 0), "two peers": (False, 2), "the hub and two peers": (True, 2)}
 

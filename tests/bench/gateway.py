@@ -24,8 +24,8 @@ import psutil
 
 from tests.bench.answering_process import AnsweringProcess
 from tests.bench.generating_process import MODEL, generating
-from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import swarm
+from tests.support.processes.gateway_process import GatewayProcess
+from tests.support.processes.nodes import swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 CALLERS = 16

@@ -25,7 +25,7 @@ def generating(cache_dir: Path, threads: int, *swarm: str, model: str = MODEL) -
 def timed_generate(model: Any, ids: list[list[int]], tokens: int) -> dict[str, Any]:
     """Greedy generation of exactly ``tokens`` tokens: ``seconds`` of the whole, and ``first_s``
     until the first token of each prompt."""
-    from tests.support.generation import greedy
+    from tests.support.swarm.generation import greedy
 
     clock = _Clock()
     started = time.perf_counter()

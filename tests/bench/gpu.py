@@ -39,8 +39,8 @@ from swarmnet_node.owner import control
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.unpack import unpack
-from tests.support.packed_matrices import random_matrix
-from tests.support.processes import Swarm
+from tests.support.gguf.packed_matrices import random_matrix
+from tests.support.processes.nodes import Swarm
 
 STREAMS = 32
 PROMPT_TOKENS = 32
@@ -219,7 +219,7 @@ def memory(model: str, folder: Path) -> dict[str, Any]:
 
 
 def in_a_swarm(local: LocalModel, model: str, folder: Path, tokens: int) -> dict[str, Any]:
-    from tests.support.generation import greedy
+    from tests.support.swarm.generation import greedy
 
     prompts = [list(range(100, 100 + count)) for count in (5, 32, 17)]
     whole = local.load_whole(dtype=torch.bfloat16, device=torch.device("cuda"))

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 
 from swarmnet_node.owner import control
-from tests.support.generation import greedy
-from tests.support.processes import NodeProcess, Swarm, swarm
+from tests.support.processes.nodes import NodeProcess, Swarm, swarm
+from tests.support.swarm.generation import greedy
 
 SPANS = ((0, 10), (10, 20), (20, 30)) * 2
 TOKENS = 96
@@ -39,7 +39,7 @@ MOVE_S = 5.0
 """Seconds after a move within which most sessions are handed over."""
 LOOK_S = 12.0
 """Mean seconds between two moves."""
-RESTLESS = (sys.executable, "-m", "tests.support.restless_node", str(LOOK_S))
+RESTLESS = (sys.executable, "-m", "tests.bench.restless_node", str(LOOK_S))
 GOAL_S = 0.2
 """Goal for the seconds by which a stall exceeds two steps."""
 

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import time
 
-from tests.support.commands import SWARMNET, every_command
+from tests.support.processes.commands import SWARMNET, every_command
 
 
 def _measure(arguments: list[str]) -> tuple[float, float]:

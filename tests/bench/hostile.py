@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 import torch
 
-from tests.support.processes import NodeProcess, Swarm
-from tests.support.tiny import BLOCKS
-from tests.support.tiny_swarm import load_tiny
+from tests.support.models.tiny import BLOCKS
+from tests.support.processes.nodes import NodeProcess, Swarm
+from tests.support.swarm.tiny_swarm import load_tiny
 
 PROMPT = list(range(5, 37))
 
@@ -82,7 +82,7 @@ def main() -> None:
                 before = token_times(model, arguments.seconds / 3)
                 quiet = rss_bytes(node)
                 how = (str(arguments.seconds), str(arguments.frames_per_s), str(arguments.identities))
-                command = [sys.executable, "-m", "tests.support.hostile", *how, lab.bootstrap[0]]
+                command = [sys.executable, "-m", "tests.support.attacks.hostile", *how, lab.bootstrap[0]]
                 with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
                     if attacker.stdout is None:
                         raise RuntimeError("no pipe")

@@ -22,9 +22,9 @@ from pathlib import Path
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.owner import control
-from tests.support.commands import Place, family
-from tests.support.processes import NodeProcess, Swarm
-from tests.support.wan import Uplink, wan
+from tests.support.processes.commands import Place, family
+from tests.support.processes.nodes import NodeProcess, Swarm
+from tests.support.processes.wan import Uplink, wan
 
 SAMPLE_S = 0.2
 WINDOW_S = 10.0

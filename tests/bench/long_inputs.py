@@ -30,7 +30,7 @@ import torch
 from swarmnet_client.model.model import SwarmModel
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from tests.bench.answering_process import AnsweringProcess, answer_all
-from tests.support.processes import Swarm, swarm
+from tests.support.processes.nodes import Swarm, swarm
 
 BLOCKS = 30
 THREADS = 2

@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from tests.support.commands import Place
-from tests.support.nat_lab import forget_mappings, move, why_not
-from tests.support.nat_swarm import NatSwarm, nat_swarm
+from tests.support.processes.commands import Place
+from tests.support.processes.nat_lab import forget_mappings, move, why_not
+from tests.support.processes.nat_swarm import NatSwarm, nat_swarm
 
 KINDS = ("open", "cone", "symmetric", "tcponly")
 GOAL_S = 15.0
@@ -140,7 +140,7 @@ def many_hosts(cache_dir: Path, hosts: int) -> dict[str, Any]:
         *places, client = swarm.places[3:]
         peers = []
         for number, place in enumerate(places[2:]):
-            command = [sys.executable, "-m", "tests.support.light_peer", str(swarm.lab.file)]
+            command = [sys.executable, "-m", "tests.bench.light_peer", str(swarm.lab.file)]
             peers.append(
                 subprocess.Popen(
                     [*place.prefix, *command, str(swarm.path(f"peer{number}")), *swarm.bootstrap],
@@ -182,7 +182,13 @@ def steady(cache_dir: Path, total_s: float) -> dict[str, Any]:
             swarm.start_host(f"host{number}", swarm.places[1 + number], blocks)
         for number in range(2):
             swarm.processes[f"host{number}"].wait("ready")
-        command = [sys.executable, "-m", "tests.support.asking_client", str(swarm.lab.file), str(cache_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.processes.asking_client",
+            str(swarm.lab.file),
+            str(cache_dir),
+        ]
         asking = subprocess.run(
             [*swarm.places[3].prefix, *command, str(PERIOD_S), str(total_s), *swarm.bootstrap],
             capture_output=True,

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from swarmnet.paths import default_cache_dir
-from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
+from tests.support.processes.nodes import NodeProcess, RunProcess, Swarm, swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 MIB = 1 << 20

@@ -21,8 +21,8 @@ from typing import Any
 import httpx
 
 from tests.bench.gateway import SPANS, body
-from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import swarm
+from tests.support.processes.gateway_process import GatewayProcess
+from tests.support.processes.nodes import swarm
 
 OWN_TOKENS = 30
 

@@ -20,7 +20,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import load_products
-from tests.support.packed_matrices import random_matrix
+from tests.support.gguf.packed_matrices import random_matrix
 
 REPEATS = 7
 COLD_BYTES = 256 << 20

@@ -29,7 +29,7 @@ import torch
 
 from swarmnet_client.model.speculation import Speculator, StepTimes
 from swarmnet_protocols.models import resolve
-from tests.support.generation import greedy
+from tests.support.swarm.generation import greedy
 
 CODE = [
     inspect.getsource(each)

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from swarmnet_protocols.training.rounds.averaging import AggregationRules
-from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
-from tests.support.training_workers import copy_sources
+from tests.support.training.attacks import ATTACKS, attack_job, sign_flip, train
+from tests.support.training.workers import copy_sources
 
 ROADS = ("centered-clip", "mean", "plain mean")
 EVAL_BATCHES = 100

@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from tests.support.training_workers import copy_sources, write_job
-from tests.support.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.training.workers import copy_sources, write_job
 
 TIMEOUT_S = 3600.0
 NAMES = ("anna", "boris", "clara", "dora", "emil", "frida", "gustav", "hanna")

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.support.round_memory import status_bytes
-from tests.support.training_workers import write_job
-from tests.support.wan import Uplink, wan
-from tests.support.worker_processes import WorkerProcess, bootstrap, create_job
+from tests.support.processes.wan import Uplink, wan
+from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job
+from tests.support.training.round_memory import status_bytes
+from tests.support.training.workers import write_job
 
 FAST = Uplink(delay_s=0.001, bytes_per_s=125e6, down_bytes_per_s=125e6)
 TIMEOUT_S = 1800.0

@@ -23,9 +23,9 @@ from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
-from tests.support.training_workers import WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork
+from tests.support.network.virtual_time import run
+from tests.support.training.workers import WorkerLab, train, write_job
 
 TEMPLATE_PARAMETERS = 1_312_384
 ROUNDS = 2

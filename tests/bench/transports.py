@@ -18,7 +18,7 @@ from typing import Any
 
 from swarmnet.paths import TRANSPORT_VARIABLE
 from tests.bench.generating_process import generating
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 KINDS = ("p2pd", "libp2p")

@@ -31,10 +31,10 @@ from swarmnet_client.tuning.batches import Dataset
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.models import resolve
-from tests.support.commands import RunningCommand
-from tests.support.generation import greedy
-from tests.support.processes import Swarm, swarm
-from tests.support.tuning_rows import write_rows
+from tests.support.processes.commands import RunningCommand
+from tests.support.processes.nodes import Swarm, swarm
+from tests.support.swarm.generation import greedy
+from tests.support.training.tuning_rows import write_rows
 
 MODEL = "smollm2-135m-instruct"
 SPANS = ((0, 10), (10, 20), (20, 30))

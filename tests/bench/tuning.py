@@ -24,7 +24,7 @@ import torch
 
 from swarmnet_protocols.models import resolve
 from tests.bench.answering_process import AnsweringProcess, answer_all
-from tests.support.processes import swarm
+from tests.support.processes.nodes import swarm
 
 MODEL = "smollm2-135m-instruct"
 BLOCKS = 30

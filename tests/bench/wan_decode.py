@@ -13,8 +13,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from tests.support.processes import RunProcess
-from tests.support.wan import Uplink, wan_swarm
+from tests.support.processes.nodes import RunProcess
+from tests.support.processes.wan import Uplink, wan_swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 

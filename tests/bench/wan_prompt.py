@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_protocols.models import resolve
-from tests.support.processes import RunProcess
-from tests.support.wan import Uplink, wan_swarm
+from tests.support.processes.nodes import RunProcess
+from tests.support.processes.wan import Uplink, wan_swarm
 
 SPANS = ((0, 10), (10, 20), (20, 30))
 MODEL = "smollm2-135m-instruct"

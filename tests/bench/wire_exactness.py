@@ -22,7 +22,7 @@ import torch
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.wire_tensors import as_received, position_bytes
 from tests.bench.exactness import pieces
-from tests.support.generation import are_greedy, greedy
+from tests.support.swarm.generation import are_greedy, greedy
 
 EDGES = (0, 10, 20)
 """First blocks of three hops: what each of them receives has travelled."""

@@ -31,7 +31,7 @@ from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import Job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
-from tests.support.round_bytes import bytes_of_a_round
+from tests.support.training.round_bytes import bytes_of_a_round
 
 HELD_OUT = 32
 """Number of sequences in each sample of the held-out text."""

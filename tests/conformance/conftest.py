@@ -23,10 +23,10 @@ from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.wire.roles import ANY_ROLE
-from tests.support import virtual_time
-from tests.support.loop_thread import LoopThread
-from tests.support.memory_network import LinkProfile, MemoryNetwork
-from tests.support.private_swarm import PrivateSwarm
+from tests.support.network import virtual_time
+from tests.support.network.loop_thread import LoopThread
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork
+from tests.support.network.private_swarm import PrivateSwarm
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LOOPBACK_QUIC = ("/ip4/127.0.0.1/udp/0/quic-v1",)

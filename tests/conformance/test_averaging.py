@@ -12,7 +12,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundMember, RoundTiming
-from tests.support.training_lab import JOB
+from tests.support.training.lab import JOB
 
 from .conftest import LOOPBACK
 

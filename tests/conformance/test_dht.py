@@ -30,7 +30,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.defences import Patch, defence
-from tests.support.loop_thread import LoopThread
+from tests.support.network.loop_thread import LoopThread
 
 from .conftest import LOOPBACK
 

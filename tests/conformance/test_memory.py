@@ -11,9 +11,9 @@ import pytest
 
 from swarmnet_protocols.errors import PeerUnreachable, StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
-from tests.support import virtual_time
-from tests.support.conversations import echo
-from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.network import virtual_time
+from tests.support.network.conversations import echo
+from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
 
 ECHO = ProtocolSpec("/test/echo/1", max_payload_bytes=1 << 20)
 DELAY_S = 0.05
@@ -198,9 +198,9 @@ CHURN = """
 import asyncio, random
 from swarmnet_protocols.errors import StreamEnded, PeerUnreachable
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec
-from tests.support.memory_network import LinkProfile, MemoryNetwork
-from tests.support import virtual_time
-from tests.support.conversations import echo
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork
+from tests.support.network import virtual_time
+from tests.support.network.conversations import echo
 
 ECHO = ProtocolSpec("/test/echo/1", max_payload_bytes=1 << 20)
 

@@ -30,8 +30,8 @@ from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import defence, replacing
-from tests.support.conversations import dial, echo
-from tests.support.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
+from tests.support.attacks.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
+from tests.support.network.conversations import dial, echo
 
 from .conftest import LOOPBACK
 

@@ -17,8 +17,8 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import defence, nothing, replacing
-from tests.support.conversations import echo
-from tests.support.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
+from tests.support.attacks.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
+from tests.support.network.conversations import echo
 
 from .conftest import LOOPBACK
 from .test_p2pd_limits import run

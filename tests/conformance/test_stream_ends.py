@@ -10,7 +10,7 @@ from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2
-from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
+from tests.support.network.conversations import DEADLINE_S, collect, dial, drain, echo
 
 from .conftest import UNKNOWN_PEER, Lab
 

@@ -8,7 +8,7 @@ import pytest
 
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
-from tests.support.conversations import DEADLINE_S, collect, dial, drain, echo
+from tests.support.network.conversations import DEADLINE_S, collect, dial, drain, echo
 
 from .conftest import Lab
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet.paths import default_cache_dir
-from tests.support.swarm_lab import Reference
-from tests.support.tiny import CALM
-from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+from tests.support.models.tiny import CALM
+from tests.support.swarm.swarm_lab import Reference
+from tests.support.swarm.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 
 @pytest.fixture(scope="session")

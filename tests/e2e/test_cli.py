@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from swarmnet.cli import execute
-from tests.support.commands import SWARMNET, RunningCommand, call, run
-from tests.support.processes import NodeProcess
+from tests.support.processes.commands import SWARMNET, RunningCommand, call, run
+from tests.support.processes.nodes import NodeProcess
 
 pytestmark = pytest.mark.slow
 

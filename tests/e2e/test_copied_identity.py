@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import call
-from tests.support.processes import NodeProcess, Swarm
-from tests.support.tiny import BLOCKS
-from tests.support.tiny_swarm import load_tiny
+from tests.support.models.tiny import BLOCKS
+from tests.support.processes.commands import call
+from tests.support.processes.nodes import NodeProcess, Swarm
+from tests.support.swarm.tiny_swarm import load_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 

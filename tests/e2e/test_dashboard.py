@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.dashboards import DashboardProcess, State, states, watch
-from tests.support.processes import RunProcess, Swarm
+from tests.support.dashboard.dashboards import DashboardProcess, State, states, watch
+from tests.support.processes.nodes import RunProcess, Swarm
 
 pytestmark = pytest.mark.slow
 

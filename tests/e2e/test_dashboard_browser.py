@@ -9,8 +9,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
 
-from tests.support.dashboard_site import Site, Sites, chromium, looking, show
-from tests.support.recorded_peers import SCRIPTS
+from tests.support.dashboard.recorded_peers import SCRIPTS
+from tests.support.dashboard.site import Site, Sites, chromium, looking, show
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,7 @@ import pytest
 
 from swarmnet import cli
 from swarmnet.doctor import gather
-from tests.support.commands import RunningCommand, call
+from tests.support.processes.commands import RunningCommand, call
 
 pytestmark = pytest.mark.slow
 

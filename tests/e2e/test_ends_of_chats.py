@@ -18,10 +18,10 @@ from swarmnet.cli.chat.generation import generate as run
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
-from tests.support.gateway import Caller, completion_body, served
-from tests.support.swarm_lab import Lab, Reference
-from tests.support.tiny import VOCABULARY, save_tiny_llama
-from tests.support.tiny_swarm import tiny_swarm
+from tests.support.models.tiny import VOCABULARY, save_tiny_llama
+from tests.support.swarm.gateway import Caller, completion_body, served
+from tests.support.swarm.swarm_lab import Lab, Reference
+from tests.support.swarm.tiny_swarm import tiny_swarm
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 24

@@ -19,8 +19,8 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
-from tests.support.commands import TIMEOUT_S
-from tests.support.faults import (
+from tests.support.processes.commands import TIMEOUT_S
+from tests.support.processes.faults import (
     At,
     Strike,
     kill,
@@ -32,9 +32,9 @@ from tests.support.faults import (
     stop,
     stop_python,
 )
-from tests.support.generation import greedy
-from tests.support.processes import NodeProcess, RunProcess, Swarm, swarm
-from tests.support.wan import Uplink, wan_swarm, why_not
+from tests.support.processes.nodes import NodeProcess, RunProcess, Swarm, swarm
+from tests.support.processes.wan import Uplink, wan_swarm, why_not
+from tests.support.swarm.generation import greedy
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ import openai
 import psutil
 import pytest
 
-from tests.support.faults import kill
-from tests.support.gateway_process import GatewayProcess
-from tests.support.processes import Swarm, swarm
+from tests.support.processes.faults import kill
+from tests.support.processes.gateway_process import GatewayProcess
+from tests.support.processes.nodes import Swarm, swarm
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
 from swarmnet_protocols.net import Transport
-from tests.support.commands import call
+from tests.support.processes.commands import call
 
 pytestmark = pytest.mark.slow
 

@@ -24,12 +24,12 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net.protocol_ids import LINK
 from tests.defences import defence, replacing
-from tests.support.generation import padded
-from tests.support.memory_network import Delivery
-from tests.support.processes import Swarm, swarm
-from tests.support.rounding import assert_near
-from tests.support.tiny import VOCABULARY
-from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+from tests.support.models.rounding import assert_near
+from tests.support.models.tiny import VOCABULARY
+from tests.support.network.memory_network import Delivery
+from tests.support.processes.nodes import Swarm, swarm
+from tests.support.swarm.generation import padded
+from tests.support.swarm.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
 TOKENS = 12

@@ -30,10 +30,10 @@ from swarmnet import AutoSwarmModelForCausalLM
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.protocol_ids import PING
-from tests.support.generation import padded
-from tests.support.rounding import NEAR, assert_near
-from tests.support.swarm_lab import Reference
-from tests.support.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
+from tests.support.models.rounding import NEAR, assert_near
+from tests.support.swarm.generation import padded
+from tests.support.swarm.swarm_lab import Reference
+from tests.support.swarm.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
 TOKENS = 6

@@ -22,9 +22,9 @@ from swarmnet.cli import execute
 from swarmnet_client.model.model import SwarmModel
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.membership.invites import read_invite
-from tests.support.commands import RunningCommand, call
-from tests.support.processes import NodeProcess
-from tests.support.tiny_swarm import load_tiny
+from tests.support.processes.commands import RunningCommand, call
+from tests.support.processes.nodes import NodeProcess
+from tests.support.swarm.tiny_swarm import load_tiny
 
 pytestmark = pytest.mark.slow
 

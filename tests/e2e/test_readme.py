@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.doc_blocks import blocks, follow, shell, terminal
+from tests.support.house.doc_blocks import blocks, follow, shell, terminal
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

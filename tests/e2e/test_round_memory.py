@@ -14,6 +14,6 @@ all times: parameters, AdamW's two moments, agreed weights, momentum."""
 @pytest.mark.slow
 def test_rounds_take_ten_vectors_at_most() -> None:
     # A process of its own: the peak of a process is that of all it has ever done.
-    command = [sys.executable, "-m", "tests.support.round_memory"]
+    command = [sys.executable, "-m", "tests.support.training.round_memory"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert json.loads(done.stdout)["vectors"] <= MAX_VECTORS

@@ -42,11 +42,9 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.generation import greedy
-from tests.support.ports import Ports
-from tests.support.processes import NodeProcess, Swarm
-from tests.support.refusals import final_refusal
-from tests.support.strangers import (
+from tests.support.attacks.ports import Ports
+from tests.support.attacks.refusals import final_refusal
+from tests.support.attacks.strangers import (
     DEADLINE_S,
     GROWTH_BYTES,
     Scenario,
@@ -56,9 +54,11 @@ from tests.support.strangers import (
     send_garbage,
     send_oversized,
 )
-from tests.support.swarm_lab import Reference
-from tests.support.tiny import BLOCKS
-from tests.support.tiny_swarm import load_tiny
+from tests.support.models.tiny import BLOCKS
+from tests.support.processes.nodes import NodeProcess, Swarm
+from tests.support.swarm.generation import greedy
+from tests.support.swarm.swarm_lab import Reference
+from tests.support.swarm.tiny_swarm import load_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -484,7 +484,15 @@ def await_connections(process: psutil.Process, count: int) -> None:
 def test_ten_thousand_hostile_frames_a_second_cost_no_memory(victim: Victim) -> None:
     victim.check()
     before, descriptors = victim.rss_bytes, psutil.Process(victim.node.pid).num_fds()
-    command = [sys.executable, "-m", "tests.support.hostile", "6", "10000", "2", victim.lab.bootstrap[0]]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.attacks.hostile",
+        "6",
+        "10000",
+        "2",
+        victim.lab.bootstrap[0],
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attacker:
         assert attacker.stdout is not None
         assert json.loads(attacker.stdout.readline())["event"] == "attacking"

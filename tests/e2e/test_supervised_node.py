@@ -8,8 +8,8 @@ import pytest
 from swarmnet_node.owner import control
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
-from tests.support.commands import call, family, run
-from tests.support.processes import NodeProcess, Swarm, swarm
+from tests.support.processes.commands import call, family, run
+from tests.support.processes.nodes import NodeProcess, Swarm, swarm
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20

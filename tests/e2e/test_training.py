@@ -16,10 +16,10 @@ from swarmnet_node.training.job_store import job_folder
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import TRAINING
-from tests.support.commands import call
-from tests.support.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
-from tests.support.training_workers import write_job
-from tests.support.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.attacks.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
+from tests.support.processes.commands import call
+from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
+from tests.support.training.workers import write_job
 
 ROUNDS = 100_000
 

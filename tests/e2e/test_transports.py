@@ -11,9 +11,9 @@ import torch
 
 from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.models import resolve
-from tests.support.faults import At, Strike, kill
-from tests.support.generation import greedy
-from tests.support.processes import NodeProcess, Swarm
+from tests.support.processes.faults import At, Strike, kill
+from tests.support.processes.nodes import NodeProcess, Swarm
+from tests.support.swarm.generation import greedy
 
 pytestmark = pytest.mark.slow
 

@@ -24,12 +24,12 @@ from swarmnet_client.tuning.methods import quiet_peft
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net.protocol_ids import PASS
-from tests.support.generation import greedy, padded
-from tests.support.memory_network import Delivery
-from tests.support.rounding import NEAR, assert_near
-from tests.support.swarm_lab import Lab, Reference
-from tests.support.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
-from tests.support.tuning_rows import counting_rows, labelled_rows, write_rows
+from tests.support.models.rounding import NEAR, assert_near
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.generation import greedy, padded
+from tests.support.swarm.swarm_lab import Lab, Reference
+from tests.support.swarm.tiny_swarm import SPANS, TinySwarm, load_tiny, tiny_swarm
+from tests.support.training.tuning_rows import counting_rows, labelled_rows, write_rows
 
 UNREACHABLE = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGKvMQQibbG6XNKirjbobDGphqWnVUMEtkgWNqWV72a7u"
 """An address that no test dials: the model is that of a tiny swarm."""

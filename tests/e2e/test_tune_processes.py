@@ -13,11 +13,11 @@ from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_protocols.models import resolve
 from tests.e2e.test_tuning import assert_near, new_prompts, prompted
-from tests.support import faults
-from tests.support.commands import RunningCommand, call
-from tests.support.generation import greedy
-from tests.support.processes import Swarm, swarm
-from tests.support.tuning_rows import write_rows
+from tests.support.processes import faults
+from tests.support.processes.commands import RunningCommand, call
+from tests.support.processes.nodes import Swarm, swarm
+from tests.support.swarm.generation import greedy
+from tests.support.training.tuning_rows import write_rows
 
 pytestmark = pytest.mark.slow
 

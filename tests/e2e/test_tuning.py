@@ -15,11 +15,11 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support import rounding
-from tests.support.generation import padded
-from tests.support.memory_network import Delivery
-from tests.support.swarm_lab import Reference
-from tests.support.tiny_swarm import TinySwarm, tiny_swarm
+from tests.support.models import rounding
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.generation import padded
+from tests.support.swarm.swarm_lab import Reference
+from tests.support.swarm.tiny_swarm import TinySwarm, tiny_swarm
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [90, 3, 90, 3, 90, 3]]
 HOPS = {"1 hop": ((0, 6),), "2 hops": ((0, 3), (3, 6)), "3 hops": ((0, 2), (2, 4), (4, 6))}

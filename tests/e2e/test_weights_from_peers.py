@@ -11,10 +11,10 @@ import httpx
 import pytest
 
 from swarmnet_protocols.models.local_model import SETTLED_NS
-from tests.support.big_model import save_big
-from tests.support.commands import RunningCommand, call, run
-from tests.support.processes import NodeProcess
-from tests.support.tiny_models import write_gguf
+from tests.support.models.big_model import save_big
+from tests.support.models.tiny_models import write_gguf
+from tests.support.processes.commands import RunningCommand, call, run
+from tests.support.processes.nodes import NodeProcess
 
 pytestmark = pytest.mark.slow
 

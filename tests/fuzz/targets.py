@@ -57,9 +57,9 @@ from swarmnet_protocols.wire import (
 )
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import yes
-from tests.support.source_code import ROOT
-from tests.support.stream_scopes import new_scope
-from tests.support.tiny_models import FAMILIES, save_tiny, write_gguf
+from tests.support.house.source_code import ROOT
+from tests.support.models.tiny_models import FAMILIES, save_tiny, write_gguf
+from tests.support.network.stream_scopes import new_scope
 from tests.wire.examples import SCHEMAS
 
 MAX_RSS_MIB = 3000

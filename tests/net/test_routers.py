@@ -12,9 +12,9 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from tests.bench.nat import kill_relay
-from tests.support.commands import Place
-from tests.support.nat_lab import forget_mappings, why_not
-from tests.support.nat_swarm import NatSwarm, nat_swarm
+from tests.support.processes.commands import Place
+from tests.support.processes.nat_lab import forget_mappings, why_not
+from tests.support.processes.nat_swarm import NatSwarm, nat_swarm
 
 pytestmark = [
     pytest.mark.slow,

@@ -18,9 +18,9 @@ import pytest
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.timing import Timing
-from tests.support.commands import Place
-from tests.support.processes import Swarm
-from tests.support.wan import Uplink, wan, why_not
+from tests.support.processes.commands import Place
+from tests.support.processes.nodes import Swarm
+from tests.support.processes.wan import Uplink, wan, why_not
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,7 +50,7 @@ class Client:
         command = [
             sys.executable,
             "-m",
-            "tests.support.asking_client",
+            "tests.support.processes.asking_client",
             str(lab.file),
             str(lab.cache_dir),
             "1.0",

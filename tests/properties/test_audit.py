@@ -23,8 +23,8 @@ from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, Re
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import as_received
 from tests.defences import Patch, defence, replacing, yes
-from tests.support.forgers import FORGERS, Forger, towards
-from tests.support.swarm_lab import Reference, load_reference
+from tests.support.attacks.forgers import FORGERS, Forger, towards
+from tests.support.swarm.swarm_lab import Reference, load_reference
 
 BLOCKS = 30
 CUTS = (0, 10, 20, 30)

@@ -39,7 +39,7 @@ from swarmnet_protocols.net.refusal import (
 )
 from swarmnet_protocols.wire import refusal_pb2 as pb
 from tests.defences import defence, nothing, replacing
-from tests.support.stream_scopes import new_scope
+from tests.support.network.stream_scopes import new_scope
 
 SMALL = ProtocolSpec("/test/1", max_header_bytes=50, max_payload_bytes=200)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.session.activation_log import ActivationLog, Cursor, StepsCompacted
 from swarmnet_protocols.session.steps import Row, Step, check_rows
-from tests.support.logs import a_log
+from tests.support.swarm.logs import a_log
 
 SEQUENCES = 3
 REPLAY_POSITIONS = 5

@@ -28,7 +28,7 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.defences import defence, replacing, yes
-from tests.support.mutations import mutations, taken
+from tests.support.attacks.mutations import mutations, taken
 
 NOW = 1_800_000_000.0
 SWARM = bytes(range(32))

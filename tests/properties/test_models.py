@@ -12,7 +12,7 @@ from swarmnet_protocols.models import Manifest, ModelFile
 from swarmnet_protocols.models.checkpoints import safetensors_file
 from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.manifest import BlockKey
-from tests.support.tiny_models import save_tiny, write_gguf
+from tests.support.models.tiny_models import save_tiny, write_gguf
 
 names = st.text(min_size=1, max_size=5)
 json_values = st.recursive(

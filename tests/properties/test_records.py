@@ -11,7 +11,7 @@ from swarmnet_protocols.directory.records import Record, open_record, seal
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.net.identity import Identity
 from tests.defences import defence, replacing, yes
-from tests.support.mutations import mutations, taken
+from tests.support.attacks.mutations import mutations, taken
 
 NOW = 1_800_000_000.0
 SWARM = bytes(range(32))

@@ -11,9 +11,9 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.session.steps import Row
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.swarm_lab import Lab, Reference
-from tests.support.tiny import BLOCKS, VOCABULARY
+from tests.support.models.tiny import BLOCKS, VOCABULARY
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.swarm.swarm_lab import Lab, Reference
 
 MAX_LENGTH = 400
 TOLERANCE = 2e-3

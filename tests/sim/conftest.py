@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.support.swarm_lab import Reference, load_reference
-from tests.support.tiny_swarm import load_tiny
+from tests.support.swarm.swarm_lab import Reference, load_reference
+from tests.support.swarm.tiny_swarm import load_tiny
 
 
 @pytest.fixture(scope="session")

@@ -21,9 +21,9 @@ from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.memory_network import Delivery
-from tests.support.swarm_lab import Lab
-from tests.support.tiny import BLOCKS
+from tests.support.models.tiny import BLOCKS
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.swarm_lab import Lab
 
 Span = tuple[int, int]
 PROMPT = [5, 6, 7, 8, 9] * 8

@@ -21,9 +21,9 @@ from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.peft_oracle import random_tensors
-from tests.support.refusals import refusal
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.attacks.refusals import refusal
+from tests.support.models.peft_oracle import random_tensors
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 10

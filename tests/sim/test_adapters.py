@@ -19,11 +19,11 @@ from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.memory_network import Delivery
-from tests.support.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.virtual_time import TimedExecutor
+from tests.support.models.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
+from tests.support.models.rounding import assert_near
+from tests.support.network.memory_network import Delivery
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

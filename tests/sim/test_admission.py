@@ -25,10 +25,10 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.defences import defence, nothing, replacing
-from tests.support.admission_lab import World, address, redeem, run
-from tests.support.memory_directory import MemoryDirectory
-from tests.support.memory_network import MemoryTransport
-from tests.support.private_swarm import AUTHORITY, EPOCH, LIFETIME_S, identity_of, virtual_clock
+from tests.support.network.admission_lab import World, address, redeem, run
+from tests.support.network.memory_directory import MemoryDirectory
+from tests.support.network.memory_network import MemoryTransport
+from tests.support.network.private_swarm import AUTHORITY, EPOCH, LIFETIME_S, identity_of, virtual_clock
 
 DEADLINE_S = 5.0
 

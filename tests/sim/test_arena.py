@@ -8,9 +8,9 @@ import torch
 
 from swarmnet_node.engine.stage import Stage
 from tests.sim.test_failover import arrives_at
-from tests.support.memory_network import Delivery
-from tests.support.recording_backend import RecordingBackend
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.recording_backend import RecordingBackend
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 LAYOUT = {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)}
 PROMPTS = ([5, 6, 7], [9] * 70, list(range(20, 51)))

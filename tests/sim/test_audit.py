@@ -23,9 +23,9 @@ from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.forgers import FORGERS, towards
-from tests.support.lying_hosts import THREE_OF_EACH, lying, start
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.attacks.forgers import FORGERS, towards
+from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, start
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [2, 7, 1, 8]
 STEPS = 200

@@ -13,8 +13,9 @@ from swarmnet_protocols.training.rounds.averaging import RoundTiming
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.training_lab import (
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.network.virtual_time import TimedExecutor, run
+from tests.support.training.lab import (
     TIMING,
     Outcomes,
     TrainingLab,
@@ -23,7 +24,6 @@ from tests.support.training_lab import (
     kind_of,
     on_delivery,
 )
-from tests.support.virtual_time import TimedExecutor, run
 
 KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "vote", "decided")
 ROUNDS_PER_SEED = 2

@@ -21,8 +21,8 @@ from swarmnet_protocols.training.rounds.reduction import (
 )
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
-from tests.support.memory_network import Delivery
-from tests.support.training_lab import TrainingLab, Work
+from tests.support.network.memory_network import Delivery
+from tests.support.training.lab import TrainingLab, Work
 
 COUNT = 5000
 TERMS = SliceTerms(exchange_number=3, index=1, count=COUNT, codec=get_codec("topk"))

@@ -23,10 +23,10 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
-from tests.support import memory_network
-from tests.support.memory_network import LinkProfile
-from tests.support.refusals import final_refusal
-from tests.support.training_lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
+from tests.support.attacks.refusals import final_refusal
+from tests.support.network import memory_network
+from tests.support.network.memory_network import LinkProfile
+from tests.support.training.lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
 
 SIZE = 30_000
 

@@ -13,10 +13,10 @@ from swarmnet_protocols.training.rounds.averaging import RoundTiming
 from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.training_lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
-from tests.support.training_workers import COMPUTE_S, WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.network.virtual_time import run
+from tests.support.training.lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
+from tests.support.training.workers import COMPUTE_S, WorkerLab, train, write_job
 
 STEP_S = 0.8
 OVERLAP_STEPS = 5

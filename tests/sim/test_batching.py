@@ -15,8 +15,8 @@ from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Reque
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.defences import defence, replacing, yes
-from tests.support.batching import all_answered, answered, batcher, head_of, request
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.batching import all_answered, answered, batcher, head_of, request
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 TOKENS = 10

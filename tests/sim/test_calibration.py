@@ -9,9 +9,9 @@ import pytest
 from swarmnet_protocols.net import PeerId
 from tests.sim.scale import clients
 from tests.sim.scale.population import Peer
-from tests.support.memory_network import LinkProfile
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.virtual_time import TimedExecutor
+from tests.support.network.memory_network import LinkProfile
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 SPANS = ((0, 2), (2, 4), (4, 6))
 FORWARD_S, DELAY_S = 0.02, 0.01

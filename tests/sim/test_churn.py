@@ -6,7 +6,7 @@ import random
 
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.sim.churn import Trouble, random_links, random_spans, request
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 STEPS = 12
 

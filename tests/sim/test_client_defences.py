@@ -20,9 +20,9 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
-from tests.support.memory_directory import MemoryDirectory
-from tests.support.memory_network import MemoryStream
-from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+from tests.support.network.memory_directory import MemoryDirectory
+from tests.support.network.memory_network import MemoryStream
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 HIDDEN = 32
 PROMPT = [2, 7, 1, 8]

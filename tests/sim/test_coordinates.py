@@ -5,8 +5,8 @@ import asyncio
 
 import pytest
 
-from tests.support.memory_network import LinkProfile
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.memory_network import LinkProfile
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PLACES_S = {"a": 0.0, "b": 0.01, "c": 0.09, "d": 0.1, "client": 0.05}
 """Places along one line, in seconds: two pairs of neighbours, with the client between the pairs."""

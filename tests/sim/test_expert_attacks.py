@@ -40,9 +40,9 @@ from tests.sim.test_experts import (
     told,
 )
 from tests.sim.test_host_defences import Stranger
-from tests.support.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
-from tests.support.memory_network import LinkProfile, MemoryTransport
-from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+from tests.support.network.memory_network import LinkProfile, MemoryTransport
+from tests.support.swarm.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 
 @pytest.fixture(scope="module")

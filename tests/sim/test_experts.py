@@ -30,11 +30,11 @@ from swarmnet_protocols.routing.expert_moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
-from tests.support.fake_machine import FakeMachine
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
-from tests.support.virtual_time import WaitingExecutor
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.network.virtual_time import WaitingExecutor
+from tests.support.swarm.expert_lab import FAULTS, LAN, ExpertLab, load_experts_reference, spread
+from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
 
 TOKENS = 6
 PROMPTS = [[3 + (7 * number + 5 * at) % 90 for at in range(2 + number)] for number in range(20)]

@@ -17,7 +17,8 @@ from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_protocols.timing import Timing
 from tests.defences import defence, replacing
-from tests.support.gateway import (
+from tests.support.attacks.lying_hosts import lying
+from tests.support.swarm.gateway import (
     SPANS,
     Caller,
     chat_body,
@@ -28,8 +29,7 @@ from tests.support.gateway import (
     served,
     words,
 )
-from tests.support.lying_hosts import lying
-from tests.support.swarm_lab import Lab, Reference
+from tests.support.swarm.swarm_lab import Lab, Reference
 
 PROMPT = [5, 6]
 TOKENS = 8

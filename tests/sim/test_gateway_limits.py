@@ -10,8 +10,8 @@ from swarmnet.gateway.tokenization import PIECE_CHARS, PromptTokenizer
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.sequences import SequenceGroup
 from tests.defences import defence, nothing, replacing
-from tests.support.gateway import Caller, chat_body, completion_body, refused, served
-from tests.support.swarm_lab import Lab, Reference
+from tests.support.swarm.gateway import Caller, chat_body, completion_body, refused, served
+from tests.support.swarm.swarm_lab import Lab, Reference
 
 TOKENS = 8
 

@@ -21,8 +21,8 @@ from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks
 TOKENS = 80

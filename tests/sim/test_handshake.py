@@ -31,7 +31,7 @@ from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.defences import Patch, defence, no, nothing, replacing, yes
-from tests.support.handshake_lab import (
+from tests.support.network.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
     GUARDED,
@@ -44,8 +44,8 @@ from tests.support.handshake_lab import (
     run,
     send_handshake,
 )
-from tests.support.memory_network import Delivery
-from tests.support.private_swarm import EPOCH, LIFETIME_S, Someone, identity_of
+from tests.support.network.memory_network import Delivery
+from tests.support.network.private_swarm import EPOCH, LIFETIME_S, Someone, identity_of
 
 # ---- peers that are refused ---------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.handshake_lab import (
+from tests.support.network.handshake_lab import (
     DEADLINE_S,
     DELAY_S,
     HEARD,
@@ -31,7 +31,7 @@ from tests.support.handshake_lab import (
     run,
     seconds_until_the_end,
 )
-from tests.support.private_swarm import EPOCH, PrivateSwarm, identity_of
+from tests.support.network.private_swarm import EPOCH, PrivateSwarm, identity_of
 
 # ---- the end of a membership --------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.wire import handshake_pb2 as pb
 from tests.defences import defence, nothing, replacing
-from tests.support.handshake_lab import (
+from tests.support.attacks.refusals import final_refusal
+from tests.support.attacks.switched_off import wait_for_ever
+from tests.support.network.handshake_lab import (
     DEADLINE_S,
     HEARD,
     World,
@@ -24,9 +26,7 @@ from tests.support.handshake_lab import (
     run,
     seconds_until_the_end,
 )
-from tests.support.private_swarm import Someone
-from tests.support.refusals import final_refusal
-from tests.support.switched_off import wait_for_ever
+from tests.support.network.private_swarm import Someone
 
 # ---- limits -------------------------------------------------------------------------------------
 

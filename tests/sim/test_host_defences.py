@@ -17,9 +17,9 @@ from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing, yes
-from tests.support.refusals import refusal
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
-from tests.support.switched_off import count_only
+from tests.support.attacks.refusals import refusal
+from tests.support.attacks.switched_off import count_only
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
 ID = bytes(16)

@@ -21,8 +21,8 @@ from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, session_reply, with_stranger
-from tests.support.swarm_lab import EPOCH, SWARM, Lab, Reference, peer, simulate
-from tests.support.switched_off import skip_signatures
+from tests.support.attacks.switched_off import skip_signatures
+from tests.support.swarm.swarm_lab import EPOCH, SWARM, Lab, Reference, peer, simulate
 
 ADDRESSES = ("/ip4/93.184.216.34/tcp/4001",)
 MANIFEST = bytes(range(32))

@@ -18,10 +18,10 @@ from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.defences import defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, a_step, assert_ends, link_reply
-from tests.support.memory_network import MemoryStream
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.switched_off import overlooking
+from tests.support.attacks.switched_off import overlooking
+from tests.support.models.rounding import assert_near
+from tests.support.network.memory_network import MemoryStream
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 RATE = 64_000.0
 """Bytes per second: the lowest limit that an owner can set."""

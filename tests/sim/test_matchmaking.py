@@ -26,9 +26,9 @@ from swarmnet_protocols.training.rosters import (
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.memory_network import Delivery, MemoryNetwork
-from tests.support.training_lab import PEERS
-from tests.support.training_peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
+from tests.support.network.memory_network import Delivery, MemoryNetwork
+from tests.support.training.lab import PEERS
+from tests.support.training.peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND
 """One below the first exchange number of round 3."""

@@ -20,10 +20,10 @@ from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S
 from swarmnet_protocols.session.steps import Row
-from tests.support.fake_machine import FakeMachine
-from tests.support.private_swarm import PrivateSwarm
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.virtual_time import TimedExecutor
+from tests.support.network.private_swarm import PrivateSwarm
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8]
 FOUND_S = CONFIRM_S + 20 * LOOK_S

@@ -27,11 +27,11 @@ from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import Role
-from tests.support.expert_lab import LAN, ExpertLab, load_experts_reference
-from tests.support.memory_directory import MemoryDirectory
-from tests.support.memory_network import LinkProfile
-from tests.support.private_swarm import PrivateSwarm, virtual_clock
-from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+from tests.support.network.memory_directory import MemoryDirectory
+from tests.support.network.memory_network import LinkProfile
+from tests.support.network.private_swarm import PrivateSwarm, virtual_clock
+from tests.support.swarm.expert_lab import LAN, ExpertLab, load_experts_reference
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 PROMPT = [5, 6, 7, 8, 9]
 SEEN_S = 10.0

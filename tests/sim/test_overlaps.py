@@ -5,7 +5,7 @@ import pytest
 
 from swarmnet_client.chain import standby
 from tests.sim.overlaps import PROMPT, TOKENS, converse
-from tests.support.swarm_lab import Reference, simulate
+from tests.support.swarm.swarm_lab import Reference, simulate
 
 LAYOUTS = 8
 """Swarms of each seed: every other one with two faults, one soon after the other."""

@@ -23,9 +23,9 @@ from swarmnet_protocols.errors import HostsBusy
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, replacing, yes
-from tests.support.gateway import Caller, refused, served
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.virtual_time import TimedExecutor
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.gateway import Caller, refused, served
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 BLOCKS = (0, 6)
 PROMPT = [5, 6, 7]

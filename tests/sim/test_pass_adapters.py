@@ -19,10 +19,10 @@ from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.memory_network import Delivery, MemoryStream
-from tests.support.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
-from tests.support.refusals import refusal
-from tests.support.swarm_lab import SWARM, Lab, Reference, peer, simulate
+from tests.support.attacks.refusals import refusal
+from tests.support.models.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
+from tests.support.network.memory_network import Delivery, MemoryStream
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

@@ -20,11 +20,11 @@ from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 from tests.defences import Patch, defence
-from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
-from tests.support.memory_network import LinkProfile, MemoryStream
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import Lab, Reference, simulate
-from tests.support.tiny_models import save_tiny
+from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
+from tests.support.models.rounding import assert_near
+from tests.support.models.tiny_models import save_tiny
+from tests.support.network.memory_network import LinkProfile, MemoryStream
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 COUNTS = (20, 30)
 MANY = (256,) * 8

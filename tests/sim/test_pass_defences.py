@@ -18,11 +18,11 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence
-from tests.support import memory_network
-from tests.support.refusals import refusal
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
-from tests.support.switched_off import count_only
+from tests.support.attacks.refusals import refusal
+from tests.support.attacks.switched_off import count_only
+from tests.support.models.rounding import assert_near
+from tests.support.network import memory_network
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
 COUNTS = (5, 3)

@@ -18,10 +18,10 @@ from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
-from tests.support.memory_network import Delivery
-from tests.support.refusals import refusal
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.attacks.refusals import refusal
+from tests.support.models.rounding import assert_near
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 
 HIDDEN = 32
 COUNTS = (256,) * 4

@@ -21,9 +21,9 @@ from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.support.memory_network import Delivery, LinkProfile, MemoryStream
-from tests.support.rounding import assert_near
-from tests.support.swarm_lab import Lab, Reference, peer, simulate
+from tests.support.models.rounding import assert_near
+from tests.support.network.memory_network import Delivery, LinkProfile, MemoryStream
+from tests.support.swarm.swarm_lab import Lab, Reference, peer, simulate
 
 HIDDEN = 32
 COUNTS = (40, 128, 7, 128, 128, 90, 1, 60, 128)

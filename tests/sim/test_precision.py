@@ -2,8 +2,8 @@
 
 import asyncio
 
-from tests.support.lying_hosts import lying
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.attacks.lying_hosts import lying
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [2, 7, 1, 8]
 

@@ -15,8 +15,8 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row
 from tests.sim.test_recurrent_models import reference_in
-from tests.support.batching import all_answered, answered, batcher, request
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.batching import all_answered, answered, batcher, request
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 SYSTEM = [2 + number * 7 % 90 for number in range(200)]

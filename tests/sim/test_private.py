@@ -6,9 +6,9 @@ import pytest
 
 from swarmnet_protocols.errors import NotAuthorised
 from swarmnet_protocols.net.protocol_ids import LINK
-from tests.support.memory_network import Delivery
-from tests.support.private_swarm import PrivateSwarm
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.memory_network import Delivery
+from tests.support.network.private_swarm import PrivateSwarm
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 12

@@ -22,9 +22,9 @@ from tests.sim.test_host_defences import (
     session_reply,
     with_stranger,
 )
-from tests.support.hub_families import FAMILIES
-from tests.support.memory_network import Delivery
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.models.hub_families import FAMILIES
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 30
 TOKENS = 8

@@ -4,8 +4,8 @@ import pytest
 
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.limits.resources import Resource
-from tests.support.private_swarm import PrivateSwarm
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.private_swarm import PrivateSwarm
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7]
 

@@ -32,8 +32,8 @@ from swarmnet_protocols.reachability.reservations import WANTED, Reservations
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import relay_pb2 as pb
 from tests.defences import Patch, defence, no, replacing
-from tests.support import virtual_time
-from tests.support.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.network import virtual_time
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
 
 SYSTEM = 8
 """Reservations that a relay has in these tests."""

@@ -17,9 +17,9 @@ from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.protocol_ids import ADMISSION, SESSION
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
-from tests.support.admission_lab import World, address, run
-from tests.support.conversations import echo
-from tests.support.private_swarm import identity_of
+from tests.support.network.admission_lab import World, address, run
+from tests.support.network.conversations import echo
+from tests.support.network.private_swarm import identity_of
 
 DEADLINE_S = 5.0
 

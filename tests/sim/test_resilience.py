@@ -19,10 +19,10 @@ from swarmnet_protocols.net import Stream
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence
 from tests.sim.churn import request
-from tests.support.memory_network import LinkProfile
-from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
-from tests.support.tiny import BLOCKS
-from tests.support.virtual_time import TimedExecutor
+from tests.support.models.tiny import BLOCKS
+from tests.support.network.memory_network import LinkProfile
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
@@ -244,7 +244,7 @@ import asyncio, random, sys
 from pathlib import Path
 import torch
 from tests.sim.test_resilience import trace
-from tests.support.swarm_lab import load_reference
+from tests.support.swarm.swarm_lab import load_reference
 torch.set_num_threads(1)
 print("trace", trace(load_reference(Path(sys.argv[1]), Path(sys.argv[2])), int(sys.argv[3])))
 """

@@ -15,8 +15,8 @@ from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
-from tests.support.memory_network import Delivery
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.network.memory_network import Delivery
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 POSITIONS = 128
 """Positions that the small host keeps for one client."""

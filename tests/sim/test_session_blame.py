@@ -11,9 +11,9 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter
-from tests.support.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
-from tests.support.peft_oracle import prefix_tensors, with_prefix
-from tests.support.swarm_lab import Lab, Reference, simulate
+from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
+from tests.support.models.peft_oracle import prefix_tensors, with_prefix
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")

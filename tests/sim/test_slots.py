@@ -21,8 +21,8 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
 from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
-from tests.support.refusals import final_refusal, refusal
-from tests.support.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.attacks.refusals import final_refusal, refusal
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 
 PROMPT = [5, 6, 7]
 TOKENS = 4

@@ -17,8 +17,8 @@ from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import LOOK_S, SWITCH_CONFIRM_S
 from tests.sim.test_moves import PROMPT, Reader
-from tests.support.fake_machine import FakeMachine
-from tests.support.swarm_lab import Lab, Reference, load_reference, simulate
+from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 
 FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
 """A need is confirmed, and the switch made, at each look with some chance."""

@@ -24,10 +24,10 @@ from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
 from tests.sim.test_client_defences import assert_liar_is_replaced
-from tests.support.memory_network import MemoryStream
-from tests.support.swarm_lab import Lab, Reference, peer, simulate
-from tests.support.switched_off import overlooking
-from tests.support.virtual_time import TimedExecutor
+from tests.support.attacks.switched_off import overlooking
+from tests.support.network.memory_network import MemoryStream
+from tests.support.network.virtual_time import TimedExecutor
+from tests.support.swarm.swarm_lab import Lab, Reference, peer, simulate
 
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 PROMPT = [2 + number * 7 % 90 for number in range(600)]

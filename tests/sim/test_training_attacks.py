@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.training_attacks import ATTACKS, attack_job, sign_flip, train
+from tests.support.training.attacks import ATTACKS, attack_job, sign_flip, train
 
 ROUNDS, STEPS = 2, 4
 

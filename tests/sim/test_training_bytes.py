@@ -5,7 +5,7 @@ import pytest
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
-from tests.support.round_bytes import bytes_of_a_round
+from tests.support.training.round_bytes import bytes_of_a_round
 
 GOAL_BYTES = 100
 """Upper bound for each step: all messages of all workers."""

@@ -27,9 +27,9 @@ from swarmnet_protocols.training.rounds.votes import Votes
 from tests.defences import defence, no, replacing
 from tests.sim.test_averaging import averaged, simulate
 from tests.sim.test_verifiable_rounds import COUNT, ROBUST
-from tests.support.training_lab import TIMING, Outcomes, TrainingLab, Work, check_agreement
-from tests.support.training_workers import WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.virtual_time import run
+from tests.support.training.lab import TIMING, Outcomes, TrainingLab, Work, check_agreement
+from tests.support.training.workers import WorkerLab, train, write_job
 
 Lie = Callable[[RoundState, int], Sequence[Control]]
 """What a liar sends to a member when its link comes up, in addition to what an honest member

@@ -8,8 +8,8 @@ import pytest
 from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, MAX_AHEAD_OF_LEADER
 from tests.defences import defence, replacing
-from tests.support.memory_network import MemoryNetwork
-from tests.support.training_peers import Worker, simulate
+from tests.support.network.memory_network import MemoryNetwork
+from tests.support.training.peers import Worker, simulate
 
 FIRST = 3 * EXCHANGES_PER_ROUND
 """One below the first exchange number of round 3."""

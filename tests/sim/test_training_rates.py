@@ -14,9 +14,9 @@ from swarmnet_protocols.training.codecs import ALIGNMENT
 from swarmnet_protocols.training.matchmaking import Matchmaking
 from swarmnet_protocols.training.rosters import Candidate, Roster
 from swarmnet_protocols.training.rounds.averaging import Outcome
-from tests.support.memory_network import LinkProfile, MemoryNetwork
-from tests.support.training_lab import JOB, TrainingLab, Work, check_agreement
-from tests.support.virtual_time import run
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork
+from tests.support.network.virtual_time import run
+from tests.support.training.lab import JOB, TrainingLab, Work, check_agreement
 
 COUNT = 200 * ALIGNMENT
 ROUNDS = 2

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import training_workers
-from tests.support.training_workers import WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.virtual_time import run
+from tests.support.training import workers as training_workers
+from tests.support.training.workers import WorkerLab, train, write_job
 
 ROUNDS = 8
 DEADLINE_S = 60.0

@@ -21,8 +21,8 @@ from swarmnet_protocols.training.state_transfer import (
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.defences import defence, replacing
-from tests.support.memory_network import Delivery, LinkProfile, MemoryNetwork
-from tests.support.training_peers import JOB, TIMING, Worker, simulate
+from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork
+from tests.support.training.peers import JOB, TIMING, Worker, simulate
 
 DATA = random.Random(1).randbytes(5 * CHUNK_BYTES + 1234)
 PACKED = PackedState.of([DATA[:9], DATA[9 : 3 * CHUNK_BYTES], DATA[3 * CHUNK_BYTES :]])

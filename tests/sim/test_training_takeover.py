@@ -16,8 +16,8 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from swarmnet_protocols.training.jobs import open_job
 from tests.defences import Patch, defence
-from tests.support.training_workers import WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.virtual_time import run
+from tests.support.training.workers import WorkerLab, train, write_job
 
 LIMIT_S = 300.0
 FORGED, CLAIMED, ENOUGH = 0.0666, 300, 9

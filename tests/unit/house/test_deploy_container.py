@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.deployment import DEPLOY, ROOT, instructions
+from tests.support.house.deployment import DEPLOY, ROOT, instructions
 
 CONTAINERFILE = (DEPLOY / "Containerfile").read_text()
 

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.continuous_batching import Batcher
-from tests.support.deployment import DEPLOY, compose
-from tests.support.swarm_lab import Lab, load_reference, simulate
+from tests.support.house.deployment import DEPLOY, compose
+from tests.support.swarm.swarm_lab import Lab, load_reference, simulate
 
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
 PANELS = json.loads((DEPLOY / "grafana" / "dashboards" / "swarmnet.json").read_text())["panels"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.bench.results import SECTIONS
-from tests.support.commands import every_command
-from tests.support.doc_blocks import LOCAL_PORT, PORT, blocks
-from tests.support.source_code import PACKAGES
+from tests.support.house.doc_blocks import LOCAL_PORT, PORT, blocks
+from tests.support.house.source_code import PACKAGES
+from tests.support.processes.commands import every_command
 
 ROOT = Path(__file__).parents[3]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
@@ -77,10 +77,10 @@ def test_the_json_of_every_command_is_documented() -> None:
 
 
 def test_every_bench_has_results_and_make_runs_all_but_the_longest() -> None:
-    loads = {"generating_process", "requesting_process", "session_load", "results"}
+    started = {"generating_process", "light_peer", "requesting_process", "restless_node", "session_load"}
     modules = {module for module in (ROOT / "tests/bench").glob("*.py") if "__main__" in module.read_text()}
     benches = {bench for benches in SECTIONS.values() for bench in benches}
-    assert {module.stem for module in modules} == benches | loads
+    assert {module.stem for module in modules} == benches | started | {"results"}
     run = set(re.findall(r"-m tests\.bench\.(\w+)", (ROOT / "Makefile").read_text()))
     assert benches - run == {"tune_task", *SECTIONS["Training"]}
 

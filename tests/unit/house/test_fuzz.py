@@ -10,8 +10,8 @@ import pytest
 
 from tests.fuzz.__main__ import main
 from tests.fuzz.targets import TARGETS, believe_signatures
-from tests.support.mutations import mutated, taken
-from tests.support.source_code import ROOT, sources
+from tests.support.attacks.mutations import mutated, taken
+from tests.support.house.source_code import ROOT, sources
 
 DECODER = re.compile(r"(open|read|decode|parse|unseal|unpack|merge)(_\w+)?|\w+_from_wire")
 TAKES = {"bytes", "Buffer", "bytes | Buffer", "str | bytes", "Path"}

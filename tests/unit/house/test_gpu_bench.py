@@ -11,7 +11,7 @@ import torch
 
 from swarmnet_protocols.models import resolve
 from tests.bench import gpu
-from tests.support.tiny_models import write_gguf
+from tests.support.models.tiny_models import write_gguf
 
 
 def test_exactness_is_measured_on_the_cpu_with_accelerator_caches(tmp_path: Path) -> None:

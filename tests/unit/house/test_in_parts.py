@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.in_parts import Parts
+from tests.support.plugins.in_parts import Parts
 
 TESTS = """
 def test_passes():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.source_code import PACKAGES, ROOT, sources
+from tests.support.house.source_code import PACKAGES, ROOT, sources
 
 LAYERS: Mapping[str, tuple[str, ...]] = {
     "swarmnet_protocols": (

@@ -1,9 +1,9 @@
-"""The bounds of ``tests.support.rounding`` take any order of addition and refuse half precision."""
+"""The bounds of ``rounding`` take any order of addition and refuse half precision."""
 
 import pytest
 import torch
 
-from tests.support.rounding import UNIT, assert_near, assert_product
+from tests.support.models.rounding import UNIT, assert_near, assert_product
 
 ROWS, COLUMNS, OUTPUTS = 3, 768, 37
 

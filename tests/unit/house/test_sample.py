@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sample import Sample
+from tests.support.plugins.sample import Sample
 
 TESTS = """
 import pytest

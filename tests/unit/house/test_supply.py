@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.audit.sitecustomize import EXIT_CODE
-from tests.support.source_code import ROOT, dotted, imports, is_false, sources
+from tests.support.house.source_code import ROOT, dotted, imports, is_false, sources
+from tests.support.plugins.audit.sitecustomize import EXIT_CODE
 
 MODULES = {
     "pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "code", "codeop", "runpy",

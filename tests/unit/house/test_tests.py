@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.defences import Defences
-from tests.support.source_code import ROOT
+from tests.support.house.source_code import PACKAGES, ROOT
 
 LONGEST_NAME = 60
+UNIT = ROOT / "tests" / "unit"
 
 EXAMPLE = """
 import pytest
@@ -82,6 +83,19 @@ def test_second_runs_come_after_all_first_runs(tmp_path: Path) -> None:
     file = tmp_path / "test_shared.py"
     file.write_text(SHARED)
     assert run(file) == pytest.ExitCode.OK
+
+
+def code_of(folder: Path) -> Path:
+    """The folder of code that a folder of unit tests is named like."""
+    first, *rest = folder.relative_to(UNIT).parts
+    package = PACKAGES.get(f"swarmnet_{first}")
+    return package.joinpath(*rest) if package else PACKAGES["swarmnet"].joinpath(first, *rest)
+
+
+def test_folders_of_unit_tests_are_named_like_the_code() -> None:
+    folders = {path.parent for path in UNIT.rglob("test_*.py")} - {UNIT / "house"}
+    assert [each for each in folders if not (code_of(each) / "__init__.py").exists()] == []
+    assert len(folders) > 30
 
 
 def found(pattern: str) -> list[str]:

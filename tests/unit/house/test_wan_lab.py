@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.wan import NETWORK, Router, Uplink, WanHost
+from tests.support.processes.wan import NETWORK, Router, Uplink, WanHost
 
 PACKET_BYTES = 1000
 SLOW, FAST = Uplink(delay_s=0.0, bytes_per_s=100_000.0), Uplink(delay_s=0.0)

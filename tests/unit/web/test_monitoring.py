@@ -17,8 +17,8 @@ from swarmnet_node.engine.counters import cumulative_counts, node_histogram, tot
 from swarmnet_node.metrics import registry_of
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
-from tests.support.fake_node import STATUS, TRUNK_STATUS, FakeNode
-from tests.support.swarm_lab import Lab, load_reference, simulate
+from tests.support.swarm.fake_node import STATUS, TRUNK_STATUS, FakeNode
+from tests.support.swarm.swarm_lab import Lab, load_reference, simulate
 
 PROMPT = [3, 1, 4, 1, 5]
 TOKENS = 6

@@ -16,7 +16,7 @@ from swarmnet.web import middleware
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, key_name, protect
 from swarmnet_protocols.errors import ConfigError
 from tests.defences import defence, replacing, yes
-from tests.support.virtual_time import run
+from tests.support.network.virtual_time import run
 
 SECRET = "correct-horse"
 

@@ -1,0 +1,58 @@
+"""A batcher over the swarm of a lab, and requests to it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import torch
+
+from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
+from swarmnet_client.batching.sequences import Answer, Request
+from swarmnet_client.model.draft_model import DraftModel
+from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
+from swarmnet_client.model.sampling import Sampling
+from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_protocols.models import LocalModel
+from tests.support.swarm.swarm_lab import Lab
+
+
+def head_of(local: LocalModel) -> LmHead:
+    local_layers = LocalLayers(local, LoadOptions(torch.float32, torch.device("cpu")))
+    # virtual time runs the calls of executors in place
+    return LmHead(local_layers, ThreadPoolExecutor(1))
+
+
+@asynccontextmanager
+async def batcher(
+    lab: Lab, limits: BatchLimits | None = None, client: str = "client", draft_model: DraftModel | None = None
+) -> AsyncIterator[tuple[Batcher, Swarm]]:
+    async with (
+        lab.client(client) as swarm,
+        Batcher.run(
+            head_of(lab.reference.local), lambda: lab.chain(swarm), limits or BatchLimits(), draft_model
+        ) as running,
+    ):
+        yield running, swarm
+
+
+def request(ids: list[int], tokens: int, **sampling: Any) -> Request:
+    return Request(tuple(ids), tokens, Sampling(**sampling))
+
+
+async def answered(
+    running: Batcher, wanted: Request, on_token: Callable[[Answer], object] | None = None
+) -> list[int]:
+    """All tokens of an answer."""
+    tokens = []
+    async with running.answer(wanted) as answer:
+        async for token in answer:
+            tokens.append(token.id)
+            if on_token is not None:
+                on_token(answer)
+    return tokens
+
+
+async def all_answered(running: Batcher, wanted: list[Request]) -> list[list[int]]:
+    return list(await asyncio.gather(*(answered(running, each) for each in wanted)))

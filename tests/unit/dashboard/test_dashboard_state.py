@@ -1,0 +1,324 @@
+"""The dashboard's state and events, derived from snapshots."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from swarmnet.dashboard.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
+from swarmnet.dashboard.models import advice, quantiles, replicas_of
+from swarmnet.dashboard.observations import (
+    JobObservation,
+    PeerObservation,
+    Snapshot,
+    SwarmInfo,
+    TimedReport,
+)
+from swarmnet.dashboard.state import State, derive, merge_patch
+from swarmnet_protocols.directory.catalog import CatalogModel
+from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.routing.host_info import HostInfo
+from swarmnet_protocols.wire import report_pb2
+from swarmnet_protocols.wire.records_pb2 import HostRecord
+from tests.support.dashboard.merge_patches import merged, without_nulls
+from tests.support.dashboard.recorded_peers import state_of
+from tests.support.dashboard.recorded_swarm import RecordedSwarm
+
+MODEL = CatalogModel(bytes(32), "org/name", 12)
+KEY = MODEL.manifest.hex()
+NOW_S = 1_800_000_000.0
+
+
+def peer(name: str) -> PeerId:
+    return Identity.from_seed(name.encode()).peer_id
+
+
+def report(
+    span: tuple[int, int] = (0, 12), *, uptime_s: float = 1000.0, state: str = "online", **numbers: Any
+) -> report_pb2.NodeReport:
+    record = HostRecord(
+        manifest=MODEL.manifest,
+        start=span[0],
+        end=span[1],
+        state=state_of(state),
+        step_s=0.1,
+        sessions=numbers.pop("sessions", 0),
+    )
+    host = report_pb2.HostReport(record=record, total_blocks=12, **numbers)
+    return report_pb2.NodeReport(uptime_s=uptime_s, host=host)
+
+
+def seen(name: str, span: tuple[int, int] = (0, 12), at_s: float = NOW_S, **fields: Any) -> PeerObservation:
+    return replace(PeerObservation(peer(name), NOW_S, newest=TimedReport(report(span), at_s)), **fields)
+
+
+def announcement(state: str = "online") -> HostInfo:
+    return HostInfo(peer("host"), 0, 12, 0.1, state=state, manifest=MODEL.manifest, version="0.1.0")
+
+
+def snapshot(
+    *peers: PeerObservation, now_s: float = NOW_S, jobs: tuple[JobObservation, ...] = ()
+) -> Snapshot:
+    about = SwarmInfo("lab", "ab" * 32, "open", peer("observer"))
+    return Snapshot(now_s, NOW_S - 500.0, about, models=(MODEL,), peers=peers, jobs=jobs)
+
+
+def kinds(state: State) -> list[str]:
+    return [event["kind"] for event in state.new_events]
+
+
+def entry(state: State, name: str) -> Any:
+    return state.body["peers"][peer(name)]
+
+
+def test_blocks_have_as_many_replicas_as_hosts_that_are_online() -> None:
+    state = derive(
+        snapshot(
+            seen("a", (0, 6)),
+            seen("b", (4, 12)),
+            seen("c", (4, 12), newest=TimedReport(report((4, 12), state="joining"), NOW_S)),
+        )
+    )
+    model = state.body["models"][KEY]
+    assert model["replicas"] == [1, 1, 1, 1, 2, 2, 1, 1, 1, 1, 1, 1]
+    assert model["weakest"] == {"block": 0, "replicas": 1}
+    assert model["healthy"]
+    assert model["peers"] == 3
+
+
+def test_a_span_beyond_the_model_counts_within_it() -> None:
+    assert replicas_of(4, [{"blocks": [2, 9]}, {"blocks": [7, 9]}]) == [0, 0, 1, 1]
+
+
+def test_an_empty_swarm_is_unhealthy_and_has_advice() -> None:
+    model = derive(snapshot()).body["models"][KEY]
+    assert not model["healthy"]
+    start, end = model["advice"]["blocks"]
+    assert (start, end) in {(0, 4), (8, 12)}
+    assert model["advice"]["command"] == f"swarmnet join swarm.toml --model org/name --blocks {start}:{end}"
+
+
+def test_a_swarm_without_models_has_a_join_command() -> None:
+    about = SwarmInfo("a name; reboot", "id", "open", peer("me"), ("swarm.toml", "--bootstrap", "ADDR"))
+    state = derive(replace(snapshot(), swarm=about, models=()))
+    assert state.body["swarm"]["join"] == "swarm.toml --bootstrap ADDR"
+
+
+def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
+    hosts = [
+        (f"p{number}", {"blocks": list(span), "step_s": 0.1, "state": "online"})
+        for number, span in enumerate([(0, 4), (0, 4), (8, 12)])
+    ]
+    found = advice(MODEL, ("swarm.toml",), hosts, replicas_of(12, [each for _, each in hosts]))
+    assert found["blocks"] == [4, 8]
+    assert found["reason"] == "no peer hosts blocks 4:8: the model cannot answer"
+
+
+@pytest.mark.parametrize(
+    ("replicas", "reason"),
+    [
+        ([1, 2, 2, 2], "only one peer hosts block 0: when it leaves, the model cannot answer"),
+        ([1, 2, 1, 2], "only one peer hosts 2 of blocks 0:3: when it leaves, the model cannot answer"),
+        ([3, 2, 3, 3], "every block has a host, and another one here raises the swarm's throughput by 100%"),
+    ],
+)
+def test_advice_names_the_reason_for_its_blocks(replicas: list[int], reason: str) -> None:
+    hosts = [("p", {"blocks": [0, 4], "step_s": None, "state": "online"})]
+    assert advice(replace(MODEL, blocks=4), ("swarm.toml",), hosts, replicas)["reason"] == reason
+
+
+@pytest.mark.parametrize("name", ["x; rm -rf ~", "$(reboot)", "--help", "a b", "`id`", "x\u202ey"])
+def test_a_model_name_that_is_unsafe_in_a_shell_is_not_in_the_command(name: str) -> None:
+    found = advice(replace(MODEL, name=name), ("swarm.toml",), [], [0] * 12)
+    start, end = found["blocks"]
+    assert found["command"] == f"swarmnet join swarm.toml --model MODEL --blocks {start}:{end}"
+
+
+def test_rates_are_measured_between_two_reports() -> None:
+    before, newest = report(positions=100, answered=10), report(positions=300, answered=20, uptime_s=1004.0)
+    host = seen("a", newest=TimedReport(newest, NOW_S), before=TimedReport(before, NOW_S - 4.0))
+    state = derive(snapshot(host))
+    assert entry(state, "a")["tokens_per_s"] == 50.0
+    assert state.body["models"][KEY]["tokens_per_s"] == 2.5
+    later = derive(snapshot(host, now_s=NOW_S + 60.0))
+    assert entry(later, "a")["tokens_per_s"] == 0.0, "the report is stale"
+
+
+def test_counts_restart_at_zero_with_a_node() -> None:
+    counts = counts_between(report(positions=1000, uptime_s=500.0), report(positions=30, uptime_s=2.0), 4.0)
+    assert counts.positions == 30
+
+
+def test_impossible_rates_and_decreasing_counters_are_limited() -> None:
+    counts = counts_between(report(positions=0), report(positions=1 << 50, uptime_s=1001.0), 2.0)
+    assert counts.positions == 2 * MAX_PER_SECOND
+    assert counts_between(report(positions=50), report(positions=20, uptime_s=1001.0), 2.0).positions == 0
+
+
+def test_totals_only_grow() -> None:
+    totals = Totals()
+    totals.add(
+        peer("a"),
+        report(positions=10, links_lost=1),
+        report(positions=30, links_lost=3, uptime_s=1002.0),
+        2.0,
+    )
+    totals.add_failure(MODEL.manifest)
+    assert totals.models[MODEL.manifest].positions == 20
+    assert totals.models[MODEL.manifest].failures == 3
+    totals.keep_only({peer("b")})
+    assert not totals.peers
+
+
+@pytest.mark.parametrize(
+    ("counts", "share", "expected"),
+    [
+        ({}, 0.5, None),
+        ({3: 10}, 0.5, 0.0375),
+        ({3: 10}, 1.0, 0.05),
+        ({3: 90, 6: 10}, 0.95, 0.375),
+        ({13: 5}, 0.5, 50.0),
+    ],
+)
+def test_quantiles_lie_within_their_bucket(
+    counts: dict[int, int], share: float, expected: float | None
+) -> None:
+    times = tuple(counts.get(index, 0) for index in range(len(NO_TIMES)))
+    assert quantile(times, share) == (expected if expected is None else pytest.approx(expected))
+    assert (quantiles(times) is None) == (not counts)
+
+
+def test_a_peer_that_stops_answering_is_lost_and_recovers() -> None:
+    here = derive(snapshot(seen("a"), seen("b")))
+    gone = derive(
+        snapshot(seen("a"), seen("b", failed_at_s=NOW_S + 1, announced=announcement()), now_s=NOW_S + 2), here
+    )
+    assert entry(gone, "b")["state"] == "gone"
+    assert kinds(gone) == ["lost", "weak"]
+    back = derive(snapshot(seen("a"), seen("b", at_s=NOW_S + 4), now_s=NOW_S + 4), gone)
+    assert kinds(back) == ["recovered", "healed"]
+    assert [event["kind"] for event in back.body["events"]] == ["healed", "recovered", "weak", "lost"]
+
+
+def test_a_peer_that_announced_its_leave_is_not_lost() -> None:
+    here = derive(snapshot(seen("a")))
+    gone = derive(
+        snapshot(seen("a", failed_at_s=NOW_S + 1, announced=announcement("leaving")), now_s=NOW_S + 2), here
+    )
+    assert kinds(gone) == ["left", "weak"]
+
+
+def test_a_paused_peer_hosts_no_blocks() -> None:
+    here = derive(snapshot(seen("a")))
+    paused = derive(
+        snapshot(seen("a", failed_at_s=NOW_S + 1, announced=announcement("paused")), now_s=NOW_S + 2), here
+    )
+    assert entry(paused, "a")["state"] == "paused"
+    assert paused.body["models"][KEY]["replicas"] == [0] * 12
+    assert kinds(paused) == ["weak"]
+
+
+def test_an_unreachable_peer_that_announces_itself_is_silent_not_gone() -> None:
+    never_reached = PeerObservation(peer("a"), NOW_S, announcement(), NOW_S, failed_at_s=NOW_S)
+    state = derive(snapshot(never_reached))
+    assert (entry(state, "a")["state"], entry(state, "a")["silent"]) == ("online", True)
+    lost_but_alive = seen("a", failed_at_s=NOW_S, announced=announcement(), announced_at_s=NOW_S + 10)
+    assert entry(derive(snapshot(lost_but_alive, now_s=NOW_S + 11)), "a")["state"] == "online"
+
+
+def test_only_a_peer_that_started_after_the_observer_joins() -> None:
+    before = derive(snapshot())
+    old = derive(snapshot(seen("a", newest=TimedReport(report(uptime_s=5000.0), NOW_S))), before)
+    new = derive(snapshot(seen("a", newest=TimedReport(report(uptime_s=5.0), NOW_S))), before)
+    assert kinds(old) == ["healed"]
+    assert kinds(new) == ["joined", "healed"]
+
+
+def test_a_peer_that_is_gone_is_hidden_after_ten_minutes() -> None:
+    lost = seen("a", failed_at_s=NOW_S)
+    assert derive(snapshot(lost, now_s=NOW_S + 500)).body["peers"]
+    assert not derive(snapshot(lost, now_s=NOW_S + 700)).body["peers"]
+
+
+def test_edges_come_from_the_receiver_and_name_no_client() -> None:
+    one, two = peer("a"), peer("b")
+    flows = {
+        "a": [report_pb2.Flow(downstream=two, sessions=2, positions=100)],
+        "b": [
+            report_pb2.Flow(upstream=one, sessions=2, positions=100),
+            report_pb2.Flow(upstream=peer("stranger"), sessions=1),
+        ],
+    }
+    observations = [
+        seen(
+            name,
+            newest=TimedReport(report(flows=each, uptime_s=1002.0), NOW_S),
+            before=TimedReport(report(), NOW_S - 2.0),
+        )
+        for name, each in flows.items()
+    ]
+    found = derive(snapshot(*observations)).body["flows"]
+    assert {edge: flow["sessions"] for edge, flow in found.items()} == {
+        f"client>{one}": 2,
+        f"{one}>{two}": 2,
+        f"{two}>client": 3,
+    }
+
+
+def test_a_job_is_summed_from_the_reports_of_its_workers() -> None:
+    job = JobObservation("cd" * 32, "stories", "diloco", 100, (peer("w"), peer("v"), peer("gone")), 7)
+    workers = [
+        PeerObservation(
+            peer(name),
+            NOW_S,
+            newest=TimedReport(
+                report_pb2.NodeReport(
+                    uptime_s=10.0,
+                    worker=report_pb2.WorkerReport(
+                        job=bytes.fromhex(job.id),
+                        round=8,
+                        rounds=100,
+                        loss=loss,
+                        tokens=50,
+                        bytes_sent=MAX_NUMBER,
+                        contributions=[
+                            report_pb2.Contribution(peer=peer("w"), rounds=3),
+                            report_pb2.Contribution(peer=peer("v"), rounds=1),
+                        ],
+                    ),
+                ),
+                NOW_S,
+            ),
+        )
+        for name, loss in (("w", 2.0), ("v", 3.0))
+    ]
+    state = derive(snapshot(*workers, jobs=(job,)))
+    shown = state.body["jobs"][job.id]
+    assert (shown["round"], shown["loss"], shown["val_loss"], shown["tokens"]) == (8, 2.5, None, 50)
+    assert [each["share"] for each in shown["contributors"]] == [0.75, 0.25]
+    assert entry(state, "w")["role"] == "trainer"
+    assert entry(state, "w")["job"] == job.id
+    assert shown["bytes_sent"] == MAX_NUMBER, "the largest number that history and page can store"
+
+
+@pytest.mark.parametrize("kind", ["full", "empty", "broken"])
+def test_patches_turn_each_state_into_the_next(kind: str) -> None:
+    now_s = NOW_S
+    swarm = RecordedSwarm(kind, lambda: now_s)
+    state = derive(swarm.snapshot())
+    copy = json.loads(json.dumps(state.body))
+    for _ in range(20):
+        now_s += 4.0
+        after = derive(swarm.snapshot(), state)
+        copy = merged(copy, json.loads(json.dumps(merge_patch(state.body, after.body))))
+        state = after
+        assert without_nulls(copy) == without_nulls(json.loads(json.dumps(state.body)))
+
+
+def test_the_state_has_no_addresses() -> None:
+    text = json.dumps(derive(RecordedSwarm("full", lambda: NOW_S).snapshot()).body)
+    assert "/ip4/" not in text
+    assert "/tcp/" not in text

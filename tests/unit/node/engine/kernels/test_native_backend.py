@@ -1,0 +1,422 @@
+"""The decode step in C against the same layers by torch."""
+
+import platform
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
+from swarmnet_node.engine.kernels import native_backend
+from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
+from swarmnet_node.engine.kernels.native_backend import (
+    FEW_POSITIONS,
+    MAX_POSITIONS,
+    NativeBackend,
+    max_positions,
+)
+from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.models import resolve
+from tests.support.models.peft_oracle import random_tensors
+from tests.support.models.rounding import assert_near
+from tests.support.models.tiny_models import save_tiny
+
+CPU = torch.device("cpu")
+PLAIN = {"use_sliding_window": False}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama-tied", {}),
+    "llama, biases everywhere": ("llama-tied", {"attention_bias": True, "mlp_bias": True}),
+    "llama, a key for every head": ("llama-tied", {"num_key_value_heads": 4}),
+    "llama, one key for all heads": ("llama-tied", {"num_key_value_heads": 1}),
+    "llama, odd sizes": (
+        "llama-tied",
+        {
+            "hidden_size": 27,
+            "intermediate_size": 37,
+            "head_dim": 6,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "llama, wide heads, six of which share a key": (
+        "llama-tied",
+        {
+            "hidden_size": 42,
+            "intermediate_size": 70,
+            "head_dim": 80,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 1,
+        },
+    ),
+    "llama3's rotary embedding": (
+        "llama-tied",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10_000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 16,
+            }
+        },
+    ),
+    "qwen2, biases": ("qwen2", PLAIN),
+    "qwen3, norms of heads": ("qwen3", {}),
+}
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("native")
+
+
+@pytest.fixture(scope="session")
+def native(cache: Path) -> NativeBackend:
+    loaded = NativeBackend.load(cache)
+    if loaded is None:
+        pytest.skip("no compiler, or torch has no libgomp of its own")
+    return loaded
+
+
+def load(tmp_path: Path, shape: str, native: NativeBackend | None) -> Stage:
+    family, changes = SHAPES.get(shape, (shape, {}))
+    directory = save_tiny(family, tmp_path / "model", **changes)
+    model = resolve(str(directory), cache_dir=tmp_path / "cache")
+    return Stage.load(model, 0, 5, dtype=torch.float32, device=CPU, backend=native or TORCH)
+
+
+def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(count, stage.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def one_by_one(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat([stage.forward([(sequence, row[None])])[0] for row in rows])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_decode_step_matches_torch(
+    shape: str, native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt by torch, then single positions until the buffers of the sequence have grown."""
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 6)
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    assert (expected.has_decode_step, got.has_decode_step) == (False, True)
+    prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
+    sequences = [stage.new_sequence() for stage in (expected, got)]
+    for stage, sequence in zip((expected, got), sequences, strict=True):
+        stage.forward([(sequence, prompt)])
+
+    outputs = [
+        one_by_one(stage, sequence, rows) for stage, sequence in zip((expected, got), sequences, strict=True)
+    ]
+    assert_near(outputs[1], outputs[0])
+    length = sequences[1].length
+    for index in range(got.blocks):
+        for mine, theirs in zip(sequences[1].layers[index], sequences[0].layers[index], strict=True):
+            torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sequences_of_different_lengths_share_a_step(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    for count in (2, 21):
+        outputs = []
+        for stage in (expected, got):
+            sequences = [stage.new_sequence() for _ in range(count)]
+            for index, sequence in enumerate(sequences):
+                stage.forward([(sequence, inputs(stage, 5 * (index + 1), index))])
+            rows = inputs(stage, count, 99)
+            parts = stage.forward(
+                [(sequence, row[None]) for sequence, row in zip(sequences, rows, strict=True)]
+            )
+            assert [sequence.length for sequence in sequences] == [
+                5 * (index + 1) + 1 for index in range(count)
+            ]
+            outputs.append(torch.cat(parts))
+        assert_near(outputs[1], outputs[0])
+
+
+def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) -> None:
+    """exp underflows for some gates and overflows float32 for others."""
+    outputs = []
+    for each in (None, native):
+        stage = load(tmp_path, "llama", each)
+        for layer in stage._llama_layers.layers:
+            layer.gate_up.weight.mul_(1000)
+        outputs.append(one_by_one(stage, stage.new_sequence(), inputs(stage, 3)))
+    assert_near(outputs[1], outputs[0])
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_values_that_are_not_finite_stay_so(wrong: float, native: NativeBackend, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    rows = inputs(stage, 3)
+    rows[1, 7] = wrong
+    [outputs] = stage.forward([(stage.new_sequence(), rows)])
+    assert [row.isfinite().all().item() for row in outputs] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
+)
+def test_a_sequence_gets_the_same_bits_in_any_batch(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    stage = load(tmp_path, shape, native)
+    rows = inputs(stage, 20)
+    alone = [stage.forward([(stage.new_sequence(), row[None])])[0] for row in rows]
+    for count in range(2, len(rows) + 1):
+        together = stage.forward([(stage.new_sequence(), row[None]) for row in rows[:count]])
+        assert torch.equal(torch.cat(together), torch.cat(alone[:count])), count
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_several_positions_of_a_sequence_match_torch(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    check_several_positions(shape, native, tmp_path)
+
+
+@pytest.mark.parametrize("missing", [["avx512f"], ["avx512f", "avx2", "avx", "fma"]])
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="these are instructions of x86")
+def test_processors_with_smaller_vectors_compute_the_same(
+    missing: list[str], native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_code, "COMPILE", (*native_code.COMPILE, *(f"-mno-{each}" for each in missing)))
+    narrow = NativeBackend.load(tmp_path / "narrow")
+    assert narrow is not None
+    for number, shape in enumerate(SHAPES):
+        check_several_positions(shape, narrow, tmp_path / str(number))
+
+
+def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -> None:
+    """Chunks, single positions and first positions of sequences in one step; the sequences grow
+    meanwhile."""
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    assert got.has_decode_step
+    outputs: list[list[torch.Tensor]] = []
+    for stage in (expected, got):
+        sequences = [stage.new_sequence() for _ in range(4)]
+        outputs.append([])
+        for step, counts in enumerate(
+            [(7, 1, 30, 2), (1, 9, 1, GROWTH_POSITIONS), (1, 1, 1, 1), (3, 1, 40, 1)]
+        ):
+            rows = inputs(stage, sum(counts), step)
+            outputs[-1] += stage.forward(list(zip(sequences, rows.split(counts), strict=True)))
+    for theirs, mine in zip(*outputs, strict=True):
+        assert_near(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
+)
+def test_a_chunk_gets_the_same_bits_as_its_positions_one_by_one(
+    shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    stage = load(tmp_path, shape, native)
+    rows = inputs(stage, 40)
+    [chunk] = stage.forward([(stage.new_sequence(), rows)])
+    assert torch.equal(chunk, one_by_one(stage, stage.new_sequence(), rows))
+
+
+def pairs_of(stage: Stage, paths: Sequence[str], rank: int) -> dict[str, torch.Tensor]:
+    """LoRA pairs for the linear modules of all layers, by the names of an uploaded adapter."""
+    modules = [
+        (path, *shape)
+        for path, shape in stage._targets[0].linears.items()
+        if path.rpartition(".")[2].removesuffix("_proj") in paths
+    ]
+    assert len(modules) == len(paths)
+    return random_tensors(range(stage.blocks), modules=modules, rank=rank, seed=rank)
+
+
+ADAPTERS = (
+    (("q", "k", "v", "o"), 1),
+    (("q", "v"), 4),
+    ((), 0),
+    (("up",), 7),
+    (("k", "o", "gate", "down"), 3),
+    (("q", "k", "v", "o", "gate", "up", "down"), 9),
+    ((), 0),
+)
+"""For each sequence of a batch: the modules that have a LoRA pair, and its rank."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ("llama, odd sizes", 3), ("qwen2, biases", 16)]
+)
+def test_every_sequence_has_its_own_adapter(
+    shape: str, threads: int, native: NativeBackend, tmp_path: Path
+) -> None:
+    """In stages and in parts of them, beside sequences without an adapter, and alone."""
+    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    outputs: list[list[torch.Tensor]] = []
+    torch.set_num_threads(threads)
+    try:
+        for stage in (expected, got):
+            adapters = [
+                stage.load_adapter(pairs_of(stage, *each), 0) if each[1] else None for each in ADAPTERS
+            ]
+            results = []
+            for part in (stage, stage.part(2, 5)):
+                sequences = [part.new_sequence(adapter) for adapter in adapters]
+                for number, sequence in enumerate(sequences):
+                    part.forward([(sequence, inputs(part, 3 + number, number))])
+                for chosen in (sequences, sequences[1:2], sequences[2:4], sequences[:1] + sequences[5:]):
+                    rows = inputs(part, len(chosen), 99)
+                    results += part.forward(
+                        [(sequence, row[None]) for sequence, row in zip(chosen, rows, strict=True)]
+                    )
+            outputs.append(results)
+    finally:
+        torch.set_num_threads(1)
+    for theirs, mine in zip(*outputs, strict=True):
+        assert_near(mine, theirs)
+
+
+def test_few_positions_use_the_decode_step(
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load(tmp_path, "llama", native)
+    calls = []
+    decode_step = native.decode
+    monkeypatch.setattr(native, "decode", lambda *given: (calls.append(len(given)), decode_step(*given)))
+    one, other = stage.new_sequence(), stage.new_sequence()
+
+    stage.forward([(one, inputs(stage, MAX_POSITIONS - 1)), (other, inputs(stage, 1))])
+    assert len(calls) == 1
+    stage.forward([(one, inputs(stage, MAX_POSITIONS)), (other, inputs(stage, 1))])
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(("inputs", "positions"), [(64, MAX_POSITIONS), (1536, 341), (14336, FEW_POSITIONS)])
+def test_wide_products_have_shorter_steps_in_c(inputs: int, positions: int) -> None:
+    assert max_positions(inputs) == positions
+
+
+@pytest.mark.parametrize("threads", [2, 3, 64])
+def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBackend, tmp_path: Path) -> None:
+    """Also more threads than heads, so that some have no share of a product."""
+    stage = load(tmp_path, "llama, odd sizes", native)
+    rows = inputs(stage, 3)
+    expected = one_by_one(stage, stage.new_sequence(), rows)
+    torch.set_num_threads(threads)
+    try:
+        got = one_by_one(stage, stage.new_sequence(), rows)
+    finally:
+        torch.set_num_threads(1)
+    assert_near(got, expected)
+
+
+def test_decode_steps_and_packed_batches_share_sequences(
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions of a sequence are computed alone, in chunks and beside another sequence, in parts
+    that have caches of their own."""
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 3)
+    stage = load(tmp_path, "llama", native)
+    rows = inputs(stage, 12)
+    [expected] = stage.forward([(stage.new_sequence(), rows)])
+    parts = [stage.part(0, 2), stage.part(2, 5)]
+    assert all(part.has_decode_step for part in parts)
+    sequences, others = ([part.new_sequence() for part in parts] for _ in range(2))
+
+    outputs = []
+    for chunk in rows.split([1, 3, 2, 1, 5]):
+        states, beside = chunk, rows[:1]
+        for part, sequence, other in zip(parts, sequences, others, strict=True):
+            if len(chunk) == 3:
+                states, beside = part.forward([(sequence, states), (other, beside)])
+            else:
+                [states] = part.forward([(sequence, states)])
+        outputs.append(states)
+    assert_near(torch.cat(outputs), expected)
+
+
+def test_inputs_are_left_as_they_were(native: NativeBackend, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    row = inputs(stage, 1)
+    kept = row.clone()
+    [output] = stage.forward([(stage.new_sequence(), row)])
+
+    assert torch.equal(row, kept)
+    assert not torch.equal(output, kept)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "granite"])
+def test_families_that_the_decode_step_lacks_are_left_to_torch(
+    family: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    """Sliding windows, and layers of another kind."""
+    assert not load(tmp_path, family, native).has_decode_step
+
+
+def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
+    model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, backend=native)
+    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
+
+
+def test_a_decode_step_that_computes_something_else_is_not_used(
+    native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial finds it: here the code returns its input."""
+    monkeypatch.setattr(native, "decode", lambda *_: None)
+    stage = load(tmp_path, "llama", native)
+    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
+
+
+def row_of(stage: Stage, sequence: SequenceCache) -> DecodeRow:
+    return DecodeRow(sequence.length, 1, sequence.layers, sequence.lora)
+
+
+def test_positions_beyond_the_capacity_of_a_cache_are_refused(native: NativeBackend, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    sequence = stage.new_sequence()
+    sequence.reserve(GROWTH_POSITIONS)
+    sequence.length = GROWTH_POSITIONS
+
+    with pytest.raises(ValueError, match="no room"):
+        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+
+
+def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    sequence = stage.part(0, 2).new_sequence()
+    sequence.reserve(1)
+
+    with pytest.raises(ValueError, match="another stage"):
+        stage.forward([(sequence, inputs(stage, 1))])
+    with pytest.raises(ValueError, match="caches of 2 layers for 5"):
+        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+
+
+def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Path) -> None:
+    stage = load(tmp_path, "llama", native)
+    sequence = stage.new_sequence()
+    sequence.reserve(1)
+
+    with pytest.raises(ValueError, match="float32"):
+        stage._decode_step(torch.zeros(1, stage.hidden_size - 1), [row_of(stage, sequence)])
+
+
+def test_the_number_of_key_heads_must_divide_that_of_query_heads(
+    native: NativeBackend, tmp_path: Path
+) -> None:
+    layers = load(tmp_path, "llama", native)._llama_layers
+    assert native.decode_step(layers.layers, layers.rotary) is not None
+    layer = layers.layers[2]
+    layers.layers[2] = replace(
+        layer,
+        heads=3,
+        qkv=Linear(layer.qkv.weight[: (3 + 2 * 2) * 8].contiguous()),
+        output=Linear(layer.output.weight[:, : 3 * 8].contiguous()),
+    )
+    assert native.decode_step(layers.layers, layers.rotary) is None

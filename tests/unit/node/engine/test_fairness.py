@@ -1,0 +1,135 @@
+"""Fair shares of an engine: what one client waits for, however much others ask."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+import torch
+
+from swarmnet_node.engine import engine, scheduler
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.engine import Engine
+from swarmnet_node.engine.scheduler import SHORT_TOKENS, ClientShares, Waiting, schedule
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.net.limits.resources import ResourceManager
+from tests.defences import defence, nothing, replacing
+from tests.support.network.virtual_time import TimedExecutor, run
+from tests.support.swarm.doubling import Doubling
+
+FORWARD_S = 0.5
+"""Seconds of every forward, of any number of positions: so many that the engine makes forwards as
+small as it may."""
+
+
+class Sessions:
+    """Sessions of clients, each with one sequence, on an engine in virtual time."""
+
+    def __init__(self, engine: Engine, resources: ResourceManager) -> None:
+        self.engine = engine
+        self._resources = resources
+
+    def open(self, client: str) -> SequenceCache:
+        scope = self._resources.peer(client, 0.0).child("session", {})
+        return self.engine.register(self.engine.stage.new_sequence(), scope)
+
+    async def step(self, sequence: SequenceCache, positions: int = 1) -> float:
+        """Compute a step, and return the seconds that it took."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self.engine.compute(self.engine.stage, [(sequence, torch.zeros(positions, 3))])
+        return clock() - began
+
+
+def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]) -> None:
+    async def main() -> None:
+        stage, resources = Doubling(), ResourceManager()
+        clock = asyncio.get_running_loop().time
+        with TimedExecutor(FORWARD_S) as executor:
+            running = Engine.run(
+                cast(Stage, stage), executor, resources, max_cache_bytes=1 << 40, stopwatch=clock
+            )
+            async with running as engine:
+                await use(Sessions(engine, resources), stage)
+
+    run(main())
+
+
+@defence(
+    "forwards are short while several sessions have work",
+    off=replacing(engine, "shared_tokens", lambda _, max_tokens: max_tokens),
+    clients=1,
+)
+@pytest.mark.parametrize("clients", [1, 8])
+def test_a_short_request_among_long_prompts_waits_for_one_forward(clients: int) -> None:
+    async def use(sessions: Sessions, stage: Doubling) -> None:
+        prompts = [sessions.open(f"client {number % clients}") for number in range(8)]
+        reading = [asyncio.ensure_future(sessions.step(prompt, 2000)) for prompt in prompts]
+        await asyncio.sleep(9.25 * FORWARD_S)
+        before = len(stage.batches)
+        took_s = await sessions.step(sessions.open("other"), SHORT_TOKENS // 2)
+        assert took_s <= 2 * FORWARD_S
+        assert max(map(sum, stage.batches[before - 1 :])) <= SHORT_TOKENS
+        for each in reading:
+            each.cancel()
+
+    with_sessions(use)
+
+
+def requests_beside(others: int) -> tuple[int, int]:
+    """The requests of one client, one after another, that are computed beside those of another
+    client with ``others`` at once; and the latter's."""
+    computed = {"modest": 0, "other": 0}
+
+    async def use(sessions: Sessions, stage: Doubling) -> None:
+        async def request(client: str) -> None:
+            while True:
+                session = sessions.open(client)
+                await sessions.step(session, SHORT_TOKENS)
+                for _ in range(8):
+                    await sessions.step(session)
+                sessions.engine.release(session)
+                computed[client] += 1
+
+        tasks = [asyncio.ensure_future(request(client)) for client in ("modest", *["other"] * others)]
+        await asyncio.sleep(800 * FORWARD_S)
+        for task in tasks:
+            assert not task.done()
+            task.cancel()
+
+    with_sessions(use)
+    return computed["modest"], computed["other"]
+
+
+@defence(
+    "a client has its share of a host beside one that floods it",
+    off=replacing(ClientShares, "charge", nothing),
+)
+def test_a_client_beside_a_flood_has_as_much_as_beside_an_equal() -> None:
+    beside_equal, equal = requests_beside(1)
+    beside_flood, flood = requests_beside(10)
+    assert abs(beside_equal - equal) <= 2
+    assert beside_flood >= beside_equal / 1.3
+    assert flood >= beside_flood, "what others leave is used"
+
+
+@defence(
+    "a client that is ahead makes the forwards of others hardly longer",
+    off=replacing(scheduler, "AHEAD_SHARE", 1),
+)
+def test_a_client_that_is_ahead_hardly_delays_the_forwards_of_others() -> None:
+    waiting = [*(Waiting(32, 0, "flooding") for _ in range(10)), Waiting(1, 0, "modest")]
+    batch = dict(schedule(waiting, 32, {"flooding": 64, "modest": 0}))
+    assert batch[10] == 1
+    assert sum(batch.values()) == 8
+
+
+def test_a_pause_is_no_credit_and_being_ahead_is_bounded() -> None:
+    shares = ClientShares()
+    shares.set_active({"steady", "paused"})
+    for _ in range(100):
+        shares.charge([("steady", 30)], 32)
+    assert shares.served["steady"] - shares.served["paused"] == 64
+    shares.set_active({"steady"})
+    shares.set_active({"steady", "paused"})
+    assert shares.served["steady"] == shares.served["paused"]

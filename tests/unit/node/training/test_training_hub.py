@@ -1,0 +1,103 @@
+"""Hugging Face datasets: which files are read and how much, and that repositories run no code."""
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from swarmnet_node.training.data import open_corpus
+from swarmnet_node.training.documents import documents
+from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.training.jobs import DataSection, JobError
+from tests.support.models.dataset_hub import NAME, DatasetHub, serving
+from tests.unit.node.training.test_training_start import hear_of_files
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[DatasetHub]:
+    made = DatasetHub()
+    with serving(made, tmp_path):
+        yield made
+
+
+def section(**more: object) -> DataSection:
+    return DataSection.model_validate({"hub": NAME, "sequence_length": 8, **more})
+
+
+def rows(*texts: str) -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
+
+
+def table(*texts: str) -> bytes:
+    written = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": list(texts)}), written)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "one", "two"),
+    [
+        ("text", "txt", b"one", b"two"),
+        ("jsonl", "jsonl", rows("one"), rows("two")),
+        ("parquet", "parquet", table("one"), table("two")),
+    ],
+)
+def test_the_files_whose_names_begin_with_the_split_are_read_in_order(
+    hub: DatasetHub, kind: str, suffix: str, one: bytes, two: bytes
+) -> None:
+    hub.files = {
+        f"data/train-1.{suffix}": two,
+        f"data/train-0.{suffix}": one,
+        f"data/test-0.{suffix}": b"other",
+        "data/train.csv": b"other",
+    }
+    assert list(documents(section(format=kind), ())) == [b"one", b"two"]
+    assert not {f"data/test-0.{suffix}", "data/train.csv"} & hub.sent.keys()
+
+
+def test_scripts_and_settings_of_a_repository_have_no_effect(hub: DatasetHub, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("private")
+    settings = f"---\nconfigs:\n- config_name: default\n  data_files: {secret}\n---\n"
+    hub.files = {"README.md": settings.encode(), "name.py": b"raise SystemExit", "train.txt": b"public"}
+    heard: list[str] = []
+    stop = hear_of_files(heard)
+    try:
+        assert list(documents(section(), ())) == [b"public"]
+    finally:
+        stop()
+    assert hub.sent.keys() == {"train.txt"}
+    assert not [each for each in heard if "secret" in each]
+
+
+def test_data_beyond_the_jobs_size_is_not_fetched(hub: DatasetHub, tmp_path: Path) -> None:
+    hub.files = {"train.txt": b"x" * (40 << 20)}
+    with pytest.raises(JobError, match="size_bytes"):
+        open_corpus(section(size_bytes=100_000), tmp_path / "cache")
+    assert hub.sent["train.txt"] < 12 << 20
+
+
+def test_an_endless_line_is_refused(hub: DatasetHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarmnet_node.training.documents.MAX_LINE_BYTES", 1000)
+    hub.files = {"train.jsonl": rows("x" * 1000)}
+    with pytest.raises(JobError, match="longer than 1000 bytes"):
+        list(documents(section(format="jsonl"), ()))
+
+
+def test_a_missing_dataset_is_a_job_error(hub: DatasetHub) -> None:
+    with pytest.raises(JobError, match="no file whose name begins with 'train'"):
+        list(documents(section(), ()))
+    other = section(hub=NAME.replace("org", "gro"))
+    with pytest.raises(JobError, match="no dataset gro/name"):
+        list(documents(other, ()))
+
+
+def test_an_unreachable_hub_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.constants.AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
+    with pytest.raises(Unreachable, match="the hub does not answer"):
+        list(documents(section(), ()))

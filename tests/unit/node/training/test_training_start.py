@@ -1,0 +1,369 @@
+"""Before and after training: jobs are checked and stored, workers are stopped, models are
+exported."""
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from swarmnet.cli import execute
+from swarmnet.cli.commands import train
+from swarmnet.cli.progress.training import sentence
+from swarmnet_node.training import start as start_module
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, export_model
+from swarmnet_node.training.job_store import (
+    LocalFiles,
+    check_job,
+    fetch_job,
+    job_folder,
+    store_job,
+    store_local_files,
+)
+from swarmnet_node.training.start import WorkerConfig, start
+from swarmnet_protocols import timing
+from swarmnet_protocols.directory import Directory
+from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
+from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.job_records import _job_topic, job_announcement
+from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
+from swarmnet_protocols.wire import workers_pb2
+from tests.defences import defence, nothing, replacing
+from tests.support.models.tiny_models import save_tiny
+from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.training.tiny_job import CONFIG, for_others, tiny_job, tiny_trainer
+from tests.support.training.workers import SWARM, write_job
+from tests.unit.protocols.training.test_training_jobs import hostile
+
+OWNER = Identity.from_seed(b"owner")
+TIMEOUT_S = 60.0
+
+
+def quiet(description: str, done: int, total: int | None) -> None:
+    pass
+
+
+def kept(folder: Path, job: Job) -> SealedJob:
+    sealed = seal_job(check_job(job, folder / "cache", quiet), OWNER)
+    store_local_files(folder, open_job(sealed).id, LocalFiles.named_in(job))
+    store_job(folder, open_job(sealed), sealed)
+    return open_job(sealed)
+
+
+@asynccontextmanager
+async def memory_directory() -> AsyncIterator[Directory]:
+    network = MemoryNetwork(random.Random(0), LinkProfile())
+    async with network.transport(OWNER.peer_id):
+        yield MemoryDirectory(MemoryBoard(network, lambda: 1e9), OWNER, SWARM)
+
+
+class Stepping:
+    """A worker in the first of a million inner steps."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+        job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
+        self.job = kept(folder, job)
+        self.network = MemoryNetwork(random.Random(0), LinkProfile())
+        self.board = MemoryBoard(self.network, wall_clock)
+        self.steps: list[int] = []
+        self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._config = WorkerConfig(
+            self.job.id,
+            Network(Rules(SWARM, Admission.OPEN), folder / "identity.key"),
+            folder,
+            folder / "cache",
+            "cpu",
+            threads=1,
+            files=LocalFiles.named_in(job),
+            **limits,
+        )
+        monkeypatch.setattr(start_module, "connect", self._connected)
+
+    @asynccontextmanager
+    async def run(self) -> AsyncIterator["asyncio.Task[None]"]:
+        loop, stepping = asyncio.get_running_loop(), asyncio.Event()
+
+        def progress(description: str, done: int, total: int | None) -> None:
+            if description == "inner steps":
+                self.steps.append(done)
+                loop.call_soon_threadsafe(stepping.set)
+
+        async with start(self._config, self.events.put_nowait, progress) as worker:
+            running = asyncio.create_task(worker.run())
+            await stepping.wait()
+            yield running
+            await cancel(running)
+
+    @asynccontextmanager
+    async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
+        self.link = network.link
+        async with self.network.transport(OWNER.peer_id) as transport:
+            self.transport = transport
+            yield transport, MemoryDirectory(self.board, OWNER, SWARM)
+
+
+def test_a_duplicate_identity_is_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "Timing", partial(Timing, identity_announce_s=0.05))
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run():
+            directory = MemoryDirectory(worker.board, OWNER, SWARM)
+            copy = DuplicateWatch.run(
+                worker.transport, directory, random.Random(0), Timing(identity_announce_s=0.05)
+            )
+            async with copy, asyncio.timeout(TIMEOUT_S):
+                while (event := await worker.events.get())["event"] != "identity":
+                    pass
+            assert f"another process is on the network as {OWNER.peer_id}" in event["warning"]
+            assert sentence(event) == event["warning"]
+
+    asyncio.run(scenario())
+
+
+def test_rate_limits_hold_on_the_link_of_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Stepping(tmp_path, monkeypatch, up_bytes_per_s=2.5e6, down_bytes_per_s=125_000.0)
+
+    async def scenario() -> None:
+        async with worker.run():
+            assert worker.link is not None
+            assert (worker.link.up.bytes_per_s, worker.link.down.bytes_per_s) == (2.5e6, 125_000.0)
+
+    asyncio.run(scenario())
+
+
+def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits are given once, kept in the data directory, and replaced one by one."""
+    started: list[WorkerConfig] = []
+
+    async def work(config: WorkerConfig, *_: object) -> None:
+        started.append(config)
+
+    monkeypatch.setattr(train, "_work", work)
+    job = parse_job(write_job(tmp_path, "diloco", "sync_every = 10").encode()).job
+    data_dir = tmp_path / "data"
+    job_id = kept(data_dir, job).id
+    assert execute(["swarm", "create", "lab", "--open", "--out", str(tmp_path / "lab")]) == 0
+    command = ["train", "join", job_id, "--swarm", str(tmp_path / "lab" / "swarm.toml"), "--yes"]
+    command += ["--data-dir", str(data_dir), "--cache-dir", str(tmp_path / "cache")]
+    for options in ([], ["--up", "20mbit", "--down", "1mbit"], [], ["--down", "8mbit"]):
+        assert execute([*command, *options]) == 0
+    assert [(config.up_bytes_per_s, config.down_bytes_per_s) for config in started] == [
+        (None, None),
+        (2.5e6, 125_000.0),
+        (2.5e6, 125_000.0),
+        (2.5e6, 1e6),
+    ]
+
+
+def test_leaving_the_context_ends_inner_steps_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run():
+            pass
+
+    asyncio.run(scenario())
+    assert worker.steps[0] == 0
+    assert len(worker.steps) < 10_000
+
+
+def test_a_worker_whose_p2pd_dies_saves_and_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Stepping(tmp_path, monkeypatch)
+
+    async def scenario() -> None:
+        async with worker.run() as running:
+            worker.network.crash(OWNER.peer_id)
+            with pytest.raises(SwarmnetError, match="the network process stopped") as caught:
+                await running
+        assert "swarmnet train join" in caught.value.hint
+
+    asyncio.run(scenario())
+    assert len(worker.steps) < 10_000
+    saved = CheckpointStore(job_folder(tmp_path, worker.job.id)).load_newest(worker.job.id)
+    assert saved is not None
+    assert saved.round == 0
+
+
+def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:
+    job = check_job(tiny_job(tmp_path), tmp_path / "cache", quiet)
+    assert job.data.digest is not None
+    assert job == tiny_job(tmp_path).about(job.data.digest, (tmp_path / "text.txt").stat().st_size, None)
+    too_large = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 8}
+    with pytest.raises(ConfigError, match=r"\[model\] has [\d,]+ parameters: training takes .* GiB"):
+        check_job(tiny_job(tmp_path, model={"config": CONFIG | too_large}), tmp_path / "cache", quiet)
+
+
+def test_a_model_of_too_many_layers_is_refused_before_it_is_counted(tmp_path: Path) -> None:
+    endless = {"num_hidden_layers": 10**9}
+    with pytest.raises(ConfigError, match="layers"):
+        check_job(tiny_job(tmp_path, model={"config": CONFIG | endless}), tmp_path / "cache", quiet)
+
+
+def test_a_job_from_the_swarm_is_stored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        sealed = seal_job(for_others(tiny_job(tmp_path)), OWNER)
+        job_id = open_job(sealed).id
+        async with memory_directory() as directory:
+            with pytest.raises(Unreachable):
+                await fetch_job(tmp_path, directory, job_id)
+            await job_announcement(sealed).publish(directory)
+            assert await fetch_job(tmp_path, directory, job_id) == sealed
+        async with memory_directory() as another_swarm:
+            assert await fetch_job(tmp_path, another_swarm, job_id) == sealed
+
+    asyncio.run(scenario())
+
+
+@defence("no path of a job is opened", off=replacing(Job, "check_published", nothing))
+def test_no_file_named_by_another_peers_job_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signed job contains the path of a private key; without the path it would train."""
+    secret = tmp_path / "secrets" / "id_ed25519"
+    secret.parent.mkdir()
+    secret.write_text("secret " * 500)
+    sealed = hostile("data", "path", str(secret.parent / "*"))
+    worker = Stepping(tmp_path, monkeypatch)
+    path = tmp_path / "jobs" / f"{worker.job.id}.job"
+
+    async def scenario() -> None:
+        record = workers_pb2.JobRecord(sealed=sealed).SerializeToString()
+        async with memory_directory() as directory:
+            await directory.publish(_job_topic(worker.job.id), record, lifetime_s=60.0)
+            path.unlink()
+            with pytest.raises(ConfigError, match="names no files of this machine"):
+                await fetch_job(tmp_path, directory, worker.job.id)
+        path.write_bytes(sealed)
+        with pytest.raises(ConfigError, match="names no files of this machine"):
+            async with worker.run():
+                pass
+
+    heard: list[str] = []
+    stop = hear_of_files(heard)
+    asyncio.run(scenario())
+    stop()
+    assert heard
+    assert not [each for each in heard if "secrets" in each]
+
+
+def hear_of_files(heard: list[str]) -> Callable[[], None]:
+    """Record every file that is opened and every folder that is listed, until the returned function
+    is called."""
+    listening = True
+
+    def hear(event: str, arguments: tuple[object, ...]) -> None:
+        if listening and event in {"open", "os.listdir", "os.scandir", "glob.glob"}:
+            heard.append(str(arguments[0]))
+
+    def stop() -> None:
+        nonlocal listening
+        listening = False
+
+    sys.addaudithook(hear)
+    return stop
+
+
+def test_a_changed_job_file_is_refused(tmp_path: Path) -> None:
+    async def find(job_id: str) -> None:
+        async with memory_directory() as directory:
+            await fetch_job(tmp_path, directory, job_id)
+
+    job = kept(tmp_path, tiny_job(tmp_path))
+    path = tmp_path / "jobs" / f"{job.id}.job"
+    foreign = seal_job(job.job, Identity.from_seed(b"another"))
+    for content, words in (
+        (path.read_bytes().replace(b'"seed":3', b'"seed":4'), "changed"),
+        (foreign, "another owner"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(IntegrityError, match=words) as caught:
+            asyncio.run(find(job.id))
+        assert str(path) in str(caught.value)
+
+
+def trained(folder: Path, **changes: dict[str, Any]) -> str:
+    """A job with one checkpoint in ``folder``; its id."""
+    trainer = tiny_trainer(folder)
+    job = kept(folder, tiny_job(folder, **changes))
+    checkpoint = WorkerCheckpoint(job.id, 1, 1, trainer.parameters(), {}, {})
+    CheckpointStore(job_folder(folder, job.id)).save(checkpoint, trainer.write)
+    return job.id
+
+
+def test_a_byte_model_is_exported_with_a_byte_tokenizer(tmp_path: Path) -> None:
+    job, out = trained(tmp_path), tmp_path / "out"
+    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert name == "bytes"
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.isfinite(model(torch.tensor([[1, 2]])).logits).all()
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    every_character = "".join(map(chr, (*range(0x300), 0x20AC, 0x1F600))) + "  two  spaces\r\n\n"
+    tokens = tokenizer(every_character).input_ids
+    assert tokens == list(every_character.encode())
+    assert tokenizer.decode(tokens) == every_character
+    assert len(tokenizer) == 256
+
+
+def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
+    checkpoint = save_tiny("llama-tied", tmp_path / "checkpoint")
+    words = WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="<unk>").save_pretrained(checkpoint)
+    of_files = {"config": None, "checkpoint": str(checkpoint)}
+    job, out = (
+        trained(tmp_path, model=of_files, data={"tokenizer": str(checkpoint), "sequence_length": 2}),
+        tmp_path / "out",
+    )
+    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert name == str(checkpoint)
+    assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(["world", "hello"]) == [2, 1]
+    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
+
+
+def test_only_a_models_folder_is_overwritten_and_only_on_request(tmp_path: Path) -> None:
+    def export(*, overwrite: bool) -> None:
+        export_model(tmp_path, job, out, cache_dir=tmp_path / "c", overwrite=overwrite, progress=quiet)
+
+    job, out = trained(tmp_path), tmp_path / "out"
+    out.mkdir()
+    (out / "letters.txt").touch()
+    with pytest.raises(ConfigError, match="already exists") as caught:
+        export(overwrite=False)
+    assert "--force" in caught.value.hint
+    with pytest.raises(ConfigError, match="not the folder of a model"):
+        export(overwrite=True)
+    assert (out / "letters.txt").exists()
+    (out / "config.json").touch()
+    export(overwrite=True)
+    assert not (out / "letters.txt").exists()
+    assert (out / "model.safetensors").exists()
+    assert not list(tmp_path.glob(".export-*"))
+
+
+def test_a_job_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
+    job = kept(tmp_path, tiny_job(tmp_path))
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        export_model(tmp_path, job.id, tmp_path / "out", cache_dir=tmp_path, overwrite=False, progress=quiet)
+    with pytest.raises(ConfigError, match="no job"):
+        export_model(
+            tmp_path, "0" * 64, tmp_path / "out", cache_dir=tmp_path, overwrite=False, progress=quiet
+        )

@@ -1,0 +1,276 @@
+"""The inner loop: equal to a plain PyTorch loop, and without hidden state between steps."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from swarmnet_node.training.data import BatchSampler
+from swarmnet_node.training.model import (
+    build_model,
+    check_model,
+    flat_copy,
+    model_config,
+    parameter_count,
+    write_model,
+)
+from swarmnet_node.training.trainer import Trainer, learning_rate
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.training.job_templates import template
+from swarmnet_protocols.training.jobs import Job, JobError, TrainingSection, parse_job
+from tests.support.models.rounding import NEAR, assert_near
+from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
+
+PARAMETERS = 256 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+
+
+def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
+    """The reference: one optimizer over the model's own parameters. Returns the final
+    parameters."""
+    model: Any = build_model(job.model, job.job.seed, folder)
+    t = job.training
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
+    sampler = BatchSampler(job.job.seed, len(trainer.corpus.train), t.batch_size, 5, job.exchange.max_workers)
+    for step in range(steps):
+        batch = trainer.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
+        optimizer.zero_grad()
+        logits = model(input_ids=batch[:, :-1]).logits
+        F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
+        optimizer.param_groups[0]["lr"] = learning_rate(t, step, 50)
+        optimizer.step()
+    return flat_copy(model)
+
+
+@pytest.mark.parametrize("clip_norm", [0.1, 100.0])
+@pytest.mark.parametrize("tied", [True, False])
+def test_steps_equal_a_plain_pytorch_loop(tmp_path: Path, clip_norm: float, tied: bool) -> None:
+    changes: dict[str, Any] = {
+        "training": {"clip_norm": clip_norm},
+        "model": {"config": CONFIG | {"tie_word_embeddings": tied}},
+    }
+    trainer = tiny_trainer(tmp_path, **changes)
+    started = trainer.parameters()
+    trainer.steps(0, 1, 5)
+    trainer.steps(1, 1, 3)
+    expected = _bare_loop(tiny_job(tmp_path, **changes), trainer, tmp_path, 8)
+    assert_near(trainer.parameters(), expected)
+    assert (expected - started).abs().max() > 1e-3
+
+
+def test_the_loss_goes_down(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    before, tokens = trainer.evaluate(8)
+    report = trainer.steps(0, 0, 5)
+    for round in range(1, 6):
+        trainer.steps(round, 0, 5)
+    after, _ = trainer.evaluate(8)
+    assert tokens == 8 * 4 * 16
+    assert report.tokens == 5 * 4 * 16
+    assert after < before - 1
+    assert report.loss == pytest.approx(before, rel=0.25)
+
+
+def test_initial_weights_follow_from_the_seed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kept = torch.random.get_rng_state()
+    first = tiny_trainer(tmp_path).parameters()
+    assert torch.equal(torch.random.get_rng_state(), kept)
+    torch.manual_seed(1)
+    assert torch.equal(tiny_trainer(tmp_path).parameters(), first)
+    assert not torch.equal(tiny_trainer(tmp_path, job={"seed": 4}).parameters(), first)
+    assert first.shape == (PARAMETERS,)
+    assert first.dtype == torch.float32
+
+
+def test_a_round_in_two_parts_equals_one_in_one(tmp_path: Path) -> None:
+    whole, parts = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    whole.steps(0, 1, 5)
+    parts.steps(0, 1, 2)
+    parts.steps(0, 1, 3, first=2)
+    assert torch.equal(whole.parameters(), parts.parameters())
+
+
+def test_slots_train_on_different_samples(tmp_path: Path) -> None:
+    one, other = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    one.steps(0, 0, 1)
+    other.steps(0, 1, 1)
+    assert not torch.equal(one.parameters(), other.parameters())
+    with pytest.raises(ValueError, match="no batch"):
+        one.steps(0, 4, 1)
+
+
+def test_applying_the_own_gradient_equals_a_step(tmp_path: Path) -> None:
+    own, handed = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    for step in range(3):
+        own.steps(0, 0, 1, first=step)
+        before = handed.parameters()
+        gradient, _ = handed.gradient(0, step, 0)
+        assert torch.equal(handed.parameters(), before)
+        handed.apply_gradient(0, step, gradient)
+    assert torch.equal(own.parameters(), handed.parameters())
+
+
+def test_microbatches_give_the_gradient_of_the_batch(tmp_path: Path) -> None:
+    whole, _ = tiny_trainer(tmp_path).gradient(0, 0, 0)
+    parts, _ = tiny_trainer(tmp_path, training={"microbatch": 1}).gradient(0, 0, 0)
+    assert_near(parts, whole)
+
+
+def test_training_resumes_from_parameters_and_optimizer_state(tmp_path: Path) -> None:
+    straight, resumed = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    straight.steps(0, 0, 5)
+    resumed.load(straight.parameters())
+    resumed.load_optimizer_state(straight.optimizer_state())
+    straight.steps(1, 0, 5)
+    resumed.steps(1, 0, 5)
+    assert torch.equal(straight.parameters(), resumed.parameters())
+
+    forgetful = tiny_trainer(tmp_path)
+    forgetful.steps(0, 0, 5)
+    forgetful.load_optimizer_state({})
+    assert forgetful.optimizer_state() == {}
+
+
+def test_parameters_is_a_copy_and_view_is_not(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    trainer.steps(0, 0, 1)
+    parameters, view = trainer.parameters(), trainer.view()
+    kept = parameters.clone()
+    trainer.steps(0, 0, 1, first=1)
+    assert torch.equal(parameters, kept)
+    assert not torch.equal(view, kept)
+    assert torch.equal(view, trainer.parameters())
+
+
+def _bad_states() -> dict[str, dict[str, Tensor]]:
+    good = {
+        "step": torch.tensor(1.0),
+        "exp_avg": torch.zeros(PARAMETERS),
+        "exp_avg_sq": torch.zeros(PARAMETERS),
+    }
+    nan = torch.zeros(PARAMETERS)
+    nan[7] = torch.nan
+    return {
+        "missing": {name: value for name, value in good.items() if name != "step"},
+        "more": good | {"more": torch.zeros(1)},
+        "shape": good | {"exp_avg": torch.zeros(3)},
+        "dtype": good | {"exp_avg": torch.zeros(PARAMETERS, dtype=torch.float64)},
+        "nan": good | {"exp_avg_sq": nan},
+        "steps": good | {"step": torch.zeros(PARAMETERS)},
+    }
+
+
+@pytest.mark.parametrize("fault", ["missing", "more", "shape", "dtype", "nan", "steps"])
+def test_a_foreign_optimizer_state_is_refused(tmp_path: Path, fault: str) -> None:
+    with pytest.raises(IntegrityError):
+        tiny_trainer(tmp_path).load_optimizer_state(_bad_states()[fault])
+
+
+def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    for wrong in (torch.zeros(3), torch.zeros(PARAMETERS, dtype=torch.float64)):
+        with pytest.raises(IntegrityError):
+            trainer.load(wrong)
+        with pytest.raises(IntegrityError):
+            trainer.apply_gradient(0, 0, wrong)
+
+
+def test_loss_uses_current_parameters_and_no_gradients(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    start = trainer.parameters()
+    direction = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
+    probes = []
+    for sign in (1, -1):
+        trainer.storage().copy_(start + sign * 1e-3 * direction)
+        probes.append(trainer.loss(0, 0, 0))
+    assert trainer._flat.grad is None
+    trainer.load(start)
+    gradient, report = trainer.gradient(0, 0, 0)
+    assert (probes[0] - probes[1]) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)
+    assert trainer.loss(0, 0, 0) == pytest.approx(report.loss, rel=NEAR)
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    section = TrainingSection(batch_size=1, learning_rate=1.0, warmup_steps=10)
+    rates = [learning_rate(section, step, 110) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+    assert learning_rate(section, 10_000, 110) == pytest.approx(0.1)
+    assert learning_rate(section.model_copy(update={"schedule": "constant"}), 100, 110) == 1.0
+
+
+def test_fine_tuning_starts_from_a_checkpoint(tmp_path: Path) -> None:
+    trained = tiny_trainer(tmp_path)
+    trained.steps(0, 0, 2)
+    trained.write(tmp_path / "model", trained.parameters())
+    tuned = tiny_trainer(tmp_path, model={"config": None, "checkpoint": str(tmp_path / "model")})
+    assert torch.equal(tuned.parameters(), trained.parameters())
+    tuned.steps(0, 0, 1)
+    assert not torch.equal(tuned.parameters(), trained.parameters())
+
+
+def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
+    job = parse_job(template("diloco").encode()).job
+    count = parameter_count(model_config(job.model, tmp_path))
+    assert count == pytest.approx(1.3e6, rel=0.02)
+    needed = count * 40
+    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == count
+    file = parse_job(template("diloco").encode())
+    line = 1 + template("diloco").splitlines().index("[model.config]")
+    with pytest.raises(ConfigError, match=rf"job\.toml:{line}: .*GiB of memory"), file.naming_lines():
+        check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
+
+
+def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
+    needed = PARAMETERS * 16
+    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == PARAMETERS
+    with pytest.raises(JobError, match="GiB of memory"):
+        check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"config": CONFIG | {"model_type": "lama"}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"model_type": "lama"}}}, "there is no model_type 'lama'$"),
+        (
+            {"model": {"config": CONFIG | {"num_attenton_heads": 2}}},
+            "'num_attenton_heads' in .model.config. is an unknown key$",
+        ),
+        ({"model": {"config": CONFIG | {"model_type": "clip"}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"num_attention_heads": 5}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"hidden_size": -32}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"hidden_size": "wide"}}}, "'config' in .model. is wrong"),
+        ({"model": {"config": CONFIG | {"vocab_size": 255}}}, "has 255 tokens"),
+        ({"model": {"config": None, "checkpoint": "no-such-model"}}, "'checkpoint' in .model. is wrong"),
+        ({"data": {"sequence_length": 65}}, "more than the 64 positions"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_it_is_built(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(JobError, match=words):
+        tiny_trainer(tmp_path, **changes)
+
+
+def test_a_huge_model_is_refused_without_allocating_it(tmp_path: Path) -> None:
+    huge = CONFIG | {"hidden_size": 1 << 14, "intermediate_size": 1 << 16, "num_hidden_layers": 100}
+    with pytest.raises(JobError, match="parameters: training takes"):
+        tiny_trainer(tmp_path, model={"config": huge})
+
+
+def test_transformers_loads_a_written_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = tiny_trainer(tmp_path)
+    values = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(1))
+    write_model(trainer._model, values, tmp_path / "out")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(flat_copy(loaded), values)

@@ -1,0 +1,80 @@
+"""Peers announce what they host in the catalog while few others do, and at every moment it is
+complete."""
+
+import asyncio
+import random
+
+import pytest
+
+from swarmnet_protocols.directory import catalog
+from swarmnet_protocols.directory.catalog import (
+    ANNOUNCE_S,
+    ENOUGH,
+    LIFETIME_S,
+    SAMPLE,
+    TOPIC,
+    CatalogModel,
+    is_enough,
+    model_announcer,
+    read_catalog,
+)
+from swarmnet_protocols.machine.aio import cancel
+from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
+from tests.support.network.memory_network import LinkProfile, MemoryNetwork
+from tests.support.network.virtual_time import run
+from tests.support.swarm.swarm_lab import EPOCH, SWARM, peer
+
+
+def model(number: int) -> CatalogModel:
+    return CatalogModel(bytes([number]) * 32, f"org/model{number}", 8)
+
+
+@pytest.mark.parametrize("models", [1, 3])
+def test_few_of_many_hosts_announce_and_no_model_is_ever_missing(
+    models: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "ENOUGH", 6)
+
+    async def scenario() -> None:
+        rng = random.Random(models)
+        network = MemoryNetwork(rng, LinkProfile())
+        board = MemoryBoard(network, lambda: EPOCH + asyncio.get_running_loop().time(), delay_s=0.05)
+        looker = MemoryDirectory(board, peer("looker"), SWARM)
+
+        async def host(number: int) -> None:
+            await asyncio.sleep(rng.uniform(0, ANNOUNCE_S) if number >= models else 0.0)
+            directory = MemoryDirectory(board, peer(f"host{number}"), SWARM)
+            await model_announcer(directory, rng, model(number % models)).run()
+
+        async with network.transport(peer("looker").peer_id):
+            online = [network.transport(peer(f"host{number}").peer_id) for number in range(60)]
+            for each in online:
+                await each.__aenter__()
+            tasks = [asyncio.create_task(host(number)) for number in range(60)]
+            await asyncio.sleep(1.0)
+            most = 0
+            while asyncio.get_running_loop().time() < 3 * LIFETIME_S:
+                assert {each.name for each in (await read_catalog(looker)).models} == {
+                    model(number).name for number in range(models)
+                }
+                most = max(most, len(board.read(TOPIC)))
+                await asyncio.sleep(10.0)
+            assert models * 6 <= most <= 3 * models * 6
+            await cancel(*tasks)
+
+    run(scenario())
+
+
+def test_of_a_full_sample_a_model_needs_its_share() -> None:
+    """A third of a full sample ends soon, and does not count."""
+    bodies = [bytes([number % 16]) for number in range(2 * SAMPLE // 3)]
+    assert is_enough(bodies, b"\x00", is_full=True)
+    assert not is_enough(bodies, b"\x00", is_full=False)
+    assert not is_enough([*bodies, b"\x10"], b"\x10", is_full=True)
+    assert not is_enough([], b"\x00", is_full=True)
+
+
+def test_every_one_of_a_few_hosts_announces() -> None:
+    assert not is_enough([b"a"] * (ENOUGH - 1), b"a", is_full=False)
+    assert is_enough([b"a"] * ENOUGH, b"a", is_full=False)
+    assert not is_enough([b"a"] * ENOUGH, b"b", is_full=False)

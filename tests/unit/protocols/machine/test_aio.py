@@ -1,0 +1,91 @@
+"""Waiting until a time, and loops that survive errors."""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from swarmnet_protocols.machine.aio import cancel, persist, until
+from tests.defences import defence, replacing
+from tests.support.network.virtual_time import VirtualLoop, run
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3])
+def test_messages_that_arrived_in_a_stopped_process_are_in_time(turns: int) -> None:
+    """The result arrives ``turns`` iterations of the loop after the timeout, as may happen with any
+    order of its callbacks."""
+
+    async def main() -> bytes:
+        reader, loop = asyncio.StreamReader(), asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+
+        def arrive(left: int) -> None:
+            if left:
+                loop.call_soon(arrive, left - 1)
+            else:
+                reader.feed_data(b"here")
+
+        def hold_up() -> None:
+            loop.hold_up(60.0)
+            arrive(turns)
+
+        loop.call_at(1.0, hold_up)
+        return await until(5.0, lambda: reader.readexactly(4))
+
+    assert run(main()) == b"here"
+
+
+def test_missing_messages_are_not_waited_for() -> None:
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            await until(5.0, asyncio.Event().wait)
+        return asyncio.get_running_loop().time()
+
+    assert run(main()) == 5.0
+
+
+@defence(
+    "a loop that a process lives on survives an error",
+    off=replacing(__name__, "persist", lambda _, loop: loop()),
+)
+def test_a_loop_that_fails_begins_again_ever_later() -> None:
+    began: list[float] = []
+
+    async def loop() -> str:
+        began.append(asyncio.get_running_loop().time())
+        if len(began) < 9:
+            raise TimeoutError("²")
+        return "done"
+
+    async def main() -> str:
+        return await persist("the loop", loop)
+
+    assert run(main()) == "done"
+    pauses = [later - earlier for earlier, later in pairwise(began)]
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+
+
+def test_the_error_of_a_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    errors = [ValueError("²")]
+
+    async def loop() -> None:
+        if errors:
+            raise errors.pop()
+
+    async def main() -> None:
+        await persist("the loop", loop)
+
+    run(main())
+    [logged] = caplog.records
+    assert "the loop failed" in logged.message
+    assert "²" in (logged.exc_text or "")
+
+
+def test_a_loop_ends_when_it_is_cancelled() -> None:
+    async def main() -> None:
+        task = asyncio.create_task(persist("the loop", asyncio.Event().wait))
+        await asyncio.sleep(1)
+        await cancel(task)
+        assert task.cancelled()
+
+    run(main())
