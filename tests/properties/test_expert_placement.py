@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import expert_placement
-from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
-from swarmnet_protocols.routing.expert_moves import MOVES_A_MINUTE, Moves, most_moves, next_moves
-from swarmnet_protocols.routing.expert_placement import place
-from swarmnet_protocols.routing.expert_use import HALF_LIFE_S, MAX_COUNTS, ExpertUse
+from swarmnet_protocols.routing.experts import placement as expert_placement
+from swarmnet_protocols.routing.experts.dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.moves import MOVES_A_MINUTE, Moves, most_moves, next_moves
+from swarmnet_protocols.routing.experts.placement import place_experts
+from swarmnet_protocols.routing.experts.use import HALF_LIFE_S, MAX_COUNTS, ExpertUse
 
 BLOCKS, EXPERTS, CHOSEN = 3, 6, 2
 
@@ -77,7 +77,7 @@ def test_placements_are_near_the_best_of_all(
     for seed in range(6):
         rows = skewed_rows(seed, 30, 1, experts)
         mine = dispatched(
-            place(use_of(rows, experts), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
+            place_experts(use_of(rows, experts), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
         )
         every = [dispatched(each, peers, rows) for each in possible]
         best = min(
@@ -105,11 +105,11 @@ def groups(draw: st.DrawFn) -> tuple[ExpertUse, list[ExpertPeer]]:
 @given(groups())
 def test_every_expert_has_a_holder_within_its_memory(group: tuple[ExpertUse, list[ExpertPeer]]) -> None:
     use, peers = group
-    placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    placement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
     held = set().union(*placement.values())
     assert held == set(itertools.product(range(BLOCKS), range(EXPERTS)))
     assert all(len(placement[peer.peer]) <= peer.memory_bytes for peer in peers)
-    assert place(use, peers, expert_bytes=1, rng=random.Random(0), present=placement) == placement, (
+    assert place_experts(use, peers, expert_bytes=1, rng=random.Random(0), present=placement) == placement, (
         "nothing is left to improve"
     )
 
@@ -120,19 +120,21 @@ def test_a_changed_placement_loads_no_more_than_it_may(
     group: tuple[ExpertUse, list[ExpertPeer]], seed: int, most: int
 ) -> None:
     use, peers = group
-    present = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    present = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
     other = use_of(skewed_rows(seed, 12, BLOCKS, EXPERTS))
-    wanted = place(other, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most)
+    wanted = place_experts(
+        other, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
+    )
     assert sum(len(wanted[peer] - present[peer]) for peer in wanted) <= most
 
 
 def test_memory_for_fewer_experts_than_there_are_is_an_error() -> None:
     use = use_of(skewed_rows(0, 4, BLOCKS, EXPERTS))
     with pytest.raises(ValueError, match="memory for 17 of 18 experts"):
-        place(use, peers_of([9, 8]), expert_bytes=1, rng=random.Random(0))
+        place_experts(use, peers_of([9, 8]), expert_bytes=1, rng=random.Random(0))
     peers = [ExpertPeer(PeerId(name), 18, trunk_of=range(2)) for name in "ab"]
     with pytest.raises(ValueError, match="block 0 has two trunks"):
-        place(use, peers, expert_bytes=1, rng=random.Random(0))
+        place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
 
 
 @pytest.mark.parametrize(
@@ -150,7 +152,9 @@ def test_the_order_of_peers_does_not_matter(
 ) -> None:
     use, peers = group
     shuffled = rng.sample(peers, len(peers))
-    placements = [place(use, each, expert_bytes=1, rng=random.Random(0)) for each in (peers, shuffled)]
+    placements = [
+        place_experts(use, each, expert_bytes=1, rng=random.Random(0)) for each in (peers, shuffled)
+    ]
     assert placements[0] == placements[1]
 
 
@@ -158,14 +162,16 @@ def test_memory_that_is_left_gives_most_experts_a_second_holder() -> None:
     """Apart from those of the trunk: without it, no peer asks for them."""
     peers = peers_of([18, 18, 18])
     use = use_of(skewed_rows(1, 40, BLOCKS, EXPERTS))
-    trunk, one, other = place(use, peers, expert_bytes=1, rng=random.Random(0)).values()
+    trunk, one, other = place_experts(use, peers, expert_bytes=1, rng=random.Random(0)).values()
     assert len((one & other) - trunk) >= 0.6 * len((one | other) - trunk)
 
 
 def test_a_faster_peer_computes_more() -> None:
     rows = skewed_rows(2, 60, BLOCKS, EXPERTS)
     peers = [ExpertPeer(PeerId(name), 18, rows_per_s=speed) for name, speed in (("a", 3.0), ("b", 1.0))]
-    dispatch = dispatched(place(use_of(rows), peers, expert_bytes=1, rng=random.Random(0)), peers, rows)
+    dispatch = dispatched(
+        place_experts(use_of(rows), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
+    )
     assert dispatch.busiest <= 1.2
 
 
@@ -219,10 +225,10 @@ def test_moves_arrive_within_memory_and_leave_no_gap(rooms: list[int], most: int
 def test_experts_without_a_holder_are_loaded_at_once() -> None:
     peers = peers_of([12, 12, 12])
     use = use_of(skewed_rows(3, 40, BLOCKS, EXPERTS))
-    present = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    present = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
     left = {peer.peer: present[peer.peer] for peer in peers[:2]}
     lost = set().union(*present.values()) - set().union(*left.values())
-    wanted = place(use, peers[:2], expert_bytes=1, rng=random.Random(0), present=left, most_loads=0)
+    wanted = place_experts(use, peers[:2], expert_bytes=1, rng=random.Random(0), present=left, most_loads=0)
     assert lost, "an expert was on the third peer alone"
     moves = next_moves(left, wanted, peers[:2], expert_bytes=1, most=1)
     assert {expert for _, expert in moves.loads} >= lost
@@ -340,7 +346,7 @@ def test_peers_whose_owners_chose_keep_their_experts(seed: int, chosen: set[Expe
     fixed = ExpertPeer(PeerId("fixed"), len(chosen), is_fixed=True)
     peers = [fixed, *peers_of((14, 14), trunk=None)]
     present = {fixed.peer: frozenset(chosen), peers[1].peer: frozenset(sorted(every - chosen)[:12])}
-    wanted = place(use_of(rows), peers, expert_bytes=1, rng=random.Random(seed), present=present)
+    wanted = place_experts(use_of(rows), peers, expert_bytes=1, rng=random.Random(seed), present=present)
     assert wanted[fixed.peer] == chosen
     assert frozenset().union(*wanted.values()) == every
     assert all(len(wanted[peer.peer]) <= peer.memory_bytes for peer in peers)
@@ -359,6 +365,6 @@ def test_others_move_for_the_experts_of_a_peer_whose_owner_chose_them() -> None:
     }
     use = use_of(rows)
     before = dispatched(present, [fixed, other], rows)
-    wanted = place(use, [fixed, other], expert_bytes=1, rng=random.Random(0), present=present)
+    wanted = place_experts(use, [fixed, other], expert_bytes=1, rng=random.Random(0), present=present)
     assert wanted[fixed.peer] == present[fixed.peer]
     assert dispatched(wanted, [fixed, other], rows).messages < before.messages

@@ -26,7 +26,7 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource, Scope
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.routing.expert_moves import most_moves
+from swarmnet_protocols.routing.experts.moves import most_moves
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import records_pb2, refusal_pb2, report_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing

@@ -8,7 +8,7 @@ that forward. Meanwhile the host computes its own experts; then its torch thread
 Experts keep nothing between two requests, so any peer with the same expert may answer:
 
 1. Each row goes to as few peers as possible. Peers that are much slower than others with the same
-   expert are left out (``routing/expert_dispatch.py``).
+   expert are left out (``routing/experts/dispatch.py``).
 2. If a peer fails or leaves rows out, another peer replaces it at once.
 3. If a peer is ``HEDGE_S`` late, another peer is asked too, and the first answer counts (hedged
    requests: Dean and Barroso 2013).
@@ -39,7 +39,7 @@ from swarmnet_protocols.machine.aio import cancel, start_on_loop
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import Elsewhere, Outputs
-from swarmnet_protocols.routing.expert_dispatch import divide
+from swarmnet_protocols.routing.experts.dispatch import divide
 from swarmnet_protocols.session.expert_rows import ExpertRows, split_rows
 from swarmnet_protocols.wire import refusal_pb2
 

@@ -2,9 +2,9 @@
 
 The life of a plan:
 
-1. The trunk counts which experts its routers choose (``routing/expert_use.py``).
-2. From time to time it computes where experts should be (``routing/expert_placement.py``).
-3. It asks peers for the next few moves (``routing/expert_moves.py``), if their owners let hosts
+1. The trunk counts which experts its routers choose (``routing/experts/use.py``).
+2. From time to time it computes where experts should be (``routing/experts/placement.py``).
+3. It asks peers for the next few moves (``routing/experts/moves.py``), if their owners let hosts
    choose. One peer loads an expert before another peer drops it.
 """
 
@@ -24,10 +24,10 @@ from swarmnet_node.experts.expert_link import ExpertLink
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule
-from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer
-from swarmnet_protocols.routing.expert_moves import Moves, most_moves, next_moves
-from swarmnet_protocols.routing.expert_placement import place
-from swarmnet_protocols.routing.expert_use import ExpertUse
+from swarmnet_protocols.routing.experts.dispatch import Expert, ExpertPeer
+from swarmnet_protocols.routing.experts.moves import Moves, most_moves, next_moves
+from swarmnet_protocols.routing.experts.placement import place_experts
+from swarmnet_protocols.routing.experts.use import ExpertUse
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +132,9 @@ class ExpertPlanner:
         every = list(self._missing)
         use = counts.part([every.index(block) for block in blocks])
         try:
-            wanted = place(use, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most)
+            wanted = place_experts(
+                use, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most
+            )
         except ValueError as error:  # not enough memory for every expert
             _log.info("experts are not placed: %s", error)
             return Moves()

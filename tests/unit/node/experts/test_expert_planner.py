@@ -15,7 +15,7 @@ from swarmnet_node.experts.expert_links import MAX_LINKS
 from swarmnet_node.experts.expert_planner import MAX_COPIES, ExpertPlanner
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import expert_placement
+from swarmnet_protocols.routing.experts import placement as expert_placement
 from tests.defences import defence, replacing
 
 

@@ -22,10 +22,10 @@ from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.routing.expert_dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
-from swarmnet_protocols.routing.expert_moves import most_moves, next_moves
-from swarmnet_protocols.routing.expert_placement import place
-from swarmnet_protocols.routing.expert_use import ExpertUse
+from swarmnet_protocols.routing.experts.dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.moves import most_moves, next_moves
+from swarmnet_protocols.routing.experts.placement import place_experts
+from swarmnet_protocols.routing.experts.use import ExpertUse
 from swarmnet_protocols.session.expert_rows import ExpertRows
 from tests.defences import Patch, defence, replacing
 from tests.support.house.source_code import ROOT
@@ -97,7 +97,7 @@ def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(counted)
     those = group(1.5, peers=peers, has_trunk=has_trunk)
-    placement = place(use, those, expert_bytes=1, rng=random.Random(0))
+    placement = place_experts(use, those, expert_bytes=1, rng=random.Random(0))
     messages, busiest = measure(placement, those, measured)
     assert messages <= FEWER
     assert busiest <= BUSIEST
@@ -111,7 +111,9 @@ def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(counted)
     those = group(room)
-    messages, busiest = measure(place(use, those, expert_bytes=1, rng=random.Random(0)), those, measured)
+    messages, busiest = measure(
+        place_experts(use, those, expert_bytes=1, rng=random.Random(0)), those, measured
+    )
     assert messages <= 0.8
     assert busiest <= BUSIEST
 
@@ -136,7 +138,7 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     peers = group(1.5)
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(recorded("code")[0])
-    present: ExpertPlacement = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    present: ExpertPlacement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
     wanted = present
     counted, measured = (renumbered(rows) for rows in recorded("prose"))
     messages, busiest = measure(present, peers, measured)
@@ -149,7 +151,9 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
         moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
         if after(present, drops=moves.drops) == wanted:
             present = wanted
-            wanted = place(use, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most)
+            wanted = place_experts(
+                use, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
+            )
             moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
         assert len(moves.loads) <= most
         present = after(present, drops=moves.drops)
@@ -221,7 +225,7 @@ def test_the_dispatcher_of_a_trunk_saves_what_the_placement_promises(subject: st
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(counted)
     peers = group(1.5, has_trunk=False)
-    placement = place(use, peers, expert_bytes=1, rng=random.Random(0))
+    placement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
     sent, busiest = asyncio.run(dispatched(placement, peers, measured, together))
     usual, _ = asyncio.run(dispatched(contiguous(peers), peers, measured, together))
     assert sent <= FEWER * usual

@@ -1,7 +1,7 @@
 """Choose the experts of each peer, as a pure function of expert use, peers and a random source.
 
-``expert_dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the
-busiest peer of a block. :func:`place` places each block separately, because rows begin and end at
+``dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest
+peer of a block. :func:`place_experts` places each block separately, because rows begin and end at
 the trunk of the block. Let
 
 - w_i be the share of rows that chose expert i,
@@ -31,8 +31,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from swarmnet_protocols.routing.expert_dispatch import ExpertPeer, ExpertPlacement
-from swarmnet_protocols.routing.expert_use import ExpertUse
+from swarmnet_protocols.routing.experts.dispatch import ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.use import ExpertUse
 
 SPARE = 0.05
 """Share of its memory that a peer keeps free, to load an expert before it drops another."""
@@ -64,7 +64,7 @@ Copies = tuple[tuple[int, int], ...]
 """Pairs (expert, peer) of one block, by their places."""
 
 
-def place(
+def place_experts(
     use: ExpertUse,
     peers: Sequence[ExpertPeer],
     *,

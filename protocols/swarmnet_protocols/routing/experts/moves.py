@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.expert_dispatch import Expert, ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.dispatch import Expert, ExpertPeer, ExpertPlacement
 
 MOVES_A_MINUTE = 0.05
 """Largest share of a model's experts that peers load in a minute. With more, loads would slow down
@@ -41,7 +41,7 @@ def next_moves(
     expert_bytes: int,
     most: int,
 ) -> Moves:
-    """Return the next moves from ``present`` towards ``wanted``, a placement of ``place``.
+    """Return the next moves from ``present`` towards ``wanted``, a placement of ``place_experts``.
 
     ``present`` is what live peers have loaded. There are no moves once ``present`` equals
     ``wanted``.
