@@ -55,7 +55,7 @@ class QuotaTracker:
             raise ApiError(400, message, "invalid_value", param="n")
         usage = self._check(key, choices, now)
         if usage.requests:
-            usage.requests.take(choices, now)
+            usage.requests.spend(choices, now)
         usage.running += choices
 
     def check(self, key: str, now: float) -> None:
@@ -67,13 +67,13 @@ class QuotaTracker:
         """Count an invalid request as one choice, because parsing it took time."""
         usage = self._keys[key]
         if usage.requests:
-            usage.requests.take(1, now)
+            usage.requests.spend(1, now)
 
     def use_tokens(self, key: str, tokens: int, now: float) -> None:
         """Count tokens of prompts and completions."""
         usage = self._keys[key]
         if usage.tokens:
-            usage.tokens.take(tokens, now)
+            usage.tokens.spend(tokens, now)
 
     def release(self, key: str, choices: int) -> None:
         """End a request that was admitted with ``choices`` choices."""

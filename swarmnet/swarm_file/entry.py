@@ -267,8 +267,8 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
 
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
-    take = partial(_store_admission, invite=invite, data_dir=data_dir)
-    return _run(redeem(invite, identity_path, take))
+    accept = partial(_store_admission, invite=invite, data_dir=data_dir)
+    return _run(redeem(invite, identity_path, accept))
 
 
 def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
@@ -287,7 +287,7 @@ def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> 
     file.check_not_expired(wall_clock())
     folder = swarm_dir(data_dir, file.swarm_id)
     peer = Identity.load_or_create(data_dir / IDENTITY_NAME).peer_id
-    Membership(file.rules(), peer, wall_clock, folder=folder).take_certificate(admitted.certificate)
+    Membership(file.rules(), peer, wall_clock, folder=folder).replace_certificate(admitted.certificate)
     return _entry(file, invite.bootstrap, data_dir)
 
 

@@ -78,7 +78,7 @@ async def join(
     identity = Identity.load_or_create(path)
     membership = Membership(rules, identity.peer_id, wall_clock)
     if rules is PRIVATE and roles:
-        membership.take_certificate(certify(identity.peer_id, roles))
+        membership.replace_certificate(certify(identity.peer_id, roles))
     config = P2pdConfig(path, listen=LOOPBACK, bootstrap=bootstrap)
     async with (
         P2pdTransport.create(config) as transport,

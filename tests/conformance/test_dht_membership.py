@@ -131,7 +131,7 @@ def test_a_revoked_peer_leaves_every_routing_table(tmp_path: Path) -> None:
             sealed = sign_list(named, serial=int(wall_clock()), swarm=SWARM, key=AUTHORITY)
             learned = asyncio.Event()
             second.directory._handshakes.membership.listeners.append(learned.set)
-            first.directory._handshakes.membership.take_revocations([sealed])
+            first.directory._handshakes.membership.add_revocations([sealed])
             async with asyncio.timeout(DEADLINE_S):
                 await learned.wait()
             for peer in (first, second):

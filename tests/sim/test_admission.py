@@ -153,7 +153,7 @@ def test_a_peer_that_proves_nothing_learns_nothing_of_the_swarm(role: str, tmp_p
         ended = world.swarm.certificate("outsider", Role.HOST, now=EPOCH - 2 * LIFETIME_S)
         overheard = redemption(world.invite(uses=5), newcomer.peer_id)
         withdrawn = world.invite()
-        one.membership.take_revocations([world.swarm.revocation(invites=(withdrawn.grant.id,))])
+        one.membership.add_revocations([world.swarm.revocation(invites=(withdrawn.grant.id,))])
         revoked = redemption(withdrawn, outsider.peer_id)
         for certificate in (b"", foreign, ended, world.swarm.certificate("member", Role.HOST)):
             file = pb.SwarmFileRequest(serial=7, certificate=certificate)
@@ -187,7 +187,7 @@ def test_a_revoked_invite_admits_no_peer(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
         invite = world.invite(address(issuer.peer_id))
-        issuer.membership.take_revocations([world.swarm.revocation(invites=(invite.grant.id,))])
+        issuer.membership.add_revocations([world.swarm.revocation(invites=(invite.grant.id,))])
         with pytest.raises(NotAuthorised, match="revoked"):
             await redeem(await world.stranger("newcomer"), invite)
 

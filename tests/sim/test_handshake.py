@@ -138,7 +138,7 @@ def skip_admission_checks(patch: Patch) -> None:
 def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: ProtocolSpec) -> None:
     async def scenario(world: World) -> None:
         victim = await world.member("bob")
-        victim.membership.take_revocations(
+        victim.membership.add_revocations(
             [world.swarm.revocation(identity_of("mallory").peer_id)] if name == "revoked" else []
         )
         await victim.transport.serve(protocol, answer)
@@ -381,7 +381,7 @@ def rotate(someone: Someone, *, handed_out: list[str] | None = None) -> None:
         return b"the newer file"
 
     membership.swarm_file = read
-    membership.take_certificate(
+    membership.replace_certificate(
         issue(
             Admittance(someone.peer_id, ANY_ROLE),
             swarm=membership.rules.swarm,

@@ -55,7 +55,7 @@ def test_the_streams_of_a_revoked_member_end_at_once() -> None:
             await someone.transport.serve(SESSION, answer)
         theirs, ours = await converse(client, server), await converse(server, client)
         bystander = await converse(other, server)
-        server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
+        server.membership.add_revocations([world.swarm.revocation(client.peer_id)])
         assert await seconds_until_the_end(ours) == 0
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -86,7 +86,7 @@ def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
         await asyncio.sleep(1.0)
         assert not ended.done()
         await converse(client, server)
-        server.membership.take_revocations([world.swarm.revocation(client.peer_id)])
+        server.membership.add_revocations([world.swarm.revocation(client.peer_id)])
         with pytest.raises(NotAuthorised, match="this peer was revoked"):
             await ended
 
@@ -112,7 +112,7 @@ def test_a_revocation_spreads_to_all_who_are_connected() -> None:
         for someone in line:
             await someone.transport.serve(SESSION, answer)
         streams = [await converse(one, next_one) for one, next_one in itertools.pairwise(line)]
-        line[0].membership.take_revocations([world.swarm.revocation(line[-1].peer_id)])
+        line[0].membership.add_revocations([world.swarm.revocation(line[-1].peer_id)])
         took_s = await seconds_until_the_end(streams[-1])
         assert took_s < 1.0 * len(line), "120 s are allowed"
         assert [someone.membership.revocations.serials for someone in line[:-1]] == [
@@ -159,7 +159,7 @@ def test_a_list_that_did_not_get_through_is_fetched_later() -> None:
             refused.append(stream)
 
         await client.raw.serve(REVOCATIONS, refuse)
-        client.membership.take_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
+        client.membership.add_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
         await asyncio.sleep(5.0)
         assert refused
         assert not server.membership.revocations.serials
@@ -206,11 +206,11 @@ def test_revocations_of_a_removed_signer_do_not_count() -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
         server.membership.rules = signers.rules(world.swarm, signers.removed)
-        server.membership.take_revocations([signers.revoke(world.swarm, "alice")[0]])
+        server.membership.add_revocations([signers.revoke(world.swarm, "alice")[0]])
         with pytest.raises(NotAuthorised, match="revoked"):
             await converse(client, server)
         server.membership.adopt = lambda _: rules
-        server.membership.take_swarm_file(b"a newer file")
+        server.membership.adopt_swarm_file(b"a newer file")
         await converse(client, server)
 
     run(scenario)
@@ -223,7 +223,7 @@ def test_the_list_of_a_removed_signer_hides_no_other() -> None:
         await server.transport.serve(SESSION, answer)
         server.membership.rules = signers.rules(world.swarm, signers.staying)
         behind.membership.rules = signers.rules(world.swarm, signers.removed, signers.staying)
-        behind.membership.take_revocations(signers.revoke(world.swarm, "mallory"))
+        behind.membership.add_revocations(signers.revoke(world.swarm, "mallory"))
         await converse(behind, server)
         await asyncio.sleep(1.0)
         assert list(server.membership.revocations.serials) == [signers.staying.public_key]
@@ -238,7 +238,7 @@ def test_a_returning_member_gets_revocations_from_its_first_peer() -> None:
         for someone in (server, late):
             await someone.transport.serve(SESSION, answer)
         await converse(mallory, late)
-        server.membership.take_revocations([world.swarm.revocation(mallory.peer_id)])
+        server.membership.add_revocations([world.swarm.revocation(mallory.peer_id)])
         await converse(late, server)
         await asyncio.sleep(1.0)
         with pytest.raises(NotAuthorised, match="revoked"):
@@ -294,7 +294,7 @@ def test_streams_live_on_with_a_renewed_certificate() -> None:
         client = await world.peer("alice", world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600))
         stream = await converse(client, server)
         await asyncio.sleep(2400)
-        client.membership.take_certificate(world.swarm.certificate("alice", Role.CLIENT, now=EPOCH + 2400))
+        client.membership.replace_certificate(world.swarm.certificate("alice", Role.CLIENT, now=EPOCH + 2400))
         await asyncio.sleep(2400)
         await stream.send(Message(b"still here?"))
         assert await stream.receive() == HEARD

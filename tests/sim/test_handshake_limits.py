@@ -188,7 +188,7 @@ def test_a_peer_with_an_evicted_handshake_stays_until_it_is_revoked(
         server, clients = await overloaded(world, monkeypatch)
         first = clients[0]
         assert await hear(first.raw, server.raw, SESSION) == HEARD
-        server.membership.take_revocations([world.swarm.revocation(first.peer_id)])
+        server.membership.add_revocations([world.swarm.revocation(first.peer_id)])
         with pytest.raises(StreamEnded):
             await hear(first.raw, server.raw, SESSION)
 

@@ -46,7 +46,7 @@ def test_a_revoked_client_loses_its_sessions(reference: Reference) -> None:
             def revoke(number: int) -> None:
                 if number == 5:
                     times.append(loop.time())
-                    lab.memberships["b"].take_revocations([revocation])
+                    lab.memberships["b"].add_revocations([revocation])
 
             with pytest.raises(NotAuthorised, match="revoked"):
                 await lab.generate(chain, PROMPT, TOKENS, revoke)
@@ -69,7 +69,7 @@ def test_a_revoked_host_is_replaced(reference: Reference) -> None:
                     assert lab.private is not None
                     (host,) = (peer for peer, first, _ in chain.report.route if first == 2)
                     revoked.append(host)
-                    lab.memberships["client"].take_revocations([lab.private.revocation(host)])
+                    lab.memberships["client"].add_revocations([lab.private.revocation(host)])
 
             assert await lab.generate(chain, PROMPT, TOKENS, revoke) == reference.greedy(PROMPT, TOKENS)
             assert chain.report.failovers == 1

@@ -150,7 +150,7 @@ def test_without_an_issuer_a_member_stays_until_its_certificate_ends(tmp_path: P
 def test_a_revoked_member_is_not_renewed(tmp_path: Path) -> None:
     async def scenario(world: World) -> None:
         issuer = await world.issuer("issuer")
-        issuer.membership.take_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
+        issuer.membership.add_revocations([world.swarm.revocation(identity_of("mallory").peer_id)])
         certificate = world.swarm.certificate("mallory", Role.CLIENT, lifetime_s=3600)
         mallory = await world.member("mallory", certificate, address(issuer.peer_id))
         with pytest.raises(NotAuthorised, match="ended"):

@@ -98,7 +98,7 @@ def lying_reducers(patch: pytest.MonkeyPatch, lie: Lie, liars: set[PeerId]) -> N
             await honest(self, index, payloads)
             return
         terms = self._terms.slice(index)
-        self._keep(index, lie(terms, payloads), torch.full((terms.count,), 1e6))
+        self._store(index, lie(terms, payloads), torch.full((terms.count,), 1e6))
 
     patch.setattr(RoundRunner, "_reduce", reduce)
 

@@ -222,12 +222,12 @@ class ExpertSample:
         """Read the directory and return ``known``. Raises ``SwarmnetError`` without an answer."""
         topic = experts_topic(self._manifest)
         for record in await self._directory.sample([topic], SAMPLE, copies=COPIES):
-            self._take(record)
+            self._learn(record)
         while len(self._known) > MAX_KNOWN:  # drop what was read longest ago
             del self._known[next(iter(self._known))]
         return self.known
 
-    def _take(self, record: Record) -> None:
+    def _learn(self, record: Record) -> None:
         before = self._known.pop(record.peer_id, None)
         if before is None or record.sequence > before.sequence:
             host = read_expert_host(record, self._manifest)

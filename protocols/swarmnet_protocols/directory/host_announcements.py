@@ -172,14 +172,14 @@ class HostSample:
             if blocks is None:
                 most = max(MIN_PER_SHARD, most)
             found = await self._directory.sample(topics, most, blocks=blocks, copies=copies)
-            self._take(found)
+            self._learn(found)
             read += len(found)
             copies = 2 if blocks or is_first else 1
             usual = read / (SHARDS - len(left))
             batch = max(1, math.ceil((self._wanted - read) / usual)) if usual else SHARDS
         return self.known
 
-    def _take(self, records: Iterable[Record]) -> None:
+    def _learn(self, records: Iterable[Record]) -> None:
         for record in records:
             each = read_announcement(record, self._manifest)
             if each is not None:

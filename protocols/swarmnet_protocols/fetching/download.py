@@ -237,7 +237,7 @@ class _Download:
         """Fetch over one connection of a source until it can bring no unit that is left."""
         began, failures = _now(), 0
         while not self._is_out(source):
-            units = self._take(source, began)
+            units = self._next_units(source, began)
             if units is None:
                 return
             if not units:
@@ -261,7 +261,7 @@ class _Download:
             if failures and not self._is_out(source):
                 await asyncio.sleep(PAUSE_S * 2 ** (failures - 1))
 
-    def _take(self, source: PieceSource, began: float) -> list[_Unit] | None:
+    def _next_units(self, source: PieceSource, began: float) -> list[_Unit] | None:
         """Return adjacent units for one read.
 
         Empty if the source has to wait; None if no unit is left for it.

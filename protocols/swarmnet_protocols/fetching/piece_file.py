@@ -110,7 +110,7 @@ class PieceFile:
             if table.hash_of(piece) == UNKNOWN:
                 self._bits[piece // 8] &= ~(1 << piece % 8)
 
-    def noted(self) -> PieceTable | None:
+    def read_notes(self) -> PieceTable | None:
         """Return the table of noted hashes; None without any."""
         try:
             return PieceTable.decode(self._noted_path.read_bytes(), self.file.size)
@@ -172,7 +172,7 @@ class PieceFile:
         with full_disk(self.folder):
             _write_all(self.path, self._starts[first], memoryview(data)[:size])
         if self.notes:
-            self._note(first, memoryview(data)[:size])
+            self._note_hashes(first, memoryview(data)[:size])
         self._written += range(first, first + count)
         self._unsynced_bytes += size
         if self._unsynced_bytes >= SYNC_BYTES:
@@ -181,7 +181,7 @@ class PieceFile:
             self._bits[piece // 8] |= 1 << piece % 8
         return count
 
-    def _note(self, first: int, data: memoryview) -> None:
+    def _note_hashes(self, first: int, data: memoryview) -> None:
         """Note the hashes of the pieces in ``data``, from piece ``first`` on."""
         piece, start = first, self._starts[first]
         while self._starts[piece] - start < len(data):
@@ -194,7 +194,7 @@ class PieceFile:
 
         Another process may have noted others meanwhile.
         """
-        there = self.noted()
+        there = self.read_notes()
         if there is None or (there.head_bytes, len(there.hashes)) != (self._head_bytes, len(self._hashes)):
             hashes = self._hashes
         else:

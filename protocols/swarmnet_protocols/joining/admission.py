@@ -260,7 +260,7 @@ class Admissions:
             try:
                 reply = await _ask_one(self._transport, address, request)
                 if reply.swarm_file:
-                    self._membership.take_swarm_file(reply.swarm_file)
+                    self._membership.adopt_swarm_file(reply.swarm_file)
             except SwarmnetError as error:
                 _log.debug("%s gave no newer swarm file: %s", address, error)
 
@@ -284,30 +284,30 @@ class Admissions:
             return
         request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
         addresses = _interleaved(await self._issuers(), self._bootstrap())
-        await request_admission(self._transport, addresses, request, self._take, self._membership.clock)
+        await request_admission(self._transport, addresses, request, self._adopt, self._membership.clock)
 
-    def _take(self, admitted: pb.Admitted) -> None:
+    def _adopt(self, admitted: pb.Admitted) -> None:
         # The file comes first, because only this file may name the key that signed the certificate.
-        self._membership.take_swarm_file(admitted.swarm_file)
+        self._membership.adopt_swarm_file(admitted.swarm_file)
         certificate = self._membership.open(admitted.certificate)
         if certificate is None or certificate.renew_at <= self._membership.clock():
             raise NotAuthorised("the issuer sent a certificate that is due for renewal itself")
-        self._membership.take_certificate(admitted.certificate)
+        self._membership.replace_certificate(admitted.certificate)
 
 
 async def request_admission(
     transport: Transport,
     addresses: Iterable[str],
     request: pb.AdmissionRequest,
-    take: Callable[[pb.Admitted], T],
+    accept: Callable[[pb.Admitted], T],
     clock: Clock,
 ) -> T:
-    """Send ``request`` to peers, and to the issuers that they name, until ``take`` accepts an
+    """Send ``request`` to peers, and to the issuers that they name, until ``accept`` accepts an
     answer.
 
-    Returns what ``take`` returns. ``take`` raises a ``SwarmnetError`` for an answer that it does
-    not accept. If no answer was accepted, raises the first such error or the first refusal
-    (``NotAuthorised``). Raises ``Unreachable`` if nobody answered.
+    Returns what ``accept`` returns. It raises a ``SwarmnetError`` for an invalid answer. If no
+    answer was accepted, raises the first such error or the first refusal (``NotAuthorised``).
+    Raises ``Unreachable`` if nobody answered.
     """
     waiting, asked = deque(addresses), set[str]()
     refusal: SwarmnetError | None = None
@@ -325,7 +325,7 @@ async def request_admission(
             continue
         if reply.HasField("admitted"):
             try:
-                return take(reply.admitted)
+                return accept(reply.admitted)
             except SwarmnetError as error:
                 _log.warning("the answer of %s is not accepted: %s", address, error)
                 refusal = refusal or error

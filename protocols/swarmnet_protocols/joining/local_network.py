@@ -248,13 +248,13 @@ class LocalNetwork:
         """
         import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
 
-        task = asyncio.create_task(persist("mDNS", lambda: self._keep(join)), name="mdns")
+        task = asyncio.create_task(persist("mDNS", lambda: self._run(join)), name="mdns")
         try:
             yield
         finally:
             await cancel(task)
 
-    async def _keep(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
+    async def _run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
         from zeroconf import Error as ZeroconfError
 
         while True:

@@ -285,7 +285,7 @@ async def connect(
         if network.remember is not None:
             remembering = partial(_remember, raw, directory, network.remember)
             stack.callback(remembering)
-            keeping = persist("the list of known peers", lambda: _keep(remembering))
+            keeping = persist("the list of known peers", lambda: _repeat(remembering))
             stack.push_async_callback(cancel, asyncio.create_task(keeping, name="known peers"))
         admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
@@ -321,19 +321,19 @@ def _remember(
             _log.warning("the list of known peers cannot be written: %s", error.strerror)
 
 
-async def _keep(remembering: Callable[[], None]) -> NoReturn:
+async def _repeat(remembering: Callable[[], None]) -> NoReturn:
     await asyncio.sleep(REMEMBER_FIRST_S)
     while True:
         remembering()
         await asyncio.sleep(REMEMBER_S)
 
 
-async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admitted], T]") -> T:
+async def redeem(invite: "Invite", identity_path: Path, accept: "Callable[[pb.Admitted], T]") -> T:
     """Exchange ``invite`` for the swarm file and a certificate of the identity in
     ``identity_path``.
 
     The identity is created if missing. An invite without addresses is redeemed at peers of its
-    swarm in the local network. ``take`` checks the swarm file and the certificate: see
+    swarm in the local network. ``accept`` checks the swarm file and the certificate: see
     ``admission.request_admission``. Raises what that function raises, and ``ConfigError`` if there
     is no address.
     """
@@ -356,7 +356,7 @@ async def redeem(invite: "Invite", identity_path: Path, take: "Callable[[pb.Admi
         )
     config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
     async with transport_class().create(config) as transport:
-        return await request_admission(transport, addresses, request, take, wall_clock)
+        return await request_admission(transport, addresses, request, accept, wall_clock)
 
 
 async def push_revocations(
@@ -385,8 +385,8 @@ async def push_revocations(
         certificate = issue(
             admittance, swarm=rules.swarm, key=key, now=clock(), lifetime_s=float(MIN_LIFETIME_S)
         )
-        membership.take_certificate(certificate)
-        membership.take_revocations([sealed])
+        membership.replace_certificate(certificate)
+        membership.add_revocations([sealed])
         addresses = addresses or await find_addresses(rules.swarm)
         config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
         async with (

@@ -136,7 +136,7 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 # ---- ports -------------------------------------------------------------------------------------
 
 
-def keep_port(end: socket.socket, *, is_shared: bool = False) -> None:
+def reclaim_port(end: socket.socket, *, is_shared: bool = False) -> None:
     """Let a socket use a port whose connections just ended, unless another socket listens there.
 
     ``is_shared``: sockets that called ``share_port`` may have the same port, except on Windows.

@@ -325,10 +325,10 @@ class Handshakes:
             message, payload = await handshake.receive()
             if message.HasField("revoked"):
                 with contextlib.suppress(IntegrityError, NotAuthorised):
-                    self.membership.take_revocations([bytes(payload)])
+                    self.membership.add_revocations([bytes(payload)])
                 message, _ = await handshake.receive()  # raises the refusal that follows
             elif message.HasField("swarm_file") and handshake.stream.peer in self._files_asked:
-                self.membership.take_swarm_file(bytes(payload))
+                self.membership.adopt_swarm_file(bytes(payload))
                 message, _ = await handshake.receive()  # the Hello that follows
         except Refused as refused:
             if refused.reason != refusal_pb2.REASON_NOT_AUTHORISED:
@@ -575,7 +575,7 @@ class Handshakes:
                     _, sealed = await lists.receive()
                     # the signer is in the sender's older swarm file
                     with contextlib.suppress(NotAuthorised):
-                        self.membership.take_revocations([bytes(sealed)])
+                        self.membership.add_revocations([bytes(sealed)])
         except (IntegrityError, ProtocolViolation) as error:
             self._expel(peer, NotAuthorised(f"it sent an invalid revocation list: {error}"))
         except SwarmnetError as error:  # the end of the stream is the end of the lists

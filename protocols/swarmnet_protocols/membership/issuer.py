@@ -152,7 +152,7 @@ class IssuerConfig:
             now=membership.clock(),
             lifetime_s=rules.certificate_lifetime_s,
         )
-        membership.take_certificate(sealed)
+        membership.replace_certificate(sealed)
 
 
 class Issuer:

@@ -152,7 +152,7 @@ class Membership:
         """Return ``peer`` as a member in any role. Raises as :func:`admit` does."""
         return admit(self.rules, certificate, peer, ANY_ROLE, self.revocations, self.clock())
 
-    def take_swarm_file(self, data: bytes) -> None:
+    def adopt_swarm_file(self, data: bytes) -> None:
         """Adopt the rules of a newer swarm file. An invalid or older one is logged and ignored."""
         if self.adopt is None:
             return
@@ -165,7 +165,7 @@ class Membership:
             self.rules = rules
             self._notify_listeners()
 
-    def take_certificate(self, sealed: bytes) -> None:
+    def replace_certificate(self, sealed: bytes) -> None:
         """Replace the certificate of this peer.
 
         Raises ``NotAuthorised`` for a certificate that is invalid or for another peer. Raises
@@ -185,7 +185,7 @@ class Membership:
                     hint="check the disk of this machine",
                 ) from error
 
-    def take_revocations(self, sealed: Iterable[bytes]) -> None:
+    def add_revocations(self, sealed: Iterable[bytes]) -> None:
         """Take the sealed lists that are newer.
 
         Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid.

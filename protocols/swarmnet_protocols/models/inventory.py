@@ -28,7 +28,7 @@ class StoredModel:
     total_bytes: int | None
 
 
-def note_model(model: LocalModel, cache_dir: Path) -> None:
+def remember_model(model: LocalModel, cache_dir: Path) -> None:
     """Note which files belong to a model, so that its files here can be listed and removed by its
     name."""
     files = {file.sha256.hex(): file.size for file in model.manifest.files}

@@ -171,7 +171,7 @@ class LocalModel:
     def _verify_pieces(self, partial: PieceFile, progress: Progress | None) -> None:
         tables = self.parts.tables
         told = tables.known(partial.file) or tables.claimed(partial.file)
-        table = told or partial.noted()
+        table = told or partial.read_notes()
         if table is None:
             return  # only a header, which is verified before a tensor is read
         partial.use(table, self._checkpoint.layout(partial.file.name).edges, notes=told is None)

@@ -204,7 +204,7 @@ class Parts:
         needed = sum(starts[piece + 1] - starts[piece] for piece in _pieces(layout, starts, wanted))
         if needed > WHOLE_SHARE * size:
             return None
-        noted = partial.noted()
+        noted = partial.read_notes()
         if noted is not None and (noted.head_bytes, noted.count) == (layout.head_bytes, len(starts) - 1):
             return noted
         with partial.path.open("rb") as file:

@@ -28,7 +28,7 @@ from swarmnet_protocols.models.checkpoints.safetensors_file import (
     SINGLE_NAME,
     SafetensorsCheckpoint,
 )
-from swarmnet_protocols.models.inventory import note_model
+from swarmnet_protocols.models.inventory import remember_model
 from swarmnet_protocols.models.local_model import LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 
@@ -76,7 +76,7 @@ def resolve(
     model = _open(name, path, hub, cache_dir, progress)
     model.parts.max_disk_bytes = max_disk_bytes
     if hub is not None:
-        note_model(model, cache_dir)
+        remember_model(model, cache_dir)
     return model
 
 

@@ -42,8 +42,8 @@ _NOISE_ERRORS = (InvalidTag, NoiseHandshakeError, NoiseInvalidMessage, NoiseValu
 class CircuitEnd:
     """One end of the Noise handshake and of the encryption after it.
 
-    The end that opens the circuit calls ``hello``, ``take_reply`` and ``confirm``. The other end
-    calls ``take_hello``, ``reply`` and ``take_confirmation``.
+    The end that opens the circuit calls ``hello``, ``read_reply`` and ``confirm``. The other end
+    calls ``read_hello``, ``reply`` and ``check_confirmation``.
     """
 
     def __init__(self, identity: Identity, *, connects: bool) -> None:
@@ -66,7 +66,7 @@ class CircuitEnd:
         """Return the opener's first message. It names the protocol of the stream, unencrypted."""
         return self._write(protocol_id.encode())
 
-    def take_hello(self, message: bytes) -> str:
+    def read_hello(self, message: bytes) -> str:
         """Return the protocol id of the stream. Raises ``ProtocolViolation``."""
         return self._read(message).decode(errors="replace")
 
@@ -77,7 +77,7 @@ class CircuitEnd:
         """
         return self._write(self._proof(is_unsupported=not is_supported))
 
-    def take_reply(self, message: bytes, peer: PeerId) -> bool:
+    def read_reply(self, message: bytes, peer: PeerId) -> bool:
         """Return whether the other end serves the protocol.
 
         Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``.
@@ -88,7 +88,7 @@ class CircuitEnd:
         """Return the opener's proof, the third message. It authenticates the first two."""
         return self._write(self._proof())
 
-    def take_confirmation(self, message: bytes, peer: PeerId) -> None:
+    def check_confirmation(self, message: bytes, peer: PeerId) -> None:
         """Check the opener's proof.
 
         Raises ``ProtocolViolation``, and ``IntegrityError`` if the other end is not ``peer``.

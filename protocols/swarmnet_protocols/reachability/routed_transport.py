@@ -217,7 +217,7 @@ class RoutedTransport(TransportWrapper):
             )
             message = await receive_within(stream, deadline_s)
             reply = parse(pb.RelayReply, message.header)
-            if not end.take_reply(bytes(message.payload), peer):
+            if not end.read_reply(bytes(message.payload), peer):
                 raise IncompatibleVersion(f"{peer} does not serve {protocol.id}")
             self._observe(relay, reply.accepted.observed_address)
             await send_within(stream, Message(b"", end.confirm()), deadline_s)
@@ -318,14 +318,14 @@ class RoutedTransport(TransportWrapper):
         source = PeerId(incoming.source)
         public_key_of(source)
         end = CircuitEnd(self._identity, connects=False)
-        protocol_id = end.take_hello(hello)
+        protocol_id = end.read_hello(hello)
         is_supported = protocol_id != RELAY.id and self.direct.endpoint.serves(protocol_id)
         stream = await self._guarded.open(reservation.relay, RELAY, deadline_s=ACCEPT_S)
         try:
             accept = pb.RelayRequest(accept=pb.Accept(circuit=incoming.circuit))
             await stream.send(Message(accept.SerializeToString(), end.reply(is_supported=is_supported)))
             if is_supported:
-                end.take_confirmation(bytes((await stream.receive()).payload), source)
+                end.check_confirmation(bytes((await stream.receive()).payload), source)
         except BaseException:
             stream.close()
             raise

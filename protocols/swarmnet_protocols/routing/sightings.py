@@ -117,18 +117,18 @@ class Sightings:
     ) -> None:
         """Note that a host answered from ``place``, and which model and blocks it named."""
         refuted_at = self.of(peer).refuted_at
-        self._note(peer, Sighting(now, manifest, span, place, refuted_at=refuted_at))
+        self._remember(peer, Sighting(now, manifest, span, place, refuted_at=refuted_at))
 
     def failed(self, peer: PeerId, *, now: float) -> None:
         """Note that a host did not answer."""
         before = self.of(peer)
-        self._note(peer, replace(before, failed_at=now, failures=before.failures + 1))
+        self._remember(peer, replace(before, failed_at=now, failures=before.failures + 1))
 
     def refuted(self, peer: PeerId, *, now: float) -> None:
         """Note that a host computed wrong outputs, or none, for blocks that it claims."""
-        self._note(peer, replace(self.of(peer), refuted_at=now))
+        self._remember(peer, replace(self.of(peer), refuted_at=now))
 
-    def _note(self, peer: PeerId, sighting: Sighting) -> None:
+    def _remember(self, peer: PeerId, sighting: Sighting) -> None:
         self._known[peer] = sighting
         self._known.move_to_end(peer)
         while len(self._known) > MAX_KNOWN:

@@ -180,7 +180,7 @@ class Lab:
                 yield raw
                 return
             membership = Membership(self.private.rules, identity.peer_id, virtual_clock)
-            membership.take_certificate(self.private.certify(identity.peer_id, role))
+            membership.replace_certificate(self.private.certify(identity.peer_id, role))
             self.memberships[name] = membership
             async with Handshakes.run(raw, membership, self.timing) as handshakes:
                 yield GuardedTransport(raw, handshakes)

@@ -65,8 +65,8 @@ class TokenBucket:
         self._refill(now)
         return self._level
 
-    def take(self, amount: float, now: float) -> None:
-        """Take ``amount``, even if the bucket has less."""
+    def spend(self, amount: float, now: float) -> None:
+        """Spend ``amount``, even if the bucket has less."""
         self._refill(now)
         if not math.isinf(self.limit.per_s):
             self._level -= amount
@@ -138,7 +138,7 @@ class RateLimiter:
         wire_bytes = size_bytes * WIRE_FACTOR
         self.total_bytes += wire_bytes
         self._charged_bytes += wire_bytes
-        self._bucket.take(wire_bytes, _now())
+        self._bucket.spend(wire_bytes, _now())
 
     async def acquire(self, size_bytes: int, *, message_bytes: int) -> None:
         """Wait until ``size_bytes`` of a message of ``message_bytes`` may go, and charge them."""
@@ -165,7 +165,7 @@ class RateLimiter:
         uncharged = max(0.0, -ahead)
         self._ahead_bytes = min(max(0.0, ahead), self.bytes_per_s * MAX_AHEAD_S)
         self.total_bytes += excess if is_complete else uncharged
-        self._bucket.take(uncharged, _now())
+        self._bucket.spend(uncharged, _now())
         self._wake()
 
     def _wake(self) -> None:
@@ -184,7 +184,7 @@ class RateLimiter:
             queue.popleft()
             self._small_in_a_row = self._small_in_a_row + 1 if queue is self._small else 0
             if queue is self._small:
-                self._small_bucket.take(size_bytes * WIRE_FACTOR, _now())
+                self._small_bucket.spend(size_bytes * WIRE_FACTOR, _now())
             self.count(size_bytes)
             waiting.set_result(None)
 

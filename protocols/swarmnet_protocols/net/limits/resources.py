@@ -339,7 +339,7 @@ class Scope:
         wait_s, is_modest = 0.0, False
         for scope in self._path:
             if (bucket := scope._bucket(rate, now)) is not None:
-                bucket.take(amount, now)
+                bucket.spend(amount, now)
                 if not is_modest:
                     wait_s = max(wait_s, bucket.wait_s(now))
                 is_modest = is_modest or bucket.level(now) >= bucket.limit.burst / 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
-from swarmnet_protocols.machine.platform import APART, keep_port
+from swarmnet_protocols.machine.platform import APART, reclaim_port
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
 
 _log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def check_free(address: str) -> None:
         socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM,
     ) as probe:
         if kind == "tcp":
-            keep_port(probe)
+            reclaim_port(probe)
         if family == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         try:

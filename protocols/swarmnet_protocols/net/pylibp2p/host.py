@@ -27,7 +27,7 @@ from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
 from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.platform import keep_port, return_freed_memory, share_port
+from swarmnet_protocols.machine.platform import reclaim_port, return_freed_memory, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
@@ -559,7 +559,7 @@ def _listener(address: str) -> socket.socket:
     listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
     try:
         # with connections that this peer dials: see ``_open_tcp``
-        keep_port(listener, is_shared=True)
+        reclaim_port(listener, is_shared=True)
         if family == "ip6":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         listener.bind((host, int(port)))

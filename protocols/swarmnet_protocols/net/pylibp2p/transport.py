@@ -67,7 +67,7 @@ class PyLibp2pTransport(P2pdTransport):
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
 
-            def take(ours: socket.socket, peer: PeerId, protocol_id: str, address: str) -> None:
+            def accept(ours: socket.socket, peer: PeerId, protocol_id: str, address: str) -> None:
                 unused = contextlib.ExitStack()
                 unused.enter_context(ours)
 
@@ -78,7 +78,7 @@ class PyLibp2pTransport(P2pdTransport):
                 # A task that is cancelled before its first step runs nothing of it.
                 transport.endpoint.start(handle()).add_done_callback(lambda _: unused.close())
 
-            host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, take)
+            host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, accept)
             daemon_config = DaemonConfig(config.identity_path, config.listen, config.announce)
             transport = cls(identity.peer_id, host, Path(), config, daemon_config)
             await host.start(identity.seed(), config.listen)

@@ -188,12 +188,12 @@ class RoundRunner:
             for member in range(len(self._terms.members)):
                 if member != self._me:
                     self._links[member] = self._link(member)
-                    self._keep_running(member)
+                    self._ensure_running(member)
             self._perform(self._round.tick(self._loop.time()))
             while not self._ended.done():
                 await asyncio.wait([self._ended], timeout=self._context.timing.streams.heartbeat_s)
                 for index in self._reading:
-                    self._round.note_progress(index, self._loop.time())
+                    self._round.report_progress(index, self._loop.time())
                 self._perform(self._round.tick(self._loop.time()))
             finish = self._ended.result()
             _log.debug("%s: ended: %s", self._name, finish.reason or "all agree")
@@ -235,7 +235,7 @@ class RoundRunner:
         while stream.peer not in self._refuted:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
-            await self._take(member, request, payload)
+            await self._handle(member, request, payload)
         _log.debug("%s: %s %s", self._name, stream.peer, self._refuted[stream.peer])
         raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer]}")
 
@@ -262,12 +262,12 @@ class RoundRunner:
         match effect:
             case Send(member, message):
                 self._links[member].post(encode_control(message))
-                self._keep_running(member)
+                self._ensure_running(member)
             case SendContribution(member, index):
                 self._links[member].post_bulk("contribution", index, self._contribution(member, index))
             case SendResult(member, index, wanted) if result := self._results.get((index, wanted)):
                 self._links[member].post_bulk("result", (index, wanted), self._result(member, index, result))
-                self._keep_running(member)
+                self._ensure_running(member)
             case Reduce(index, members):
                 arrived = self._contributions[index]
                 contributions = [(member, arrived[member]) for member in members if member in arrived]
@@ -301,13 +301,13 @@ class RoundRunner:
         terms, rules = self._terms.slice(index), self._context.rules
         reduced = await self._compute(lambda: reduce_slice(terms, rules, contributions))
         if reduced is not None:
-            self._keep(index, *reduced)
+            self._store(index, *reduced)
 
     def _reduced(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and (error := task.exception()) and not self._ended.done():
             self._ended.set_exception(error)
 
-    def _keep(self, index: int, result: Result, values: torch.Tensor) -> None:
+    def _store(self, index: int, result: Result, values: torch.Tensor) -> None:
         if (index, result.hash) not in self._results:
             self._results[index, result.hash] = result
             self._write(index, result.hash, values)
@@ -321,19 +321,19 @@ class RoundRunner:
 
     # ---- received messages ----------------------------------------------------------------------
 
-    async def _take(self, member: int, request: pb.ExchangeRequest, payload: Buffer) -> None:
+    async def _handle(self, member: int, request: pb.ExchangeRequest, payload: Buffer) -> None:
         match request.WhichOneof("kind"):
             case "contribution":
-                self._take_contribution(member, request.contribution, payload)
+                self._handle_contribution(member, request.contribution, payload)
             case "result":
-                await self._take_result(member, request.result, payload)
+                await self._handle_result(member, request.result, payload)
             case _:
                 message = decode_control(request, self._terms.shape)
                 if message is None:
                     raise ProtocolViolation("not a message of a round")
                 self._perform(self._round.receive(member, message, self._loop.time()))
 
-    def _take_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
+    def _handle_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
         if not self._round.reduces(index) or member in self._contributions[index]:
             return
@@ -348,11 +348,11 @@ class RoundRunner:
                 )
             self._perform(self._round.add_contribution(member, index, self._loop.time()))
 
-    async def _take_result(self, member: int, header: pb.Result, part: Buffer) -> None:
+    async def _handle_result(self, member: int, header: pb.Result, part: Buffer) -> None:
         index = below(header.slice, len(self._terms.slices), "slice")
         if self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
-        self._round.note_progress(index, self._loop.time())
+        self._round.report_progress(index, self._loop.time())
         reader = self._reader(index)
         limit = reader.terms.result_bytes(len(self._terms.members))
         data = self._add_part((member, "result"), header, part, limit)
@@ -360,7 +360,7 @@ class RoundRunner:
             result = Result(data.hash, data.summary, data.data)
             self._reading.append(index)
             try:
-                self._keep(index, result, await self._compute(lambda: reader.read(result)))
+                self._store(index, result, await self._compute(lambda: reader.read(result)))
             except ProtocolViolation as error:
                 # With signed contributions the sender is dishonest, because members forward only
                 # results that they have verified. Without signatures an honest member may forward a
@@ -411,7 +411,7 @@ class RoundRunner:
         context = self._context
         return MemberLink(context.transport, terms.members[member], hello, context.timing, on_change)
 
-    def _keep_running(self, member: int) -> None:
+    def _ensure_running(self, member: int) -> None:
         task = self._link_tasks.get(member)
         if (task is None or task.done()) and not self._closed:
             self._link_tasks[member] = self._context.spawn(self._links[member].run())

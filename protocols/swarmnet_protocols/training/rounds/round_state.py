@@ -167,7 +167,7 @@ class RoundState:
         self._contributed[index].add(member)
         return self._advance(now)
 
-    def note_progress(self, index: int, now: float) -> None:
+    def report_progress(self, index: int, now: float) -> None:
         """Report that a part of a slice's result arrived or is being verified.
 
         The result is then not requested again.

@@ -75,7 +75,7 @@ def test_members_publish_what_belongs_to_their_role(role: Role, topics: set[str]
 def test_records_of_a_peer_are_not_read_once_it_is_revoked() -> None:
     world = World()
     assert world.reads(certificate=CERTIFICATE)
-    world.membership.take_revocations([SWARM.revocation(ALICE.peer_id)])
+    world.membership.add_revocations([SWARM.revocation(ALICE.peer_id)])
     assert not world.reads(certificate=CERTIFICATE)
 
 

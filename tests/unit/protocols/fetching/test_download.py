@@ -207,13 +207,13 @@ def test_hashes_are_noted_when_pieces_arrive(tmp_path: Path) -> None:
     empty = PieceTable.of_head(DATA[:HEAD_BYTES], count)
     file = PieceFile(tmp_path / "file", KEY)
     file.create()
-    assert file.noted() is None
+    assert file.read_notes() is None
     file.use(empty, EDGES, notes=True)
     file.write(1, DATA[HEAD_BYTES:5000])
     with pytest.raises(IntegrityError, match="do not have their hash"):
         file.write(1, bytes(5000 - HEAD_BYTES))
     file.sync()
-    noted = file.noted()
+    noted = file.read_notes()
     assert noted is not None
     assert [noted.hash_of(piece) for piece in range(2)] == [table().hash_of(piece) for piece in range(2)]
     assert {noted.hash_of(piece) for piece in range(2, count)} == {UNKNOWN}
@@ -233,7 +233,7 @@ def test_processes_note_hashes_in_one_file(tmp_path: Path) -> None:
     files[1].write(2, DATA[5000 : cut(len(DATA), EDGES)[3]])
     for file in files:
         file.sync()
-    noted = files[0].noted()
+    noted = files[0].read_notes()
     assert noted is not None
     assert [noted.hash_of(piece) for piece in (1, 2)] == [table().hash_of(piece) for piece in (1, 2)]
 

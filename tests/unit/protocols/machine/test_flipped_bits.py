@@ -130,7 +130,7 @@ def certificate(folder: Path) -> Kept:
     def membership() -> Membership:
         return Membership(swarm.rules, alice, lambda: EPOCH, folder=folder)
 
-    membership().take_certificate(swarm.certificate("alice", Role.CLIENT))
+    membership().replace_certificate(swarm.certificate("alice", Role.CLIENT))
     return Kept(folder / "certificate", lambda: membership().me)
 
 
@@ -146,7 +146,7 @@ def revocations(folder: Path) -> Kept:
             raise IntegrityError("the list is not taken")
         return known
 
-    membership().take_revocations([swarm.revocation(mallory)])
+    membership().add_revocations([swarm.revocation(mallory)])
     return Kept(folder / "revocations" / AUTHORITY.public_key.hex(), read)
 
 

@@ -24,8 +24,8 @@ def member(folder: Path, rules: Rules = SWARM.rules) -> Membership:
 
 def test_certificate_and_revocations_outlive_the_process(tmp_path: Path) -> None:
     before = member(tmp_path)
-    before.take_certificate(SWARM.certificate("alice", Role.CLIENT))
-    before.take_revocations([SWARM.revocation(MALLORY)])
+    before.replace_certificate(SWARM.certificate("alice", Role.CLIENT))
+    before.add_revocations([SWARM.revocation(MALLORY)])
     after = member(tmp_path)
     after.check()
     with pytest.raises(NotAuthorised, match="revoked"):
@@ -36,7 +36,7 @@ def test_a_revocation_counts_though_it_cannot_be_kept(tmp_path: Path) -> None:
     membership, told = member(tmp_path), list[str]()
     (tmp_path / "revocations").write_text("in the way")
     membership.listeners.append(lambda: told.append("changed"))
-    membership.take_revocations([SWARM.revocation(MALLORY)])
+    membership.add_revocations([SWARM.revocation(MALLORY)])
     assert told
     with pytest.raises(NotAuthorised, match="revoked"):
         membership.admit(MALLORY, None)
@@ -46,7 +46,7 @@ def test_a_certificate_counts_though_it_cannot_be_kept(tmp_path: Path) -> None:
     membership = member(tmp_path)
     (tmp_path / "certificate").mkdir()
     with pytest.raises(OutOfResources, match="cannot write the certificate"):
-        membership.take_certificate(SWARM.certificate("alice", Role.CLIENT))
+        membership.replace_certificate(SWARM.certificate("alice", Role.CLIENT))
     membership.check()
 
 
@@ -57,7 +57,7 @@ def test_revocations_of_former_keys_do_not_displace_valid_ones(tmp_path: Path) -
     for key in made[: MAX_KEYS + 1]:
         rules = replace(SWARM.rules, keys={key.public_key: math.inf})
         named = RevokedIds(peers=frozenset({ALICE}))
-        member(tmp_path, rules).take_revocations([sign_list(named, serial=1, swarm=rules.swarm, key=key)])
-    member(tmp_path).take_revocations([SWARM.revocation(MALLORY)])
+        member(tmp_path, rules).add_revocations([sign_list(named, serial=1, swarm=rules.swarm, key=key)])
+    member(tmp_path).add_revocations([SWARM.revocation(MALLORY)])
     assert made[MAX_KEYS].public_key < AUTHORITY.public_key
     assert list(member(tmp_path).revocations.serials) == list(SWARM.rules.keys)

@@ -183,7 +183,7 @@ def flip(path: Path, at: int) -> None:
         changed.write(bytes([byte ^ 1]))
 
 
-@defence("a piece has the hash that was noted of it", off=replacing(PieceFile, "_note", nothing))
+@defence("a piece has the hash that was noted of it", off=replacing(PieceFile, "_note_hashes", nothing))
 def test_a_noted_piece_that_changed_on_disk_is_fetched_again(
     lone: tuple[ModelHub, LocalModel], tmp_path: Path
 ) -> None:

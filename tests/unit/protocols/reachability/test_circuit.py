@@ -15,9 +15,9 @@ PROTOCOL = "/test/1"
 def ends() -> tuple[CircuitEnd, CircuitEnd]:
     """Both ends of a circuit from Alice to Bob, after the handshake."""
     a, b = CircuitEnd(ALICE, connects=True), CircuitEnd(BOB, connects=False)
-    assert b.take_hello(a.hello(PROTOCOL)) == PROTOCOL
-    assert a.take_reply(b.reply(is_supported=True), BOB.peer_id)
-    b.take_confirmation(a.confirm(), ALICE.peer_id)
+    assert b.read_hello(a.hello(PROTOCOL)) == PROTOCOL
+    assert a.read_reply(b.reply(is_supported=True), BOB.peer_id)
+    b.check_confirmation(a.confirm(), ALICE.peer_id)
     return a, b
 
 
@@ -30,8 +30,8 @@ def test_both_ends_decrypt_what_the_other_encrypts() -> None:
 
 def test_an_unsupported_protocol_is_reported() -> None:
     a, b = CircuitEnd(ALICE, connects=True), CircuitEnd(BOB, connects=False)
-    b.take_hello(a.hello(PROTOCOL))
-    assert not a.take_reply(b.reply(is_supported=False), BOB.peer_id)
+    b.read_hello(a.hello(PROTOCOL))
+    assert not a.read_reply(b.reply(is_supported=False), BOB.peer_id)
 
 
 def believe_anyone(patch: Patch) -> None:
@@ -41,25 +41,25 @@ def believe_anyone(patch: Patch) -> None:
 @defence("the other end of a circuit proves its identity to the end that connects", off=believe_anyone)
 def test_a_relay_cannot_answer_in_place_of_the_peer() -> None:
     a, relay = CircuitEnd(ALICE, connects=True), CircuitEnd(MALLORY, connects=False)
-    relay.take_hello(a.hello(PROTOCOL))
+    relay.read_hello(a.hello(PROTOCOL))
     with pytest.raises(IntegrityError, match="is not"):
-        a.take_reply(relay.reply(is_supported=True), BOB.peer_id)
+        a.read_reply(relay.reply(is_supported=True), BOB.peer_id)
 
 
 @defence("the end of a circuit that connects proves its identity", off=believe_anyone)
 def test_a_relay_cannot_connect_in_place_of_a_peer() -> None:
     relay, b = CircuitEnd(MALLORY, connects=True), CircuitEnd(BOB, connects=False)
-    b.take_hello(relay.hello(PROTOCOL))
-    relay.take_reply(b.reply(is_supported=True), BOB.peer_id)
+    b.read_hello(relay.hello(PROTOCOL))
+    relay.read_reply(b.reply(is_supported=True), BOB.peer_id)
     with pytest.raises(IntegrityError, match="is not"):
-        b.take_confirmation(relay.confirm(), ALICE.peer_id)
+        b.check_confirmation(relay.confirm(), ALICE.peer_id)
 
 
 def test_a_relay_cannot_change_the_protocol() -> None:
     a, b = CircuitEnd(ALICE, connects=True), CircuitEnd(BOB, connects=False)
-    b.take_hello(a.hello(PROTOCOL).replace(b"/test/1", b"/test/2"))
+    b.read_hello(a.hello(PROTOCOL).replace(b"/test/1", b"/test/2"))
     with pytest.raises(ProtocolViolation):
-        a.take_reply(b.reply(is_supported=True), BOB.peer_id)
+        a.read_reply(b.reply(is_supported=True), BOB.peer_id)
 
 
 def skip_authentication(patch: Patch) -> None:
@@ -96,7 +96,7 @@ def test_a_long_handshake_message_is_not_processed() -> None:
     a = CircuitEnd(ALICE, connects=True)
     a.hello(PROTOCOL)
     with pytest.raises(ProtocolViolation, match="bytes"):
-        a.take_reply(bytes(MAX_HANDSHAKE_BYTES + 1), BOB.peer_id)
+        a.read_reply(bytes(MAX_HANDSHAKE_BYTES + 1), BOB.peer_id)
 
 
 @pytest.mark.parametrize("message", [b"", b"x", bytes(31), bytes(200), bytes(MAX_HANDSHAKE_BYTES + 1)])
@@ -104,16 +104,16 @@ def test_other_bytes_are_no_handshake(message: bytes) -> None:
     a = CircuitEnd(ALICE, connects=True)
     a.hello(PROTOCOL)
     with pytest.raises((ProtocolViolation, IntegrityError)):
-        a.take_reply(message, BOB.peer_id)
+        a.read_reply(message, BOB.peer_id)
 
 
 @pytest.mark.parametrize("message", [b"", b"x", bytes(31), bytes(200), bytes(MAX_HANDSHAKE_BYTES + 1)])
 def test_other_bytes_do_not_connect(message: bytes) -> None:
     def answer() -> None:
         b = CircuitEnd(BOB, connects=False)
-        b.take_hello(message)
+        b.read_hello(message)
         b.reply(is_supported=True)
-        b.take_confirmation(message, ALICE.peer_id)
+        b.check_confirmation(message, ALICE.peer_id)
 
     with pytest.raises((ProtocolViolation, IntegrityError)):
         answer()

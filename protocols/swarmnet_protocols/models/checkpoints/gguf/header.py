@@ -76,23 +76,23 @@ class _Cursor:
         self.position = start + size
         return start
 
-    def take(self, size: int) -> bytes:
+    def read(self, size: int) -> bytes:
         start = self.skip(size)
         return self._data[start : start + size]
 
     def integer(self, size: int) -> int:
-        return int.from_bytes(self.take(size), "little")
+        return int.from_bytes(self.read(size), "little")
 
     def string(self, limit: int) -> str:
         size = self.integer(8)
         if size > limit:
             raise ValueError(f"a name of {size} bytes")
-        return self.take(size).decode()
+        return self.read(size).decode()
 
     def value(self, kind: int) -> Field:
         """Read a metadata value."""
         if kind == _STRING:
-            return self.take(self.integer(8)).decode(errors="replace")
+            return self.read(self.integer(8)).decode(errors="replace")
         if kind == _ARRAY:
             element, count = self.integer(4), self.integer(8)
             if element == _STRING:
@@ -103,9 +103,9 @@ class _Cursor:
             if count > MAX_LISTED:
                 self.skip(one.size * count)
                 return ()
-            return tuple(value for (value,) in one.iter_unpack(self.take(one.size * count)))
+            return tuple(value for (value,) in one.iter_unpack(self.read(one.size * count)))
         scalar = _scalar(kind)
-        [found] = scalar.unpack(self.take(scalar.size))
+        [found] = scalar.unpack(self.read(scalar.size))
         value: Scalar = found
         return value
 

@@ -51,7 +51,7 @@ def test_a_bucket_keeps_its_rate_over_any_ten_seconds(messages: list[tuple[float
     for pause_s, size in messages:
         now += pause_s
         now += bucket.wait_s(now)
-        bucket.take(size, now)
+        bucket.spend(size, now)
         sent.append((now, float(size)))
     assert most_within(sent, WINDOW_S) <= RATE * (WINDOW_S + BURST_S) + PIECE_BYTES
 
