@@ -30,7 +30,7 @@ _DHT_NODES = frozenset({Role.HOST, Role.TRAINER, Role.BOOTSTRAP})
 
 
 def _part_s(timing: Timing) -> Patience:
-    return Patience(timing.chunk_s, timing.chunk_s)
+    return Patience(timing.chunk_s)
 
 
 def _matchmaking_s(timing: Timing) -> Patience:
@@ -38,7 +38,7 @@ def _matchmaking_s(timing: Timing) -> Patience:
 
 
 def _handshake_s(timing: Timing) -> Patience:
-    return Patience(timing.handshake_s, timing.handshake_s)
+    return Patience(timing.handshake_s)
 
 
 SESSION = TypedProtocol(
@@ -125,7 +125,7 @@ REPORT = TypedProtocol(
     request=report_pb2.ReportRequest,
     reply=report_pb2.NodeReport,
     opener=lambda _: Patience(REPORT_S),
-    server=lambda _: Patience(REPORT_IDLE_S, REPORT_IDLE_S),
+    server=lambda _: Patience(REPORT_IDLE_S),
     max_header_bytes=64 << 10,
     roles=frozenset({Role.OBSERVER, Role.CLIENT, Role.HOST, Role.TRAINER}),
     served_by=_HOST | _TRAINER,
@@ -137,8 +137,8 @@ PROBE = TypedProtocol(
     "/swarmnet/probe/1",
     request=probe_pb2.ProbeRequest,
     reply=probe_pb2.ProbeReply,
-    opener=lambda _: Patience(PROBE_S, PROBE_S),
-    server=lambda _: Patience(PROBE_S, PROBE_S),
+    opener=lambda _: Patience(PROBE_S),
+    server=lambda _: Patience(PROBE_S),
     max_header_bytes=1024,
     roles=ANY_ROLE,
     served_by=_DHT_NODES,
@@ -152,8 +152,8 @@ RELAY = TypedProtocol(
     "/swarmnet/relay/1",
     request=relay_pb2.RelayRequest,
     reply=relay_pb2.RelayReply,
-    opener=lambda _: Patience(RELAY_S, RELAY_S),
-    server=lambda _: Patience(RELAY_S, RELAY_S),
+    opener=lambda _: Patience(RELAY_S),
+    server=lambda _: Patience(RELAY_S),
     max_header_bytes=1024,
     max_payload_bytes=_NOISE_BYTES,
     roles=ANY_ROLE,
@@ -165,8 +165,8 @@ PUNCH = TypedProtocol(
     "/swarmnet/punch/1",
     request=relay_pb2.PunchRequest,
     reply=relay_pb2.PunchReply,
-    opener=lambda _: Patience(PUNCH_S, PUNCH_S),
-    server=lambda _: Patience(PUNCH_S, PUNCH_S),
+    opener=lambda _: Patience(PUNCH_S),
+    server=lambda _: Patience(PUNCH_S),
     max_header_bytes=2048,
     roles=ANY_ROLE,
     served_by=ANY_ROLE,
@@ -197,7 +197,7 @@ EXCHANGE = TypedProtocol(
     "/swarmnet/exchange/5",
     request=training_pb2.ExchangeRequest,
     reply=training_pb2.ExchangeReply,
-    server=lambda timing: Patience(timing.silence_s, timing.silence_s),
+    server=lambda timing: Patience(timing.silence_s),
     max_header_bytes=64 << 10,
     max_payload_bytes=1 << 20,
     roles=_TRAINER,
@@ -245,7 +245,7 @@ ADMISSION = TypedProtocol(
     "/swarmnet/admission/2",
     request=membership_pb2.AdmissionRequest,
     reply=membership_pb2.AdmissionReply,
-    opener=lambda _: Patience(ADMISSION_S, ADMISSION_S),
+    opener=lambda _: Patience(ADMISSION_S),
     server=lambda timing: Patience(timing.handshake_s, timing.reply_s),
     max_header_bytes=128 << 10,
 )

@@ -70,6 +70,17 @@ class AdaptiveTimeout:
         return min(max(least_s, _GAPS * (self._longest_s or 0.0)), MAX_EXTENSION * least_s)
 
 
+class Patience(NamedTuple):
+    """How long one side of a stream waits for the other."""
+
+    silence_s: float
+    """Longest seconds between two messages of the other side, heartbeats included.
+
+    While heartbeats are late, the limit grows up to ``MAX_EXTENSION`` times."""
+    send_s: float | None = None
+    """Longest seconds that the other side may leave a message unread. None: ``silence_s``."""
+
+
 class TypedStream(Generic[Sent, Received]):
     """One side of a stream on which it sends ``Sent`` and receives ``Received``.
 
@@ -81,20 +92,19 @@ class TypedStream(Generic[Sent, Received]):
         stream: Stream,
         sent: type[Sent],
         received: type[Received],
+        patience: Patience,
         *,
-        silence_s: float,
-        send_s: float = math.inf,
         on_heartbeat: Callable[[Received], None] = lambda _: None,
     ) -> None:
-        """Create one side. ``silence_s``, which may change later, and ``send_s`` are as in
-        :class:`Patience`.
+        """Create one side.
 
         ``on_heartbeat`` is called with each heartbeat, because some carry news.
         """
         self.stream = stream
         self._received = received
-        self.silence_s = silence_s
-        self._send_s = send_s
+        self.silence_s = patience.silence_s
+        """As in :class:`Patience`. May change at any time."""
+        self._send_s = patience.silence_s if patience.send_s is None else patience.send_s
         self.on_heartbeat = on_heartbeat
         self._has_heartbeats = "heartbeat" in received.DESCRIPTOR.fields_by_name
         self._timeout = AdaptiveTimeout()
@@ -165,17 +175,6 @@ class TypedStream(Generic[Sent, Received]):
         self.stream.refuse(refusal)
 
 
-class Patience(NamedTuple):
-    """How long one side of a stream waits for the other."""
-
-    silence_s: float
-    """Longest seconds between two messages of the other side, heartbeats included.
-
-    While heartbeats are late, the limit grows up to ``MAX_EXTENSION`` times."""
-    send_s: float = math.inf
-    """Longest seconds that the other side may leave a message unread. Infinity: no limit."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
     """A protocol, the messages of its two sides, and how long each side waits for the other."""
@@ -184,7 +183,7 @@ class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
     """What the opening side sends."""
     reply: type[Reply]
     """What the serving side sends."""
-    opener: Callable[[Timing], Patience] = lambda timing: Patience(timing.silence_s)
+    opener: Callable[[Timing], Patience] = lambda timing: Patience(timing.silence_s, math.inf)
     server: Callable[[Timing], Patience] = lambda timing: Patience(timing.client_silence_s, timing.chunk_s)
 
     async def open(
@@ -203,15 +202,7 @@ class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
         """
         within_s = timing.open_s if deadline_s is None else deadline_s
         stream = await transport.open(peer, self, addresses=addresses, deadline_s=within_s)
-        silence_s, send_s = self.opener(timing)
-        return TypedStream(
-            stream,
-            self.request,
-            self.reply,
-            silence_s=silence_s,
-            send_s=send_s,
-            on_heartbeat=on_heartbeat,
-        )
+        return TypedStream(stream, self.request, self.reply, self.opener(timing), on_heartbeat=on_heartbeat)
 
     async def serve(
         self,
@@ -228,8 +219,7 @@ class TypedProtocol(ProtocolSpec, Generic[Request, Reply]):
         timing: Timing = _USUAL,
     ) -> TypedStream[Reply, Request]:
         """Return the serving side of a stream that another peer opened."""
-        silence_s, send_s = self.server(timing)
-        return TypedStream(stream, self.reply, self.request, silence_s=silence_s, send_s=send_s)
+        return TypedStream(stream, self.reply, self.request, self.server(timing))
 
 
 def parse(kind: type[Received], header: bytes) -> Received:

@@ -2,6 +2,7 @@
 them."""
 
 import asyncio
+import math
 import random
 from collections.abc import Awaitable, Callable
 
@@ -11,7 +12,7 @@ from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId, Stream, refusal, typed_stream
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal, Refused
-from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, TypedStream
+from swarmnet_protocols.net.typed_stream import AdaptiveTimeout, Patience, TypedStream
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
@@ -30,7 +31,7 @@ def between(serve: Callable[[Host], Awaitable[None]], use: Callable[[Stream], Aw
         async with network.transport(PeerId("host")) as host, network.transport(PeerId("client")) as client:
 
             async def answer(stream: Stream) -> None:
-                await serve(Host(stream, pb.PassReply, pb.PassRequest, silence_s=SILENCE_S, send_s=1.0))
+                await serve(Host(stream, pb.PassReply, pb.PassRequest, Patience(SILENCE_S, 1.0)))
 
             await host.serve(PASS, answer)
             await use(await client.open(PeerId("host"), PASS, deadline_s=1.0))
@@ -40,7 +41,7 @@ def between(serve: Callable[[Host], Awaitable[None]], use: Callable[[Stream], Aw
 
 def client_side(stream: Stream, heartbeats: list[pb.PassReply] | None = None) -> Client:
     note = (heartbeats if heartbeats is not None else []).append
-    return Client(stream, pb.PassRequest, pb.PassReply, silence_s=SILENCE_S, on_heartbeat=note)
+    return Client(stream, pb.PassRequest, pb.PassReply, Patience(SILENCE_S, math.inf), on_heartbeat=note)
 
 
 def test_heartbeats_keep_a_stream_alive_and_are_not_received() -> None:
