@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from base58 import b58decode, b58encode
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
@@ -25,8 +26,6 @@ _IDENTITY_MULTIHASH_PREFIX = b"\x00\x24"
 _FILE_BYTES = len(_PRIVATE_KEY_PREFIX) + 2 * KEY_BYTES
 
 MAX_PEER_ID_CHARS = 128
-
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 
 
 class Identity:
@@ -83,29 +82,16 @@ def peer_id_of(public_key: bytes) -> PeerId:
     """
     if len(public_key) != KEY_BYTES:
         raise ValueError(f"an Ed25519 public key has {KEY_BYTES} bytes, not {len(public_key)}")
-    return PeerId(_base58(_IDENTITY_MULTIHASH_PREFIX + _PUBLIC_KEY_PREFIX + public_key))
+    return PeerId(b58encode(_IDENTITY_MULTIHASH_PREFIX + _PUBLIC_KEY_PREFIX + public_key).decode())
 
 
 def public_key_of(peer: PeerId) -> bytes:
     """Return the raw Ed25519 public key in a peer id. Raises ``ValueError`` for an id without
     one."""
-    number = 0
-    for digit in peer[:MAX_PEER_ID_CHARS]:
-        number = number * len(_BASE58) + _BASE58.index(digit)
-    data = number.to_bytes(MAX_PEER_ID_CHARS, "big")[-KEY_BYTES:]
-    if peer_id_of(data) != peer:
+    key = b58decode(peer[:MAX_PEER_ID_CHARS])[-KEY_BYTES:]
+    if peer_id_of(key) != peer:
         raise ValueError(f"{peer[:MAX_PEER_ID_CHARS]} is not the peer id of an Ed25519 key")
-    return data
-
-
-def _base58(data: bytes) -> str:
-    number = int.from_bytes(data, "big")
-    digits = ""
-    while number:
-        number, digit = divmod(number, 58)
-        digits = _BASE58[digit] + digits
-    zeros = len(data) - len(data.lstrip(b"\0"))
-    return "1" * zeros + digits
+    return key
 
 
 def _create_key_file(path: Path) -> None:

@@ -4,7 +4,10 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.net.identity import Identity, peer_id_of, verify
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.identity import Identity, peer_id_of, public_key_of, verify
+
+ALICE = Identity.from_seed(b"alice").peer_id
 
 
 def test_a_peer_id_is_derived_as_libp2p_derives_it() -> None:
@@ -13,12 +16,18 @@ def test_a_peer_id_is_derived_as_libp2p_derives_it() -> None:
     assert peer_id_of(encoded[4:]) == "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq"
 
 
-def test_a_peer_id_agrees_with_another_implementation_of_base58() -> None:
-    import base58
-
+def test_a_peer_id_contains_the_public_key() -> None:
     for number in range(50):
         identity = Identity.from_seed(b"%d" % number)
-        assert base58.b58decode(identity.peer_id) == b"\x00\x24\x08\x01\x12\x20" + identity.public_key
+        assert public_key_of(identity.peer_id) == identity.public_key
+
+
+@pytest.mark.parametrize(
+    "text", ["", "12D3KooW", "l0OI", "é" * 52, f"{ALICE} ", f"1{ALICE}", ALICE[:-1], 2 * ALICE]
+)
+def test_text_that_names_no_key_has_no_public_key(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - the library and this project have a message each
+        public_key_of(PeerId(text))
 
 
 @pytest.mark.parametrize("size", [0, 31, 33])
