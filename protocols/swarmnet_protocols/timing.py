@@ -61,8 +61,9 @@ class Timing:
     address_check_s: float = 1.0
     """Seconds between two checks of a host's own addresses. A change is announced at once."""
     identity_announce_s: float = 60.0
-    """Period of presence records. A second process with the same key is found within one and a half
-    periods."""
+    """Period of the announcements by which a second process with the same key is found.
+
+    Usually both processes know within two periods."""
     chunk_s: float = 30.0
     """Timeout for one chunk of a job's state, one part of a training pass, or each MiB of any
     message, over the slowest link worth using.

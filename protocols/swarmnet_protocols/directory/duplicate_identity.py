@@ -1,9 +1,8 @@
 """Detects a duplicate identity: another process that uses the same key on the network.
 
-1. Each process publishes announcements with a random process number. Two processes with one key
-   publish under the same signer and topic, so the directory returns the newer announcement.
-2. A process that finds another number looks and announces more often for a while. So does a process
-   that has just started. Both processes are then certain within seconds.
+1. Each process announces its addresses with a number that grows, under a topic of its identity.
+2. Before each announcement the process looks for the newest one. A number above its own last one
+   was written by another process, and recently: what an earlier process left over has a lower one.
 3. The owner is warned, and neither process stops. Nobody can decide which process is legitimate.
    Otherwise a thief of the key could stop the owner's node.
 """
@@ -14,7 +13,6 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from random import Random
 
 from google.protobuf.message import DecodeError
@@ -32,67 +30,8 @@ from swarmnet_protocols.wire import records_pb2 as pb
 
 _log = logging.getLogger(__name__)
 
-PROCESS_BYTES = 16
 REMEMBERED_S = 600.0
 """Seconds after its last announcement until a duplicate counts as gone."""
-SUSPECTED_FACTOR = 12
-"""Factor by which a process looks and announces more often while it suspects a duplicate."""
-SUSPECTED_AT_START, SUSPECTED = 0.25, 1.5
-"""How long a process suspects a duplicate: after its start, after another's announcement.
-
-In units of ``Timing.identity_announce_s``. Long enough for the other process to look, whether it
-has just started or was already running.
-"""
-
-
-@dataclass(frozen=True)
-class ProcessAnnouncement:
-    """The number and addresses of a process. ``sequence`` grows with each of its announcements."""
-
-    process: bytes
-    addresses: tuple[str, ...]
-    sequence: int
-
-
-class Duplicate:
-    """The evidence of another process with this identity. Pure: takes the time as an argument.
-
-    One announcement may be left over from a process that ended. So only a second, newer
-    announcement proves a duplicate.
-    """
-
-    def __init__(self, process: bytes, period_s: float, now: float) -> None:
-        """Start for ``process`` at time ``now``.
-
-        ``period_s``: seconds between two looks while no duplicate is suspected.
-        """
-        self._process = process
-        self._period_s = period_s
-        self._suspected_until = now + SUSPECTED_AT_START * period_s
-        self._last: ProcessAnnouncement | None = None
-        self._heard_at = -math.inf
-
-    def look(self, found: ProcessAnnouncement, now: float) -> None:
-        """Record the newest announcement of this identity, usually this process's own."""
-        if found.process == self._process:
-            return
-        is_later = self._last is not None and found.sequence > self._last.sequence
-        if self.at(now) is None and (self._last is None or is_later):
-            self._suspected_until = now + SUSPECTED * self._period_s
-        if is_later:
-            self._heard_at = now
-        self._last = found
-
-    def at(self, now: float) -> ProcessAnnouncement | None:
-        """Return the last announcement of a running duplicate; None if there is no duplicate."""
-        return self._last if now < self._heard_at + REMEMBERED_S else None
-
-    def every_s(self, now: float, rng: Random) -> float:
-        """Return the most seconds until the next look and announcement."""
-        if now < self._suspected_until:
-            # Randomised: of two processes in step, one would only ever see its own announcements.
-            return rng.uniform(0.5, 1.0) * self._period_s / SUSPECTED_FACTOR
-        return self._period_s
 
 
 def topic_of(peer: PeerId) -> str:
@@ -114,12 +53,17 @@ class DuplicateWatch:
         self._changed = changed
         self._transport = transport
         self._directory = directory
-        self._rng = rng
-        self._timing = timing
-        self._process = rng.randbytes(PROCESS_BYTES)
-        self._duplicate = Duplicate(self._process, timing.identity_announce_s, self._now())
-        self._was_found = False
-        self._announcer = Announcer(
+        self._lifetime_s = 3 * timing.identity_announce_s
+        self._number = 0
+        """The number of the next announcement."""
+        self._highest = 0
+        """The highest number announced by this process or found; 0 before the first look."""
+        self._addresses: tuple[str, ...] = ()
+        """Where the duplicate was last."""
+        self._heard_at = -math.inf
+        """Loop time at which its last announcement was found."""
+        self._warned = ""
+        self.announcer = Announcer(
             directory, rng, self._announcements, timing.identity_announce_s, is_needed=self._look
         )
 
@@ -140,7 +84,7 @@ class DuplicateWatch:
         """
         watch = cls(transport, directory, rng, timing, changed)
         watching = asyncio.create_task(
-            persist("the watch for duplicates", watch._announcer.run), name="duplicate-watch"
+            persist("the watch for duplicates", watch.announcer.run), name="duplicate-watch"
         )
         try:
             yield watch
@@ -149,11 +93,10 @@ class DuplicateWatch:
 
     def warning(self) -> str:
         """The warning for the owner; empty while there is no duplicate."""
-        duplicate = self._duplicate.at(self._now())
-        if duplicate is None:
+        if asyncio.get_running_loop().time() >= self._heard_at + REMEMBERED_S:
             return ""
         ours = self._transport.addresses()
-        where = printable(", ".join(address for address in duplicate.addresses if address not in ours))
+        where = printable(", ".join(address for address in self._addresses if address not in ours))
         return (
             f"another process is on the network as {self._transport.peer_id}{f', at {where}' if where else ''}: two machines "
             "have copies of one identity key, and clients reach either. Stop one of them and start it with another --data-dir; "
@@ -164,13 +107,12 @@ class DuplicateWatch:
         """Look for a duplicate before each announcement. The announcement is needed in any case."""
         with contextlib.suppress(SwarmnetError):  # the directory may answer next time
             await self._read()
-        warning = self.warning()
-        if warning and not self._was_found:
-            _log.warning("%s", warning)
-        if self._was_found != bool(warning):
-            self._changed(warning)
-        self._was_found = bool(warning)
-        self._announcer.every_s = self._duplicate.every_s(self._now(), self._rng)
+        before, self._warned = self._warned, self.warning()
+        if self._warned and not before:
+            _log.warning("%s", self._warned)
+        if bool(self._warned) != bool(before):
+            self._changed(self._warned)
+        self._highest = max(self._highest, self._number)
         return True
 
     async def _read(self) -> None:
@@ -178,16 +120,18 @@ class DuplicateWatch:
         for record in await self._directory.lookup(topic_of(peer)):
             if peer_id_of(record.signer) == peer:  # any member may publish under the topic
                 with contextlib.suppress(DecodeError):
-                    body = pb.ProcessRecord.FromString(record.body)
-                    found = ProcessAnnouncement(
-                        body.process, tuple(body.addresses[:MAX_ADDRESSES]), record.sequence
-                    )
-                    self._duplicate.look(found, self._now())
+                    self._found(pb.ProcessRecord.FromString(record.body))
+
+    def _found(self, process: pb.ProcessRecord) -> None:
+        # The first look proves nothing: an earlier process may have left a higher number, if the
+        # clock was set back since.
+        if 0 < self._highest < process.number:
+            self._addresses = tuple(process.addresses[:MAX_ADDRESSES])
+            self._heard_at = asyncio.get_running_loop().time()
+        self._highest = max(self._highest, process.number)
 
     def _announcements(self) -> Iterable[Announcement]:
-        body = pb.ProcessRecord(process=self._process, addresses=listed(self._transport.addresses()))
-        lifetime_s = 3 * self._timing.identity_announce_s
-        yield Announcement(topic_of(self._transport.peer_id), body.SerializeToString(), lifetime_s)
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        # Milliseconds, so that the first number is above all of an earlier process.
+        self._number = int(self._directory.clock() * 1000)
+        body = pb.ProcessRecord(number=self._number, addresses=listed(self._transport.addresses()))
+        yield Announcement(topic_of(self._transport.peer_id), body.SerializeToString(), self._lifetime_s)

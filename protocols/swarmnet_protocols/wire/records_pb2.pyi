@@ -158,12 +158,12 @@ class CatalogJob(_message.Message):
     def __init__(self, id: _Optional[bytes] = ...) -> None: ...
 
 class ProcessRecord(_message.Message):
-    __slots__ = ("process", "addresses")
-    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("addresses", "number")
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    process: bytes
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     addresses: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, process: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ...) -> None: ...
+    number: int
+    def __init__(self, addresses: _Optional[_Iterable[str]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class ContactRecord(_message.Message):
     __slots__ = ("addresses",)
