@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from swarmnet_protocols.errors import NotAuthorised
-from swarmnet_protocols.membership.handshake import AdmittedPeer, Handshakes
+from swarmnet_protocols.membership.admitted_peers import AdmittedPeer
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.revocations import Revocations, RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import Message, Stream
@@ -81,7 +82,7 @@ def test_a_revoked_member_is_shown_the_list_that_names_it() -> None:
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
         ended = asyncio.create_task(client.transport.died())
-        (stream,) = server.handshakes._streams
+        (stream,) = server.handshakes.admitted.streams
         stream.refuse(Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "revoked!"))
         await asyncio.sleep(1.0)
         assert not ended.done()
@@ -343,10 +344,10 @@ def test_nothing_is_kept_of_a_peer_that_left() -> None:
         await server.transport.serve(SESSION, answer)
         async with world.swarm.member(world.network, "alice", ANY_ROLE) as client:
             await converse(client, server)
-            assert server.handshakes._admitted
+            assert server.handshakes.admitted.by_peer
         await asyncio.sleep(1.0)
-        assert not server.handshakes._admitted
-        assert not server.handshakes._streams
+        assert not server.handshakes.admitted.by_peer
+        assert not server.handshakes.admitted.streams
         assert not server.handshakes._tasks
 
     run(scenario)

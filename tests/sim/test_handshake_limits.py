@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.membership import handshake as handshake_module
-from swarmnet_protocols.membership.handshake import MAX_STREAMS_PER_PEER
+from swarmnet_protocols.membership import admitted_peers
+from swarmnet_protocols.membership.admitted_peers import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.limits.resources import RETRY_S, Resource, Scope
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
@@ -109,55 +109,55 @@ def test_a_handshake_stream_that_is_not_read_is_closed(monkeypatch: pytest.Monke
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
-        (stream,) = server.handshakes._streams
+        (stream,) = server.handshakes.admitted.streams
 
         async def never(_: Message) -> None:
             await asyncio.Event().wait()
 
         monkeypatch.setattr(stream, "send", never)
         await asyncio.sleep(world.swarm.rules.revocation_refresh_s + world.swarm.timing.handshake_s + 1.0)
-        assert stream not in server.handshakes._streams
+        assert stream not in server.handshakes.admitted.streams
 
     run(scenario)
 
 
 @defence(
     "a member evicts only its own handshake streams",
-    off=replacing(handshake_module, "MAX_STREAMS_PER_PEER", 1 << 30),
+    off=replacing(admitted_peers, "MAX_STREAMS_PER_PEER", 1 << 30),
 )
 def test_a_member_evicts_only_its_own_handshake_streams() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         await server.transport.serve(SESSION, answer)
         await converse(client, server)
-        (hers,) = server.handshakes._streams
+        (hers,) = server.handshakes.admitted.streams
         greedy = await world.member("mallory")
         said = pb.Hello(swarm=bytes(32), certificate=greedy.membership.certificate)
         for _ in range(3 * MAX_STREAMS_PER_PEER):
             stream = await greedy.raw.open(server.peer_id, HANDSHAKE, deadline_s=DEADLINE_S)
             await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
             await asyncio.sleep(0.5)
-        assert len(server.handshakes._streams) == 1 + MAX_STREAMS_PER_PEER
-        assert hers in server.handshakes._streams
+        assert len(server.handshakes.admitted.streams) == 1 + MAX_STREAMS_PER_PEER
+        assert hers in server.handshakes.admitted.streams
 
     run(scenario)
 
 
 def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
+    monkeypatch.setattr(admitted_peers, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")
         await server.transport.serve(SESSION, answer)
         clients = [await world.member(f"client {number}") for number in range(6)]
         streams = [await converse(client, server) for client in clients]
-        assert len(server.handshakes._streams) == 3
+        assert len(server.handshakes.admitted.streams) == 3
         for stream in streams:  # a peer with streams stays admitted
             await stream.send(Message(b"still here?"))
             assert await stream.receive() == HEARD
         await asyncio.sleep(1.0)
         await converse(clients[0], server)  # a peer without streams makes a new handshake
-        assert len(server.handshakes._streams) == 3
+        assert len(server.handshakes.admitted.streams) == 3
 
     run(scenario)
 
@@ -165,7 +165,7 @@ def test_handshake_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Someone, list[Someone]]:
     """A server that keeps three handshake streams open, and five admitted clients. No other stream
     is open."""
-    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
+    monkeypatch.setattr(admitted_peers, "MAX_STREAMS", 3)
     server = await world.member("bob")
     await server.transport.serve(SESSION, answer)
     clients = [await world.member(f"client {number}") for number in range(5)]
@@ -177,7 +177,7 @@ async def overloaded(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[Som
 
 @defence(
     "a peer stays admitted when its handshake stream is evicted",
-    off=replacing(handshake_module, "MAX_WITHOUT_STREAM", 0),
+    off=replacing(admitted_peers, "MAX_WITHOUT_STREAM", 0),
 )
 def test_a_peer_with_an_evicted_handshake_stays_until_it_is_revoked(
     monkeypatch: pytest.MonkeyPatch,
@@ -196,11 +196,11 @@ def test_a_peer_with_an_evicted_handshake_stays_until_it_is_revoked(
 
 
 def test_admitted_peers_without_a_stream_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake_module, "MAX_WITHOUT_STREAM", 1)
+    monkeypatch.setattr(admitted_peers, "MAX_WITHOUT_STREAM", 1)
 
     async def scenario(world: World) -> None:
         server, clients = await overloaded(world, monkeypatch)
-        assert len(server.handshakes._admitted) == 3 + 1
+        assert len(server.handshakes.admitted.by_peer) == 3 + 1
         with pytest.raises(StreamEnded):
             await hear(clients[0].raw, server.raw, SESSION)
         assert await hear(clients[1].raw, server.raw, SESSION) == HEARD
@@ -210,7 +210,7 @@ def test_admitted_peers_without_a_stream_are_bounded(monkeypatch: pytest.MonkeyP
 
 
 def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake_module, "MAX_STREAMS", 3)
+    monkeypatch.setattr(admitted_peers, "MAX_STREAMS", 3)
 
     async def scenario(world: World) -> None:
         server = await world.member("bob")
@@ -220,7 +220,7 @@ def test_handshake_streams_of_busy_peers_are_evicted_last(monkeypatch: pytest.Mo
         for number in range(5):
             (await converse(await world.member(f"client {number}"), server)).close()
             await asyncio.sleep(1.0)
-        assert any(stream.peer == busy.peer_id for stream in server.handshakes._streams)
+        assert any(stream.peer == busy.peer_id for stream in server.handshakes.admitted.streams)
 
     run(scenario)
 
@@ -240,7 +240,7 @@ def test_a_peer_that_sends_invalid_revocations_is_disconnected() -> None:
         await stream.send(Message(pb.HandshakeMessage(hello=said).SerializeToString()))
         assert pb.HandshakeMessage.FromString((await stream.receive()).header).HasField("hello")
         assert "invalid revocation list" in (await final_refusal(stream)).detail
-        assert not server.handshakes._admitted
+        assert not server.handshakes.admitted.by_peer
         assert not server.membership.revocations.serials
 
     run(scenario)

@@ -50,8 +50,8 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.clock import clock_advice
-from swarmnet_protocols.membership.certificates import Certificate
-from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Member, Membership, Revoked, check_role
+from swarmnet_protocols.membership.admitted_peers import AdmittedPeer, AdmittedPeers
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked, check_role
 from swarmnet_protocols.membership.revocations import MAX_LISTS
 from swarmnet_protocols.net import (
     Handler,
@@ -62,7 +62,7 @@ from swarmnet_protocols.net import (
     Transport,
     TransportWrapper,
 )
-from swarmnet_protocols.net.limits.resources import Reservation, Resource
+from swarmnet_protocols.net.limits.resources import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
 from swarmnet_protocols.net.refusal import Refusal, Refused
@@ -74,47 +74,13 @@ from swarmnet_protocols.wire.roles import name_roles
 
 _log = logging.getLogger(__name__)
 
-MAX_STREAMS = 256
-"""Most handshake streams kept open. Beyond this, one is closed, and its two peers repeat the
-handshake before their next stream."""
-MAX_STREAMS_PER_PEER = 4
-"""Most handshake streams kept open with one peer."""
-MAX_WITHOUT_STREAM = 4096
-"""Most peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``. A
-stream of such a peer may be on its way."""
+MAX_FILES_ASKED = 4096
+"""Most peers remembered as asked for their swarm file."""
 HELLO_PAUSE_S = 0.5
 """Seconds between two messages read from one handshake stream. With less, one peer can make this
 one check more signatures."""
 
 HandshakeStream = TypedStream[pb.HandshakeMessage, pb.HandshakeMessage]
-
-
-class AdmittedPeer:
-    """A peer whose certificate was accepted, with its open streams."""
-
-    def __init__(self, member: Member, certificate: Certificate | None, reservation: Reservation) -> None:
-        self.member = member
-        self.certificate = certificate
-        self.handshake_streams: dict[Stream, None] = {}
-        self.streams: dict[Stream, None] = {}
-        """Streams of other protocols. They close when the membership ends."""
-        self.timer: asyncio.TimerHandle | None = None
-        """Timer for the next check of the certificate."""
-        self.serials: dict[bytes, int] = {}
-        """Signer's key → serial of the revocation list that the peer has."""
-        self.hello_received = asyncio.Event()
-        self._reservation = reservation
-
-    def end(self, refusal: Refusal | None = None) -> None:
-        """Close every stream, or refuse it with ``refusal``, and release the reservation."""
-        self._reservation.release()
-        if self.timer is not None:
-            self.timer.cancel()
-        for stream in (*self.handshake_streams, *self.streams):
-            if refusal is None:
-                stream.close()
-            else:
-                stream.refuse(refusal)
 
 
 class Handshakes:
@@ -126,11 +92,7 @@ class Handshakes:
         self._transport = transport
         self.membership = membership
         self._timing = timing
-        self._admitted: dict[PeerId, AdmittedPeer] = {}
-        self._streams: dict[Stream, AdmittedPeer] = {}
-        """Handshake streams, oldest first."""
-        self._without_stream: dict[PeerId, None] = {}
-        """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
+        self.admitted = AdmittedPeers()
         self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_HANDSHAKES)
         """Slots of incoming handshakes whose Hello has not arrived."""
         self._outgoing: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
@@ -162,8 +124,7 @@ class Handshakes:
         finally:
             membership.listeners.remove(handshakes._on_membership_change)
             await cancel(hellos, *handshakes._tasks)
-            for admitted in handshakes._admitted.values():
-                admitted.end()
+            handshakes.admitted.end()
 
     # ---- checks before a stream -----------------------------------------------------------------
 
@@ -172,7 +133,7 @@ class Handshakes:
         ``protocol``.
         """
         if not self.membership.is_public:
-            check_role(self._admitted_peer(peer).member, protocol.roles, protocol)
+            check_role(self.admitted.get(peer).member, protocol.roles, protocol)
 
     def check_serving(self, protocol: ProtocolSpec) -> None:
         """Raise ``NotAuthorised`` unless this peer has a role that may serve ``protocol``."""
@@ -185,7 +146,7 @@ class Handshakes:
         A stream of ``peer`` may arrive before its Hello is processed.
         """
         outgoing = [task for (other, _), task in self._outgoing.items() if other == peer]
-        if outgoing and peer not in self._admitted:
+        if outgoing and peer not in self.admitted.by_peer:
             await asyncio.wait(outgoing)
 
     @asynccontextmanager
@@ -213,13 +174,11 @@ class Handshakes:
         Raises ``NotAuthorised`` when it has ended already.
         """
         if not self.membership.is_public:
-            self._admitted_peer(stream.peer).streams[stream] = None
+            self.admitted.get(stream.peer).streams[stream] = None
 
     def untrack(self, stream: Stream) -> None:
         """Undo :meth:`track`; idempotent."""
-        if admitted := self._admitted.get(stream.peer):
-            admitted.streams.pop(stream, None)
-            self._forget_if_unused(stream.peer, admitted)
+        self.admitted.untrack(stream)
 
     async def ensure(
         self, peer: PeerId, protocol: ProtocolSpec, *, addresses: Sequence[str] = (), deadline_s: float
@@ -233,28 +192,22 @@ class Handshakes:
         if self.membership.is_public:
             return
         check_role(self.membership.me, protocol.roles, protocol)
-        if (admitted := self._admitted.get(peer)) is None or not admitted.handshake_streams:
+        if (admitted := self.admitted.by_peer.get(peer)) is None or not admitted.handshake_streams:
             try:
                 async with asyncio.timeout(deadline_s):
                     await asyncio.shield(self._outgoing_handshake(peer, tuple(addresses)))
             except TimeoutError as error:
                 raise PeerUnreachable(f"{peer} did not answer within {deadline_s:g} s") from error
-        check_role(self._admitted_peer(peer).member, protocol.served_by, protocol)
+        check_role(self.admitted.get(peer).member, protocol.served_by, protocol)
 
     async def wait_revocations_known(self, peer: PeerId) -> None:
         """Wait until the last Hello of ``peer``, an admitted peer, names all of this peer's
         revocation lists.
         """
-        admitted = self._admitted_peer(peer)
+        admitted = self.admitted.get(peer)
         while self.membership.revocations.newer_than(admitted.serials):
             admitted.hello_received.clear()
             await admitted.hello_received.wait()
-
-    def _admitted_peer(self, peer: PeerId) -> AdmittedPeer:
-        try:
-            return self._admitted[peer]
-        except KeyError:
-            raise NotAuthorised(f"{peer} has not shown that it is a member") from None
 
     # ---- the handshake --------------------------------------------------------------------------
 
@@ -297,7 +250,7 @@ class Handshakes:
             if isinstance(error, StreamEnded | DeadlineExceeded) and not isinstance(error, Refused):
                 raise PeerUnreachable(f"{peer} does not answer the handshake: {error}") from error
             raise
-        self._add_stream(admitted, stream)
+        self.admitted.add_stream(admitted, stream)
         self._spawn(self._receive_updates(admitted, handshake))
 
     async def _answer(self, handshake: HandshakeStream) -> None:
@@ -309,11 +262,11 @@ class Handshakes:
         except NotAuthorised as error:
             await self._refuse(stream, error)
             raise
-        self._add_stream(admitted, stream)
+        self.admitted.add_stream(admitted, stream)
         try:
             await handshake.send(self._hello())
         except BaseException:
-            self._close_stream(admitted, stream)
+            self.admitted.close_stream(admitted, stream)
             raise
         await self._receive_updates(admitted, handshake)
 
@@ -358,7 +311,7 @@ class Handshakes:
             return False
         self._files_asked[peer] = hello.file_serial
         self._files_asked.move_to_end(peer)
-        if len(self._files_asked) > MAX_WITHOUT_STREAM:
+        if len(self._files_asked) > MAX_FILES_ASKED:
             self._files_asked.popitem(last=False)
         return True
 
@@ -377,10 +330,10 @@ class Handshakes:
             raise NotAuthorised(f"{peer} belongs to another swarm")
         certificate = self.membership.open(hello.certificate)
         member = self.membership.admit(peer, certificate)
-        admitted = self._admitted.get(peer)
+        admitted = self.admitted.by_peer.get(peer)
         if admitted is None:
             scope = self._transport.resources.peer(peer, asyncio.get_running_loop().time())
-            admitted = self._admitted[peer] = AdmittedPeer(
+            admitted = self.admitted.by_peer[peer] = AdmittedPeer(
                 member, certificate, scope.reserve(Resource.ADMITTED_PEERS)
             )
         admitted.member, admitted.certificate = member, certificate
@@ -395,44 +348,6 @@ class Handshakes:
         return admitted
 
     # ---- while a handshake stream is open -------------------------------------------------------
-
-    def _add_stream(self, admitted: AdmittedPeer, stream: Stream) -> None:
-        admitted.handshake_streams[stream] = None
-        self._streams[stream] = admitted
-        self._without_stream.pop(stream.peer, None)
-        if len(admitted.handshake_streams) > MAX_STREAMS_PER_PEER:
-            self._close_stream(admitted, next(iter(admitted.handshake_streams)))
-        if len(self._streams) > MAX_STREAMS:
-            self._evict_one_of(list(self._streams)[:-1])
-
-    def _evict_one_of(self, streams: Sequence[Stream]) -> None:
-        """Close the oldest handshake stream of a peer with no other stream, or else the oldest of
-        all.
-
-        Its peer stays admitted.
-        """
-        stream = next((each for each in streams if not self._streams[each].streams), streams[0])
-        self._without_stream[stream.peer] = None
-        self._close_stream(self._streams[stream], stream)
-        if len(self._without_stream) > MAX_WITHOUT_STREAM:
-            first = next(iter(self._without_stream))
-            del self._without_stream[first]
-            if first in self._admitted:
-                self._forget_if_unused(first, self._admitted[first])
-
-    def _close_stream(self, admitted: AdmittedPeer, stream: Stream) -> None:
-        stream.close()
-        self._streams.pop(stream, None)
-        admitted.handshake_streams.pop(stream, None)
-        self._forget_if_unused(stream.peer, admitted)
-
-    def _forget_if_unused(self, peer: PeerId, admitted: AdmittedPeer) -> None:
-        is_unused = (
-            not admitted.handshake_streams and not admitted.streams and peer not in self._without_stream
-        )
-        if is_unused and self._admitted.get(peer) is admitted:
-            del self._admitted[peer]
-            admitted.end()
 
     async def _receive_updates(self, admitted: AdmittedPeer, handshake: HandshakeStream) -> None:
         """Receive Hellos on an open handshake stream until it ends."""
@@ -453,7 +368,7 @@ class Handshakes:
         except NotAuthorised as error:
             self._expel(stream.peer, error)
         finally:
-            self._close_stream(admitted, stream)
+            self.admitted.close_stream(admitted, stream)
 
     def _on_membership_change(self) -> None:
         """Check every admitted peer again, after this peer's certificate, rules or revocation lists
@@ -461,7 +376,7 @@ class Handshakes:
 
         Peers that stay admitted get a new Hello.
         """
-        for peer, admitted in list(self._admitted.items()):
+        for peer, admitted in list(self.admitted.by_peer.items()):
             self._recheck(peer, admitted)
         self._send_hellos()
 
@@ -475,7 +390,7 @@ class Handshakes:
             self._send_hellos()
 
     def _send_hellos(self) -> None:
-        for stream in self._streams:
+        for stream in self.admitted.streams:
             self._spawn(self._send(stream, self._hello()))
 
     def _schedule_check(self, peer: PeerId, admitted: AdmittedPeer) -> None:
@@ -487,7 +402,7 @@ class Handshakes:
         )
 
     def _recheck(self, peer: PeerId, admitted: AdmittedPeer) -> None:
-        if self._admitted.get(peer) is not admitted:
+        if self.admitted.by_peer.get(peer) is not admitted:
             return
         try:
             member = self.membership.admit(peer, admitted.certificate)
@@ -501,14 +416,12 @@ class Handshakes:
 
     def _expel(self, peer: PeerId, reason: NotAuthorised) -> None:
         """Refuse every open stream of ``peer`` with ``reason``, and forget it."""
-        self._without_stream.pop(peer, None)
-        admitted = self._admitted.pop(peer, None)
+        admitted = self.admitted.remove(peer)
         if admitted is None:
             return
         _log.info("%s is expelled: %s", peer, reason)
         streams, admitted.handshake_streams = admitted.handshake_streams, {}
         for stream in streams:
-            self._streams.pop(stream, None)
             self._spawn(self._refuse(stream, reason))
         admitted.end(self._refusal(reason))
 
