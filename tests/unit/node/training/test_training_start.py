@@ -292,7 +292,7 @@ def test_a_changed_job_file_is_refused(tmp_path: Path) -> None:
     foreign = seal_job(job.job, Identity.from_seed(b"another"))
     for content, words in (
         (path.read_bytes().replace(b'"seed":3', b'"seed":4'), "changed"),
-        (foreign, "another owner"),
+        (foreign, "not the job of its name"),
     ):
         path.write_bytes(content)
         with pytest.raises(IntegrityError, match=words) as caught:
