@@ -88,6 +88,12 @@ class NodeConfig:
     public_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
 
+    @property
+    def may_switch(self) -> bool:
+        """Whether the owner lets the node switch to another model of the swarm."""
+        names_parts = self.blocks is not None or self.experts is not None
+        return not (self.keep_model or self.stay or names_parts or self.expert_memory_bytes is not None)
+
 
 @dataclass(frozen=True)
 class LoadedModel:

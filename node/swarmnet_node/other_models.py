@@ -159,8 +159,7 @@ def other_models(
     None if the owner named blocks or experts, or forbids switching, or the swarm file lists no
     other model.
     """
-    keeps = config.keep_model or config.stay or config.blocks is not None
-    if keeps or config.experts is not None or config.expert_memory_bytes is not None:
+    if not config.may_switch:
         return None
     models = ListedModels(config, reader, notice, loaded.model)
     return models if models.manifests else None

@@ -176,7 +176,7 @@ class Supervisor(Ending):
         if self._reason:
             status.state, status.reason = "paused", self._reason
         status.uptime_s = asyncio.get_running_loop().time() - self._started
-        status.limits.CopyFrom(control_pb2.Limits(**asdict(self._limits)))
+        status.limits.json = self._limits.to_json()
         status.usage.CopyFrom(control_pb2.Usage(**asdict(self._machine.usage())))
         status.ram_bytes = self._machine.ram_bytes()
         return status

@@ -181,10 +181,12 @@ def check_arguments(arguments: Sequence[str]) -> None:
     command: Any = typer.main.get_command(app)
     name, rest, context = "swarmnet", list(arguments), None
     while True:
+        given = list(rest)
         context = command.make_context(name, rest, parent=context)
         if not hasattr(command, "resolve_command"):
             return
-        name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+        _, rest, _ = command.make_parser(context).parse_args(given)
+        name, command, rest = command.resolve_command(context, rest)
 
 
 def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:

@@ -10,6 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.exceptions import TyperException
 
+from swarmnet.cli.option_groups import command_for_typer
+
 _SUMMARY_CHARS = 160
 
 
@@ -52,7 +54,8 @@ class LazyCommand:
             function, target = target, command_group("")
             target.command(self.name)(function)
         for command in target.registered_commands:
-            command.cls = SectionedCommand
+            if command.cls is not SectionedCommand and command.callback is not None:
+                command.cls, command.callback = SectionedCommand, command_for_typer(command.callback)
         return typer.main.get_command(target)
 
 

@@ -1,17 +1,18 @@
-"""The options that limit a node, shared by `join`, `limits` and `train join`: how their text is
-read, stored and shown."""
+"""The options that limit a node, shared by `join`, `limits` and `train join`: how they are read,
+stored and shown."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 import typer
 
 from swarmnet import units
+from swarmnet.cli.option_groups import From
 from swarmnet_node.owner.limits import OwnerLimits
 
-PANEL = "Limits on this machine"
+PANEL = "OwnerLimits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
@@ -19,146 +20,112 @@ def _limit(*names: str, about: str, metavar: str | None = None, default: str | b
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
-MaxRam = Annotated[
-    str | None, _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB.")
-]
-MaxGpuMem = Annotated[
-    str | None, _limit("--max-gpu-mem", metavar="SIZE|N%", about="Use at most this much GPU memory.")
-]
-Up = Annotated[str | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit.")]
-Down = Annotated[str | None, _limit("--down", metavar="RATE", about="Receive at most this fast.")]
-Relay = Annotated[
-    str | None,
-    _limit(
-        "--relay",
-        metavar="off|RATE",
-        about="Forward traffic of peers behind routers at most this fast. It applies if others can dial this node.",
-        default="10mbit",
-    ),
-]
-Monthly = Annotated[
-    str | None,
-    _limit(
-        "--monthly",
-        metavar="SIZE",
-        about="Pause when this much was sent and received in a month, such as 200GB.",
-    ),
-]
-ScheduleText = Annotated[
-    str | None,
-    _limit(
-        "--schedule",
-        metavar="WHEN",
-        about="Run only at these times, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
-        default="always",
-    ),
-]
-IdleOnly = Annotated[
-    bool | None, _limit("--idle-only", about="Run only while nobody uses the machine.", default=False)
-]
-IdleAfter = Annotated[
-    str | None,
-    _limit(
-        "--idle-after",
-        metavar="TIME",
-        about="With --idle-only: run after this time without keyboard or mouse.",
-        default="3m",
-    ),
-]
-NoBattery = Annotated[
-    bool | None, _limit("--no-battery", about="Pause while the machine runs on battery.", default=False)
-]
-Cores = Annotated[
-    int | None,
-    typer.Option(
-        "--cores",
-        "--threads",
-        metavar="N",
-        min=1,
-        help="Compute with this many cores.",
-        show_default="all",
-        rich_help_panel=PANEL,
-    ),
-]
-
-
 def read_relay_rate(text: str) -> float:
-    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises
-    ``typer.BadParameter``."""
-    try:
-        return _parse_relay_rate(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not possible: {error}", param_hint="'--relay'") from error
-
-
-def _parse_relay_rate(text: str) -> float:
-    """Bytes per second; 0 for ``off``. Raises ``ValueError``."""
+    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises ``ValueError``."""
     return 0.0 if text == "off" else units.parse_rate_bytes_per_s(text)
 
 
-_READERS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "max-ram": ("max_ram_bytes", units.parse_size_bytes),
-    "max-gpu-mem": ("max_gpu_mem", units.parse_share),
-    "up": ("up_bytes_per_s", units.parse_rate_bytes_per_s),
-    "down": ("down_bytes_per_s", units.parse_rate_bytes_per_s),
-    "relay": ("relay_bytes_per_s", _parse_relay_rate),
-    "monthly": ("monthly_bytes", units.parse_size_bytes),
-    "schedule": ("schedule", str),
-    "idle-only": ("idle_only", bool),
-    "idle-after": ("idle_after_s", units.parse_duration_s),
-    "no-battery": ("no_battery", bool),
-    "cores": ("cores", int),
-}
-"""For each option, without its dashes: its field of ``OwnerLimits``, and the function that parses
-its text."""
+_SIZE, _RATE = From(str, units.parse_size_bytes), From(str, units.parse_rate_bytes_per_s)
+Up = Annotated[
+    float | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit."), _RATE
+]
+Down = Annotated[float | None, _limit("--down", metavar="RATE", about="Receive at most this fast."), _RATE]
 
 
-def read_options(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``OwnerLimits`` that the user gave. ``parameters`` are the command's, by Python
-    name.
+@dataclass(frozen=True)
+class LimitOptions:
+    """An option for each field of ``OwnerLimits``; None where the stored limit stays in force."""
 
-    Raises ``typer.BadParameter`` for text that cannot be read, ``ConfigError`` for a limit that no
-    node can keep.
-    """
-    given: dict[str, Any] = {}
-    for name, (field, read) in _READERS.items():
-        text = parameters.get(name.replace("-", "_"))
-        if text is None:
-            continue
-        try:
-            given[field] = read(text)
-        except ValueError as error:
-            raise typer.BadParameter(
-                f"{text!r} is not possible: {error}", param_hint=f"'--{name}'"
-            ) from error
-    OwnerLimits(**given)
-    return given
+    max_ram_bytes: Annotated[
+        int | None,
+        _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
+        _SIZE,
+    ] = None
+    max_gpu_mem: Annotated[
+        float | None,
+        _limit("--max-gpu-mem", metavar="SIZE|N%", about="Use at most this much GPU memory."),
+        From(str, units.parse_share),
+    ] = None
+    up_bytes_per_s: Up = None
+    down_bytes_per_s: Down = None
+    relay_bytes_per_s: Annotated[
+        float | None,
+        _limit(
+            "--relay",
+            metavar="off|RATE",
+            about="Forward traffic of peers behind routers at most this fast. It applies if others can dial this node.",
+            default="10mbit",
+        ),
+        From(str, read_relay_rate),
+    ] = None
+    monthly_bytes: Annotated[
+        int | None,
+        _limit(
+            "--monthly",
+            metavar="SIZE",
+            about="Pause when this much was sent and received in a month, such as 200GB.",
+        ),
+        _SIZE,
+    ] = None
+    schedule: Annotated[
+        str | None,
+        _limit(
+            "--schedule",
+            metavar="WHEN",
+            about="Run only at these times, such as 'mon-fri 19:00-07:00; sat,sun 00:00-24:00'.",
+            default="always",
+        ),
+    ] = None
+    idle_only: Annotated[
+        bool | None, _limit("--idle-only", about="Run only while nobody uses the machine.", default=False)
+    ] = None
+    idle_after_s: Annotated[
+        float | None,
+        _limit(
+            "--idle-after",
+            metavar="TIME",
+            about="With --idle-only: run after this time without keyboard or mouse.",
+            default="3m",
+        ),
+        From(str, units.parse_duration_s),
+    ] = None
+    no_battery: Annotated[
+        bool | None, _limit("--no-battery", about="Pause while the machine runs on battery.", default=False)
+    ] = None
+    cores: Annotated[
+        int | None,
+        typer.Option(
+            "--cores",
+            "--threads",
+            metavar="N",
+            min=1,
+            help="Compute with this many cores.",
+            show_default="all",
+            rich_help_panel=PANEL,
+        ),
+    ] = None
 
-
-def remembered(data_dir: Path) -> OwnerLimits:
-    """The limits stored in ``data_dir`` by its last node."""
-    from swarmnet_node.owner.machine import load_limits
-
-    return load_limits(data_dir)
-
-
-def remember(data_dir: Path, limits: OwnerLimits) -> None:
-    """Store ``limits`` in ``data_dir`` for the next start. Raises ``ConfigError`` if they cannot be
-    written."""
-    from swarmnet_node.owner.machine import save_limits
-
-    save_limits(data_dir, limits)
+    def given(self) -> dict[str, Any]:
+        """The fields of ``OwnerLimits`` that the owner named. Raises ``ConfigError`` for a limit that no
+        node can keep."""
+        named = {name: value for name, value in vars(self).items() if value is not None}
+        OwnerLimits(**named)
+        return named
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
     """For each option in ``names``, its field of ``OwnerLimits`` with the default value. Raises
     ``typer.BadParameter`` for an unknown name."""
-    if unknown := [name for name in names if name not in _READERS]:
+    # An option has the name of its field, without the unit.
+    known = {
+        re.sub("(_bytes|_bytes_per_s|_s)$", "", each.name).replace("_", "-"): each.name
+        for each in fields(LimitOptions)
+    }
+    if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"there is no limit {unknown[0]!r}: use one of {', '.join(_READERS)}", param_hint="'--clear'"
+            f"there is no limit {unknown[0]!r}: use one of {', '.join(known)}", param_hint="'--clear'"
         )
-    defaults = asdict(OwnerLimits())
-    return {field: defaults[field] for field in (_READERS[name][0] for name in names)}
+    return {known[name]: getattr(OwnerLimits(), known[name]) for name in names}
 
 
 def rows(limits: OwnerLimits) -> dict[str, str]:

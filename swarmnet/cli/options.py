@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from swarmnet import units
-from swarmnet.addresses import check_listen_address, check_peer_address
+from swarmnet.addresses import check_listen_address, check_peer_address, parse_endpoint, parse_hosts
+from swarmnet.cli.option_groups import From
 from swarmnet.paths import TRANSPORT_VARIABLE
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.multiaddr import PEER_ID
@@ -65,6 +66,13 @@ def _choose_transport(name: str) -> str:
     return name
 
 
+def _read_p2pd_bytes(text: str) -> int:
+    size_bytes = units.parse_size_bytes(text)
+    if size_bytes < MIN_MEMORY_BYTES:
+        raise ValueError(f"p2pd needs at least {units.show_memory(MIN_MEMORY_BYTES)}")
+    return size_bytes
+
+
 SwarmPath = Annotated[
     Path, typer.Argument(metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
 ]
@@ -96,13 +104,14 @@ BootstrapOption = Annotated[
     ),
 ]
 HostsOption = Annotated[
-    str,
+    tuple[PeerId, ...],
     typer.Option(
         "--hosts",
         metavar="PEER,PEER",
         help="Use only these hosts.",
         show_default="those the swarm file trusts, or all",
     ),
+    From(str, parse_hosts, ""),
 ]
 DataDirOption = Annotated[
     Path | None,
@@ -124,13 +133,14 @@ ListenOption = Annotated[
     ),
 ]
 MaxP2pdOption = Annotated[
-    str,
+    int,
     typer.Option(
         "--max-p2pd",
         metavar="SIZE",
         help="Restart p2pd, the libp2p process, when it takes more memory than this.",
         show_default="256MiB",
     ),
+    From(str, _read_p2pd_bytes, "256MiB"),
 ]
 TransportOption = Annotated[
     str,
@@ -175,13 +185,14 @@ CacheDirOption = Annotated[
     typer.Option("--cache-dir", metavar="DIR", help="Folder for model files.", show_default="per user"),
 ]
 MaxDiskOption = Annotated[
-    str | None,
+    int | None,
     typer.Option(
         "--max-disk",
         metavar="SIZE",
         help="Disk space for downloaded model files. When it is full, the least recently used files are removed.",
         show_default="no limit",
     ),
+    From(str, units.parse_size_bytes),
 ]
 SpeculateOption = Annotated[
     bool,
@@ -227,13 +238,14 @@ HostDtypeOption = Annotated[
     ),
 ]
 MetricsOption = Annotated[
-    str | None,
+    tuple[str, int] | None,
     typer.Option(
         "--metrics",
         metavar="[HOST:]PORT",
         help="Serve Prometheus metrics (/metrics) and health checks (/livez, /readyz) on this port; 0 takes a free one.",
         show_default=False,
     ),
+    From(str, parse_endpoint),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 
@@ -246,48 +258,6 @@ def devices_option(about: str) -> Any:
 def device_option(about: str) -> Any:
     """The option `--device` of a command that uses one device. ``about``: its help text."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
-
-
-def parse_blocks(text: str) -> tuple[int, int]:
-    """``A:B`` as the span [A, B)."""
-    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
-    if match is None or int(match[1]) >= int(match[2]):
-        raise typer.BadParameter(
-            f"{text!r} is not a span: give two numbers A:B with A < B, such as 0:10", param_hint="'--blocks'"
-        )
-    return int(match[1]), int(match[2])
-
-
-def parse_p2pd_bytes(text: str) -> int:
-    """The value of ``--max-p2pd`` in bytes."""
-    size_bytes = parse_size_bytes(text, option="--max-p2pd")
-    if size_bytes < MIN_MEMORY_BYTES:
-        raise typer.BadParameter(
-            f"p2pd needs at least {units.show_memory(MIN_MEMORY_BYTES)}",
-            param_hint="'--max-p2pd'",
-        )
-    return size_bytes
-
-
-def parse_size_bytes(text: str, *, option: str) -> int:
-    """``512MiB``, ``1.5GB`` or a plain number of bytes."""
-    try:
-        return units.parse_size_bytes(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a size: {error}", param_hint=f"'{option}'") from error
-
-
-def parse_max_disk(text: str | None) -> int | None:
-    """The value of ``--max-disk`` in bytes; None for no limit."""
-    return None if text is None else parse_size_bytes(text, option="--max-disk")
-
-
-def parse_duration(text: str, *, option: str) -> int:
-    """``90s``, ``12h`` or ``7d``, in seconds."""
-    try:
-        return units.parse_duration_s(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not a duration: {error}", param_hint=f"'{option}'") from error
 
 
 def check_peer_id(text: str) -> PeerId:

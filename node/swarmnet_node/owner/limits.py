@@ -1,11 +1,9 @@
 """The owner's limits, and whether they let a node run. Pure."""
 
 import json
-import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from typing import get_args, get_type_hints
 
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
@@ -71,52 +69,26 @@ class OwnerLimits:
     def from_json(cls, text: str) -> "OwnerLimits":
         """Raises ``ConfigError`` for text that ``to_json`` cannot have returned."""
         try:
-            fields = json.loads(text)
+            # Too long an integer becomes a float, which no limit in whole bytes may be.
+            found = json.loads(text, parse_int=lambda digits: (int if len(digits) < 20 else float)(digits))
         except (ValueError, RecursionError):
-            fields = None
-        if not isinstance(fields, dict):
+            found = None
+        if not isinstance(found, dict):
             raise ConfigError("the limits are not a JSON object")
-        return cls.from_fields(fields)
-
-    @classmethod
-    def from_fields(cls, fields: Mapping[str, Any]) -> "OwnerLimits":
-        """Read the fields that ``asdict`` returns. Raises ``ConfigError`` for other names or
-        values."""
-        defaults = asdict(cls())
-        for name, value in fields.items():
-            if name not in defaults:
+        types = get_type_hints(cls)
+        for name, value in found.items():
+            if name not in types:
                 raise ConfigError(f"there is no limit {name[:40]!r}")
-            if not _fits(name, value):
+            allowed = get_args(types[name]) or (types[name],)
+            if float in allowed and type(value) is int:
+                found[name] = float(value)
+            elif type(value) not in allowed:
                 raise ConfigError(f"{name} cannot be {str(value)[:40]!r}")
-        return cls(**fields)
-
-
-_KINDS: Mapping[str, type | tuple[type, ...]] = {
-    "max_ram_bytes": int,
-    "max_gpu_mem": (int, float),
-    "up_bytes_per_s": (int, float),
-    "down_bytes_per_s": (int, float),
-    "monthly_bytes": int,
-    "schedule": str,
-    "idle_only": bool,
-    "idle_after_s": (int, float),
-    "no_battery": bool,
-    "cores": int,
-    "relay_bytes_per_s": (int, float),
-}
-_ALWAYS = {"idle_only", "idle_after_s", "no_battery", "relay_bytes_per_s"}
-
-
-def _fits(name: str, value: object) -> bool:
-    if value is None:
-        return name not in _ALWAYS
-    if isinstance(value, bool):
-        return _KINDS[name] is bool
-    return isinstance(value, _KINDS[name])
+        return cls(**found)
 
 
 def _check(name: str, value: float | None, least: float, most: float, unit: str = "") -> None:
-    if value is not None and not (math.isfinite(value) and least <= value <= most):
+    if value is not None and not least <= value <= most:
         bound = f"{most:g}{unit} or less" if value > most else f"{least:g}{unit} or more"
         raise ConfigError(f"a limit {name} of {value:g}{unit} is out of range", hint=f"choose {bound}")
 
@@ -152,9 +124,7 @@ class Observed:
     on_battery: bool
 
 
-def reason_to_pause(
-    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool
-) -> str:
+def reason_to_pause(limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> str:
     """Return the reason why a node must not run now, worded for its owner.
 
     The first limit that forbids it counts. Empty if the node may run.

@@ -25,35 +25,23 @@ _sym_db = _symbol_database.Default()
 from swarmnet_protocols.wire import report_pb2 as swarmnet__protocols_dot_wire_dot_report__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/control.proto\x12\x13swarmnet.control.v1\x1a$swarmnet_protocols/wire/report.proto\"\x0f\n\rStatusRequest\"\xd0\x04\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12,\n\x04host\x18\x04 \x01(\x0b\x32\x1e.swarmnet.report.v1.HostReport\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\r\n\x05swarm\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12+\n\x06limits\x18\x0b \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x0c \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\r \x01(\x04\x12\x0f\n\x07warning\x18\x0e \x01(\t\x12(\n\x05reach\x18\x0f \x01(\x0b\x32\x19.swarmnet.report.v1.Reach\x12\x15\n\rblocks_reason\x18\x10 \x01(\t\x12\x16\n\x0erefused_stores\x18\x11 \x01(\x04\x12\x12\n\nmoved_from\x18\x12 \x03(\r\x12\x16\n\x0e\x65xperts_needed\x18\x13 \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18\x14 \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\x15 \x01(\x01\x12\x14\n\x0c\x66ormer_model\x18\x16 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x17 \x01(\t\x12\x14\n\x0cswitching_to\x18\x18 \x01(\t\"\xa7\x03\n\x06Limits\x12\x1a\n\rmax_ram_bytes\x18\x01 \x01(\x04H\x00\x88\x01\x01\x12\x18\n\x0bmax_gpu_mem\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x0eup_bytes_per_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x1d\n\x10\x64own_bytes_per_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1a\n\rmonthly_bytes\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08schedule\x18\x06 \x01(\tH\x05\x88\x01\x01\x12\x11\n\tidle_only\x18\x07 \x01(\x08\x12\x14\n\x0cidle_after_s\x18\x08 \x01(\x01\x12\x12\n\nno_battery\x18\t \x01(\x08\x12\x12\n\x05\x63ores\x18\n \x01(\rH\x06\x88\x01\x01\x12\x1e\n\x11relay_bytes_per_s\x18\x0b \x01(\x01H\x07\x88\x01\x01\x42\x10\n\x0e_max_ram_bytesB\x0e\n\x0c_max_gpu_memB\x11\n\x0f_up_bytes_per_sB\x13\n\x11_down_bytes_per_sB\x10\n\x0e_monthly_bytesB\x0b\n\t_scheduleB\x08\n\x06_coresB\x14\n\x12_relay_bytes_per_s\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\"\r\n\x0b\x46inishReply\"\x0e\n\x0cPauseRequest\"\x0c\n\nPauseReply\"\x0f\n\rResumeRequest\"\r\n\x0bResumeReply\"\x12\n\x10GetLimitsRequest2\xdd\x03\n\x07\x43ontrol\x12M\n\x06Status\x12\".swarmnet.control.v1.StatusRequest\x1a\x1f.swarmnet.control.v1.NodeStatus\x12N\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a .swarmnet.control.v1.FinishReply\x12K\n\x05Pause\x12!.swarmnet.control.v1.PauseRequest\x1a\x1f.swarmnet.control.v1.PauseReply\x12N\n\x06Resume\x12\".swarmnet.control.v1.ResumeRequest\x1a .swarmnet.control.v1.ResumeReply\x12O\n\tGetLimits\x12%.swarmnet.control.v1.GetLimitsRequest\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/control.proto\x12\x13swarmnet.control.v1\x1a$swarmnet_protocols/wire/report.proto\"\x07\n\x05\x45mpty\"\xd0\x04\n\nNodeStatus\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12,\n\x04host\x18\x04 \x01(\x0b\x32\x1e.swarmnet.report.v1.HostReport\x12\x11\n\taddresses\x18\x05 \x03(\t\x12\x10\n\x08uptime_s\x18\x06 \x01(\x01\x12\x14\n\x0cweight_bytes\x18\x07 \x01(\x04\x12\x0f\n\x07version\x18\x08 \x01(\t\x12\r\n\x05swarm\x18\t \x01(\t\x12\x0e\n\x06reason\x18\n \x01(\t\x12+\n\x06limits\x18\x0b \x01(\x0b\x32\x1b.swarmnet.control.v1.Limits\x12)\n\x05usage\x18\x0c \x01(\x0b\x32\x1a.swarmnet.control.v1.Usage\x12\x11\n\tram_bytes\x18\r \x01(\x04\x12\x0f\n\x07warning\x18\x0e \x01(\t\x12(\n\x05reach\x18\x0f \x01(\x0b\x32\x19.swarmnet.report.v1.Reach\x12\x15\n\rblocks_reason\x18\x10 \x01(\t\x12\x16\n\x0erefused_stores\x18\x11 \x01(\x04\x12\x12\n\nmoved_from\x18\x12 \x03(\r\x12\x16\n\x0e\x65xperts_needed\x18\x13 \x01(\x04\x12\x17\n\x0f\x65xpert_hit_rate\x18\x14 \x01(\x01\x12\x1e\n\x16\x65xpert_prediction_rate\x18\x15 \x01(\x01\x12\x14\n\x0c\x66ormer_model\x18\x16 \x01(\t\x12\x14\n\x0cmodel_reason\x18\x17 \x01(\t\x12\x14\n\x0cswitching_to\x18\x18 \x01(\t\"\x1c\n\x06Limits\x12\x0c\n\x04json\x18\x0c \x01(\tJ\x04\x08\x01\x10\x0c\"<\n\x05Usage\x12\r\n\x05month\x18\x01 \x01(\t\x12\x10\n\x08up_bytes\x18\x02 \x01(\x04\x12\x12\n\ndown_bytes\x18\x03 \x01(\x04\" \n\rFinishRequest\x12\x0f\n\x07grace_s\x18\x01 \x01(\x01\x32\xaa\x03\n\x07\x43ontrol\x12\x45\n\x06Status\x12\x1a.swarmnet.control.v1.Empty\x1a\x1f.swarmnet.control.v1.NodeStatus\x12H\n\x06\x46inish\x12\".swarmnet.control.v1.FinishRequest\x1a\x1a.swarmnet.control.v1.Empty\x12?\n\x05Pause\x12\x1a.swarmnet.control.v1.Empty\x1a\x1a.swarmnet.control.v1.Empty\x12@\n\x06Resume\x12\x1a.swarmnet.control.v1.Empty\x1a\x1a.swarmnet.control.v1.Empty\x12\x44\n\tGetLimits\x12\x1a.swarmnet.control.v1.Empty\x1a\x1b.swarmnet.control.v1.Limits\x12\x45\n\tSetLimits\x12\x1b.swarmnet.control.v1.Limits\x1a\x1b.swarmnet.control.v1.Limitsb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarmnet_protocols.wire.control_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STATUSREQUEST']._serialized_start=100
-  _globals['_STATUSREQUEST']._serialized_end=115
-  _globals['_NODESTATUS']._serialized_start=118
-  _globals['_NODESTATUS']._serialized_end=710
-  _globals['_LIMITS']._serialized_start=713
-  _globals['_LIMITS']._serialized_end=1136
-  _globals['_USAGE']._serialized_start=1138
-  _globals['_USAGE']._serialized_end=1198
-  _globals['_FINISHREQUEST']._serialized_start=1200
-  _globals['_FINISHREQUEST']._serialized_end=1232
-  _globals['_FINISHREPLY']._serialized_start=1234
-  _globals['_FINISHREPLY']._serialized_end=1247
-  _globals['_PAUSEREQUEST']._serialized_start=1249
-  _globals['_PAUSEREQUEST']._serialized_end=1263
-  _globals['_PAUSEREPLY']._serialized_start=1265
-  _globals['_PAUSEREPLY']._serialized_end=1277
-  _globals['_RESUMEREQUEST']._serialized_start=1279
-  _globals['_RESUMEREQUEST']._serialized_end=1294
-  _globals['_RESUMEREPLY']._serialized_start=1296
-  _globals['_RESUMEREPLY']._serialized_end=1309
-  _globals['_GETLIMITSREQUEST']._serialized_start=1311
-  _globals['_GETLIMITSREQUEST']._serialized_end=1329
-  _globals['_CONTROL']._serialized_start=1332
-  _globals['_CONTROL']._serialized_end=1809
+  _globals['_EMPTY']._serialized_start=100
+  _globals['_EMPTY']._serialized_end=107
+  _globals['_NODESTATUS']._serialized_start=110
+  _globals['_NODESTATUS']._serialized_end=702
+  _globals['_LIMITS']._serialized_start=704
+  _globals['_LIMITS']._serialized_end=732
+  _globals['_USAGE']._serialized_start=734
+  _globals['_USAGE']._serialized_end=794
+  _globals['_FINISHREQUEST']._serialized_start=796
+  _globals['_FINISHREQUEST']._serialized_end=828
+  _globals['_CONTROL']._serialized_start=831
+  _globals['_CONTROL']._serialized_end=1257
 # @@protoc_insertion_point(module_scope)

@@ -7,7 +7,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class StatusRequest(_message.Message):
+class Empty(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
@@ -64,30 +64,10 @@ class NodeStatus(_message.Message):
     def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_ram_bytes", "max_gpu_mem", "up_bytes_per_s", "down_bytes_per_s", "monthly_bytes", "schedule", "idle_only", "idle_after_s", "no_battery", "cores", "relay_bytes_per_s")
-    MAX_RAM_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_GPU_MEM_FIELD_NUMBER: _ClassVar[int]
-    UP_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    DOWN_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    MONTHLY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    SCHEDULE_FIELD_NUMBER: _ClassVar[int]
-    IDLE_ONLY_FIELD_NUMBER: _ClassVar[int]
-    IDLE_AFTER_S_FIELD_NUMBER: _ClassVar[int]
-    NO_BATTERY_FIELD_NUMBER: _ClassVar[int]
-    CORES_FIELD_NUMBER: _ClassVar[int]
-    RELAY_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    max_ram_bytes: int
-    max_gpu_mem: float
-    up_bytes_per_s: float
-    down_bytes_per_s: float
-    monthly_bytes: int
-    schedule: str
-    idle_only: bool
-    idle_after_s: float
-    no_battery: bool
-    cores: int
-    relay_bytes_per_s: float
-    def __init__(self, max_ram_bytes: _Optional[int] = ..., max_gpu_mem: _Optional[float] = ..., up_bytes_per_s: _Optional[float] = ..., down_bytes_per_s: _Optional[float] = ..., monthly_bytes: _Optional[int] = ..., schedule: _Optional[str] = ..., idle_only: _Optional[bool] = ..., idle_after_s: _Optional[float] = ..., no_battery: _Optional[bool] = ..., cores: _Optional[int] = ..., relay_bytes_per_s: _Optional[float] = ...) -> None: ...
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("month", "up_bytes", "down_bytes")
@@ -104,27 +84,3 @@ class FinishRequest(_message.Message):
     GRACE_S_FIELD_NUMBER: _ClassVar[int]
     grace_s: float
     def __init__(self, grace_s: _Optional[float] = ...) -> None: ...
-
-class FinishReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PauseRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class PauseReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ResumeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ResumeReply(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class GetLimitsRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...

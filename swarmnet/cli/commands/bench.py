@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.addresses import parse_hosts
 from swarmnet.cli.chat.generation import RunHop, SamplingOptions, Screen, generate
 from swarmnet.cli.commands.run import open_model
 from swarmnet.cli.options import (
@@ -22,7 +21,6 @@ from swarmnet.cli.options import (
     TransportOption,
     WireOption,
     device_option,
-    parse_max_disk,
 )
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
@@ -87,13 +85,13 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     ] = 3,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption = "",
+    hosts: HostsOption,
     device: Annotated[str, device_option("With --local: the device of the blocks.")] = "auto",
     dtype: HostDtypeOption = "auto",
     wire: WireOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
+    max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a swarm as a client sees it: seconds to the first token, and tokens per second. With
@@ -110,7 +108,7 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(
             "give one of them: the swarm to measure, or this machine", param_hint="'--swarm' / '--local'"
         )
-    files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
+    files = cache_dir or default_cache_dir(), max_disk_bytes
     if swarm is None:
         _print_local(_measure_here(model, files, device, dtype, quiet=as_json), as_json=as_json)
         return
@@ -118,7 +116,7 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(
             f"hosts choose their own formats; {dtype} is for --local", param_hint="'--dtype'"
         )
-    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    network = client_network(swarm, bootstrap, data_dir, hosts)
     with (
         open_model(
             model, network, (dtype, wire), files, quiet=as_json, notice=Screen(as_json).notice

@@ -9,6 +9,7 @@ import typer
 from swarmnet.addresses import follow_addresses, usual_listen, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import read_relay_rate
+from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -19,7 +20,6 @@ from swarmnet.cli.options import (
     MaxP2pdOption,
     SwarmArgument,
     TransportOption,
-    parse_p2pd_bytes,
 )
 from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.paths import default_data_dir, locked_data_dir
@@ -42,19 +42,18 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     announce: AnnounceOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     issuer: IssuerOption = None,
-    max_p2pd: MaxP2pdOption = "256MiB",
-    relay: Annotated[
-        str,
+    max_p2pd_bytes: MaxP2pdOption,
+    relay_bytes_per_s: Annotated[
+        float,
         typer.Option(
             "--relay", metavar="off|RATE", help="Forward traffic of peers behind routers at most this fast."
         ),
-    ] = "100mbit",
+        From(str, read_relay_rate, "100mbit"),
+    ],
     as_json: JsonFlag = False,
 ) -> None:
     """Run a bootstrap peer until Ctrl-C. New peers enter the swarm through it, and it stores a part
     of the directory. It needs no model and little memory."""
-    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
-    relay_bytes_per_s = read_relay_rate(relay)
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)

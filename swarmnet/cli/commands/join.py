@@ -1,16 +1,19 @@
 """``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet import units
 from swarmnet.addresses import parse_endpoint, usual_listen
-from swarmnet.cli import limit_options
 from swarmnet.cli.commands.dashboard import dashboard_config, dashboard_of
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.foreground import Foreground
+from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
+from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -27,27 +30,48 @@ from swarmnet.cli.options import (
     SwarmArgument,
     TransportOption,
     devices_option,
-    parse_blocks,
-    parse_p2pd_bytes,
-    parse_size_bytes,
 )
 from swarmnet.cli.output import note_if_first, say
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
-from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
 
+if TYPE_CHECKING:
+    from swarmnet.swarm_file.content import SwarmFile
+    from swarmnet_node.loading import NodeConfig
 
-def join(  # noqa: PLR0913 - a command line, not an interface
-    context: typer.Context,
-    swarm: SwarmArgument,
-    *,
-    model: ModelOption = DEFAULT_MODEL,
+
+def _read_blocks(text: str) -> tuple[int, int]:
+    """``A:B`` as the span [A, B)."""
+    match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
+    if match is None or int(match[1]) >= int(match[2]):
+        raise ValueError("give two numbers A:B with A < B, such as 0:10")
+    return int(match[1]), int(match[2])
+
+
+def _check_name(name: str) -> str:
+    if len(name) > 64 or not name.isprintable():
+        raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
+    return name
+
+
+def _check_priority(priority: str) -> str:
+    if priority not in {"low", "normal"}:
+        raise typer.BadParameter("use low or normal")
+    return priority
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """The options of a node. Those with the name of a field of ``NodeConfig`` become that field."""
+
+    model: ModelOption = DEFAULT_MODEL
     blocks: Annotated[
-        str | None,
+        tuple[int, int] | None,
         typer.Option("--blocks", metavar="A:B", help="Host exactly blocks A to B-1, such as 0:10."),
-    ] = None,
+        From(str, _read_blocks),
+    ]
     num_blocks: Annotated[
         int | None,
         typer.Option(
@@ -56,26 +80,28 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             min=1,
             help="Host N blocks. The node chooses those that the swarm needs most.",
         ),
-    ] = None,
+    ] = None
     experts: Annotated[
-        list[str] | None,
+        str | None,
         typer.Option(
             "--experts",
             metavar="BLOCKS:EXPERTS",
             help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, other peers compute the rest of the blocks' experts; none: they compute all.",
             show_default=False,
         ),
-    ] = None,
-    expert_memory: Annotated[
-        str | None,
+        From(list[str], lambda texts: ";".join(texts) or None),
+    ]
+    expert_memory_bytes: Annotated[
+        int | None,
         typer.Option(
             "--expert-memory",
             metavar="SIZE",
             help="Keep at most this much of the experts in memory; read the others from disk when a token needs them.",
             show_default=False,
         ),
-    ] = None,
-    expert_delay: Annotated[
+        From(str, units.parse_size_bytes),
+    ]
+    max_expert_round_trip_s: Annotated[
         float | None,
         typer.Option(
             "--expert-delay",
@@ -84,42 +110,44 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             help="Use expert peers only within this round-trip time. Every MoE block waits for one round trip.",
             show_default="20",
         ),
-    ] = None,
+        From(float, lambda ms: ms / 1000),
+    ]
     stay: Annotated[
         bool,
         typer.Option(
             "--stay", help="Never move to other blocks or another model, even when the swarm needs them more."
         ),
-    ] = False,
+    ] = False
     keep_model: Annotated[
         bool,
         typer.Option(
             "--keep-model",
             help="Never switch to another model of the swarm file, even when that model lacks hosts.",
         ),
-    ] = False,
-    transport: TransportOption = "auto",
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    listen: ListenOption = [],  # noqa: B006
-    announce: AnnounceOption = [],  # noqa: B006
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
-    device: Annotated[
-        str, devices_option("Compute on this device, or on several GPUs: cuda:0,cuda:1.")
-    ] = "auto",
-    dtype: HostDtypeOption = "auto",
-    max_cache: Annotated[
-        str,
+    ] = False
+    transport: TransportOption = "auto"
+    bootstrap: BootstrapOption = field(default_factory=list)
+    listen: ListenOption = field(default_factory=list)
+    announce: AnnounceOption = field(default_factory=list)
+    data_dir: DataDirOption = None
+    cache_dir: CacheDirOption = None
+    max_disk_bytes: MaxDiskOption
+    device: Annotated[str, devices_option("Compute on this device, or on several GPUs: cuda:0,cuda:1.")] = (
+        "auto"
+    )
+    dtype: HostDtypeOption = "auto"
+    max_cache_bytes: Annotated[
+        int,
         typer.Option(
             "--max-cache",
             metavar="SIZE",
             help="Memory for clients' sessions (KV caches), in addition to the weights.",
         ),
-    ] = "1GiB",
-    max_p2pd: MaxP2pdOption = "256MiB",
+        From(str, units.parse_size_bytes, "1GiB"),
+    ]
+    max_p2pd_bytes: MaxP2pdOption
     client_share: Annotated[
-        int,
+        float,
         typer.Option(
             "--client-share",
             metavar="PERCENT",
@@ -127,8 +155,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             max=100,
             help="Share of sessions and their memory that one client may use. Raise it if one gateway is your only client.",
         ),
-    ] = 25,
-    max_wait: Annotated[
+        From(int, lambda percent: percent / 100, 25),
+    ]
+    max_wait_s: Annotated[
         float,
         typer.Option(
             "--max-wait",
@@ -136,28 +165,19 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             min=0,
             help="Refuse a new session that would wait longer than this, so that its client goes to another host.",
         ),
-    ] = 20,
-    max_ram: limit_options.MaxRam = None,  # these, down to the cores, are read from the context
-    max_gpu_mem: limit_options.MaxGpuMem = None,
-    up: limit_options.Up = None,
-    down: limit_options.Down = None,
-    relay: limit_options.Relay = None,
-    monthly: limit_options.Monthly = None,
-    schedule: limit_options.ScheduleText = None,
-    idle_only: limit_options.IdleOnly = None,
-    idle_after: limit_options.IdleAfter = None,
-    no_battery: limit_options.NoBattery = None,
-    cores: limit_options.Cores = None,
+    ] = 20
+    limits: LimitOptions
     priority: Annotated[
         str,
         typer.Option(
             "--priority",
             metavar="low|normal",
             help="low: every other program on this machine goes first.",
-            rich_help_panel=limit_options.PANEL,
+            rich_help_panel=PANEL,
+            callback=_check_priority,
         ),
-    ] = "low",
-    issuer: IssuerOption = None,
+    ] = "low"
+    issuer: IssuerOption = None
     public_name: Annotated[
         str,
         typer.Option(
@@ -165,20 +185,28 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--name",
             metavar="NAME",
             help="Name of this node that everybody sees, such as on the dashboard.",
+            callback=_check_name,
         ),
-    ] = "",
+    ] = ""
+
+
+def join(  # noqa: PLR0913 - a command line, not an interface
+    swarm: SwarmArgument,
+    options: NodeOptions,
+    *,
     yes: Annotated[
         bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")
     ] = False,
     metrics: MetricsOption = None,
     dashboard: Annotated[
-        str | None,
+        tuple[str, int] | None,
         typer.Option(
             "--dashboard",
             metavar="[HOST:]PORT",
             help="Serve the swarm's dashboard on this port; 0 takes a free one.",
             show_default=False,
         ),
+        From(str, parse_endpoint),
     ] = None,
     dashboard_key_file: Annotated[
         Path | None,
@@ -200,63 +228,32 @@ def join(  # noqa: PLR0913 - a command line, not an interface
       swarmnet join swn1… --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
       swarmnet join lab --issuer lab/authority.key    also admit members
     """
-    if blocks is not None and num_blocks is not None:
+    if options.blocks is not None and options.num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
-    span = parse_blocks(blocks) if blocks is not None else None
-    max_cache_bytes = parse_size_bytes(max_cache, option="--max-cache")
-    max_p2pd_bytes = parse_p2pd_bytes(max_p2pd)
-    max_disk_bytes = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
-    if len(public_name) > 64 or not public_name.isprintable():
-        raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
-    if priority not in {"low", "normal"}:
-        raise typer.BadParameter("use low or normal", param_hint="'--priority'")
-    changes = limit_options.read_options(context.params)
-    endpoint = parse_endpoint(metrics) if metrics is not None else None
-    page = dashboard_config(parse_endpoint(dashboard), dashboard_key_file) if dashboard is not None else None
-    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    with locked_data_dir(data_dir or default_data_dir()) as directory:
-        limits = replace(limit_options.remembered(directory), **changes)
-        cache_dir = cache_dir or default_cache_dir()
-        keeps = keep_model or stay or blocks is not None or experts is not None
-        others = "" if keeps or len(entry.file.models) < 2 else ", or another model of the swarm,"
-        disk = f"{model}{others} and its cache in {cache_dir}"
-        facts = _facts(entry.file.rules(), limits, disk, public_name)
-        ask_once(directory, facts, asking=not yes, as_json=as_json)
-        note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
-
+    changes = options.limits.given()
+    page = dashboard_config(dashboard, dashboard_key_file) if dashboard is not None else None
+    data_dir = options.data_dir or default_data_dir()
+    entry = enter(swarm, data_dir, options.bootstrap)
+    with locked_data_dir(data_dir) as directory:
         from swarmnet_node.loading import NodeConfig
-        from swarmnet_node.owner.machine import yield_to_others
+        from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
 
-        if priority == "low":
-            yield_to_others()
+        network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
+        values = vars(options) | {
+            "network": replace(network, max_p2pd_bytes=options.max_p2pd_bytes),
+            "swarm_name": entry.file.name,
+            "cache_dir": options.cache_dir or default_cache_dir(),
+            "folder": directory,
+            "limits": replace(load_limits(directory), **changes),
+        }
         config = NodeConfig(
-            model=model,
-            network=replace(
-                entry.network(listen or usual_listen(directory), announce, issuer),
-                max_p2pd_bytes=max_p2pd_bytes,
-            ),
-            swarm_name=entry.file.name,
-            cache_dir=cache_dir,
-            max_disk_bytes=max_disk_bytes,
-            blocks=span,
-            num_blocks=num_blocks,
-            experts=";".join(experts) if experts else None,
-            expert_memory_bytes=parse_size_bytes(expert_memory, option="--expert-memory")
-            if expert_memory is not None
-            else None,
-            max_expert_round_trip_s=None if expert_delay is None else expert_delay / 1000,
-            stay=stay,
-            keep_model=keep_model,
-            device=device,
-            dtype=dtype,
-            max_cache_bytes=max_cache_bytes,
-            client_share=client_share / 100,
-            max_wait_s=max_wait,
-            public_name=public_name,
-            folder=directory,
-            limits=limits,
+            **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}
         )
+        ask_once(directory, _facts(config, entry.file), asking=not yes, as_json=as_json)
+        note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
+        if options.priority == "low":
+            yield_to_others()
         Foreground(
             lambda report: start(
                 config,
@@ -266,17 +263,19 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             directory,
             as_json=as_json,
             stop_on_eof=stop_on_eof,
-            metrics=endpoint,
+            metrics=metrics,
             dashboard=(lambda node: dashboard_of(node, entry.file, directory, page)) if page else None,
         ).run()
 
 
-def _facts(rules: Rules, limits: OwnerLimits, disk: str, public_name: str) -> dict[str, str]:
+def _facts(config: "NodeConfig", file: "SwarmFile") -> dict[str, str]:
     """What the owner of this machine is shown before it is shared for the first time."""
-    open_to_all = rules.admission is Admission.OPEN
-    return limit_options.rows(limits) | {
-        "disk": disk,
-        "used by": "every peer that has the swarm file" if open_to_all else "members of the swarm",
+    others = ", or another model of the swarm," if config.may_switch and len(file.models) > 1 else ""
+    return rows(config.limits) | {
+        "disk": f"{config.model}{others} and its cache in {config.cache_dir}",
+        "used by": "every peer that has the swarm file"
+        if file.admission is Admission.OPEN
+        else "members of the swarm",
         "others see": "this machine's IP address, its peer id, the blocks it hosts and how fast they are"
-        + (f", and the name {public_name}" if public_name else ""),
+        + (f", and the name {config.public_name}" if config.public_name else ""),
     }

@@ -5,42 +5,15 @@ from typing import Annotated
 
 import typer
 
-from swarmnet.cli.limit_options import (
-    Cores,
-    Down,
-    IdleAfter,
-    IdleOnly,
-    MaxGpuMem,
-    MaxRam,
-    Monthly,
-    NoBattery,
-    Relay,
-    ScheduleText,
-    Up,
-    lifted,
-    read_options,
-    rows,
-)
+from swarmnet.cli.limit_options import LimitOptions, lifted, rows
 from swarmnet.cli.options import DataDirOption, JsonFlag
 from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
 
 
-def limits(  # noqa: PLR0913 - a command line, not an interface
-    context: typer.Context,
+def limits(
+    changed: LimitOptions,
     *,
-    # The options from here to cores are read from ``context.params``.
-    max_ram: MaxRam = None,
-    max_gpu_mem: MaxGpuMem = None,
-    up: Up = None,
-    down: Down = None,
-    relay: Relay = None,
-    monthly: Monthly = None,
-    schedule: ScheduleText = None,
-    idle_only: IdleOnly = None,
-    idle_after: IdleAfter = None,
-    no_battery: NoBattery = None,
-    cores: Cores = None,
     clear: Annotated[
         list[str],
         typer.Option("--clear", metavar="NAME", help="Remove this limit, such as up; repeatable."),
@@ -52,7 +25,7 @@ def limits(  # noqa: PLR0913 - a command line, not an interface
     restart."""
     from swarmnet_node.owner import control
 
-    changes = lifted(clear) | read_options(context.params)
+    changes = lifted(clear) | changed.given()
     folder = data_dir or default_data_dir()
     before = control.get_limits(folder)
     wanted = replace(before, **changes)

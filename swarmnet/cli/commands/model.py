@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, parse_size_bytes
+from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
@@ -74,17 +74,16 @@ def pull(
     model: ModelName = DEFAULT_MODEL,
     *,
     cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
+    max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Download the files of a model that this machine lacks."""
     from swarmnet_protocols.models import resolve
 
-    limit = parse_size_bytes(max_disk, option="--max-disk") if max_disk is not None else None
     with progress(quiet=as_json) as report:
         import_transformers()
         local = resolve(
-            model, cache_dir=cache_dir or default_cache_dir(), progress=report, max_disk_bytes=limit
+            model, cache_dir=cache_dir or default_cache_dir(), progress=report, max_disk_bytes=max_disk_bytes
         )
         local.fetch()
     if as_json:

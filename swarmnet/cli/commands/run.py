@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import parse_hosts
 from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
@@ -30,7 +29,6 @@ from swarmnet.cli.options import (
     check_at_least_zero,
     check_draft,
     check_share,
-    parse_max_disk,
 )
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_cache_dir, default_history
@@ -65,7 +63,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     swarm: SwarmOption,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption = "",
+    hosts: HostsOption,
     max_new_tokens: Annotated[
         int,
         typer.Option(
@@ -155,7 +153,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
+    max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
@@ -183,10 +181,10 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, cache_dir)
-    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    network = client_network(swarm, bootstrap, data_dir, hosts)
     if not raw:
         prepare_rendering()
-    files = cache_dir or default_cache_dir(), parse_max_disk(max_disk)
+    files = cache_dir or default_cache_dir(), max_disk_bytes
     with (
         open_model(
             model,

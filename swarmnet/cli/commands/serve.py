@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.addresses import parse_hosts
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -32,7 +31,6 @@ from swarmnet.cli.options import (
     WireOption,
     check_draft,
     device_option,
-    parse_max_disk,
 )
 from swarmnet.cli.output import note, print_json, progress, say
 from swarmnet.paths import default_cache_dir
@@ -88,7 +86,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     model: ModelOption = DEFAULT_MODEL,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption = "",
+    hosts: HostsOption,
     host: HostOption = "127.0.0.1",
     port: PortOption = 8000,
     api_key_file: Annotated[
@@ -148,7 +146,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     draft: DraftOption = "",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
+    max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
     stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
 ) -> None:
@@ -162,13 +160,12 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
     from swarmnet.web.server import listen
 
     check_draft(draft, speculate=speculate)
-    max_disk_bytes = parse_max_disk(max_disk)
     keys = _keys(api_key_file)
     check_exposed(host, keys)
     listen(host, port).close()  # reports an address in use before the swarm is searched
     access = AccessPolicy(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
     quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
-    network = client_network(swarm, bootstrap, data_dir, parse_hosts(hosts))
+    network = client_network(swarm, bootstrap, data_dir, hosts)
     with progress(quiet=as_json) as report:
         import_transformers()
         local = resolve_in_swarm(

@@ -1,5 +1,6 @@
 """``swarmnet status``: what the node on this machine is doing."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from swarmnet.cli.limit_options import rows
@@ -8,6 +9,7 @@ from swarmnet.cli.output import print_json, print_table
 from swarmnet.paths import default_data_dir
 from swarmnet.reach import advice, describe, describe_punching, describe_relaying
 from swarmnet.units import counted, show_duration, show_size
+from swarmnet_node.owner.limits import OwnerLimits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,6 +40,7 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
     trunk = _trunk(host.trunk) if host.HasField("trunk") else None
     del fields["host"]
     return fields | {
+        "limits": asdict(OwnerLimits.from_json(node.limits.json)),
         "manifest": record.manifest.hex(),
         "blocks": [record.start, record.end],
         "moving_to": _moving_to(record),
@@ -100,11 +103,9 @@ def _rows(host: "HostReport") -> int:
 
 
 def _print(node: "NodeStatus") -> None:
-    from swarmnet_node.owner.control import limits_of
-
     mebibyte = 1 << 20
     host, record = node.host, node.host.record
-    limits = rows(limits_of(node.limits))
+    limits = rows(OwnerLimits.from_json(node.limits.json))
     moving_to = _moving_to(record)
     print_table(
         f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),

@@ -9,19 +9,14 @@ import typer
 from swarmnet import swarm_file
 from swarmnet.cli.commands import swarm_members
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.options import (
-    BootstrapOption,
-    CacheDirOption,
-    JsonFlag,
-    OwnSwarm,
-    SwarmPath,
-    parse_duration,
-)
+from swarmnet.cli.option_groups import From
+from swarmnet.cli.options import BootstrapOption, CacheDirOption, JsonFlag, OwnSwarm, SwarmPath
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
+from swarmnet.units import parse_duration_s
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.membership.rules import Admission
@@ -233,24 +228,24 @@ def new_key(
 def rotate_key(
     swarm: OwnSwarm = Path(),
     *,
-    overlap: Annotated[
-        str,
+    overlap_s: Annotated[
+        float | None,
         typer.Option(
             "--overlap",
             metavar="TIME",
             help="How long signatures of the old keys stay valid. Use `now` if a key was stolen.",
             show_default="as long as certificates last",
         ),
-    ] = "",
+        From(str, lambda text: 0 if text == "now" else parse_duration_s(text)),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Replace the authority keys with a new one. The swarm stays the same. Distribute its file
     again afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
-    overlap_s: float = swarm_file.load(swarm).policy.certificate_lifetime_s
-    if overlap:
-        overlap_s = 0 if overlap == "now" else parse_duration(overlap, option="--overlap")
+    if overlap_s is None:
+        overlap_s = swarm_file.load(swarm).policy.certificate_lifetime_s
     now = wall_clock()
     file, key = swarm_writer.rotate_key(swarm, now=now, overlap_s=overlap_s)
     swarm_members.sign_revocations_anew(swarm, file, key, now)

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet import swarm_file
-from swarmnet.cli.options import (
-    BootstrapOption,
-    DataDirOption,
-    JsonFlag,
-    OwnSwarm,
-    check_peer_id,
-    parse_duration,
-)
+from swarmnet.cli.option_groups import From
+from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, OwnSwarm, check_peer_id
 from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
-from swarmnet.units import counted
+from swarmnet.units import counted, parse_duration_s
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
@@ -48,10 +42,11 @@ KeyOption = Annotated[
     ),
 ]
 ExpiresOption = Annotated[
-    str,
+    int,
     typer.Option(
         "--expires", metavar="TIME", help="How long the invite can be redeemed, up to 90d: 90s, 12h, 7d."
     ),
+    From(str, parse_duration_s, "7d"),
 ]
 
 
@@ -59,7 +54,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     swarm: OwnSwarm = Path(),
     *,
     role: RoleOption = [],  # noqa: B006 - typer copies it
-    expires: ExpiresOption = "7d",
+    expires_s: ExpiresOption,
     uses: Annotated[
         int, typer.Option("--uses", min=1, max=10_000, help="How many peers the invite admits.")
     ] = 1,
@@ -74,7 +69,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
             f"{file.name} has no invites: its file lists the peers it admits",
             hint="add the peer to the list instead: swarmnet swarm approve PEER --role ROLE",
         )
-    terms = _terms(role, expires, uses=uses)
+    terms = _terms(role, expires_s, uses=uses)
     _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
 
 
@@ -83,7 +78,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     swarm: OwnSwarm = Path(),
     *,
     role: RoleOption = [],  # noqa: B006 - typer copies it
-    expires: ExpiresOption = "7d",
+    expires_s: ExpiresOption,
     bootstrap: BootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
@@ -101,7 +96,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
             note(f"the peer is no longer revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
-        _print_invite(file, signer, _terms(role, expires, peer=who), bootstrap, as_json=as_json)
+        _print_invite(file, signer, _terms(role, expires_s, peer=who), bootstrap, as_json=as_json)
         return
     from swarmnet.swarm_file import writer as swarm_writer
 
@@ -193,15 +188,14 @@ def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: fl
         _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
 
 
-def _terms(role: list[Role], expires: str, *, uses: int = 1, peer: PeerId | None = None) -> "InviteTerms":
+def _terms(role: list[Role], expires_s: int, *, uses: int = 1, peer: PeerId | None = None) -> "InviteTerms":
     from swarmnet_protocols.membership.invites import MAX_VALID_S, InviteTerms
 
-    valid_s = parse_duration(expires, option="--expires")
-    if valid_s > MAX_VALID_S:
+    if expires_s > MAX_VALID_S:
         raise typer.BadParameter(
             f"an invite is valid for {MAX_VALID_S // 86_400}d at most", param_hint="'--expires'"
         )
-    not_after = int(wall_clock()) + valid_s
+    not_after = int(wall_clock()) + expires_s
     return InviteTerms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
 
 

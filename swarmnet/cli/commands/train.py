@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
-from swarmnet.cli import limit_options
 from swarmnet.cli.commands import train_status
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
+from swarmnet.cli.limit_options import Down, LimitOptions, Up
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -145,8 +145,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job starts from. Remembered."
         ),
     ] = None,
-    up: limit_options.Up = None,
-    down: limit_options.Down = None,
+    up_bytes_per_s: Up = None,
+    down_bytes_per_s: Down = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -158,13 +158,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     for consent.
     """
     check_job_id(job)
-    changes = limit_options.read_options({"up": up, "down": down})
+    changes = LimitOptions(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s).given()
     entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
     note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir or default_data_dir()) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
             import_transformers()
+            from swarmnet_node.owner.machine import load_limits, save_limits
             from swarmnet_node.training.job_store import (
                 LocalFiles,
                 job_folder,
@@ -182,9 +183,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
-        limits = replace(limit_options.remembered(directory), **changes)
+        limits = replace(load_limits(directory), **changes)
         if changes:
-            limit_options.remember(directory, limits)
+            save_limits(directory, limits)
         config = WorkerConfig(
             job=job,
             network=entry.network(listen or usual_listen(directory), announce, issuer),

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.addresses import parse_hosts
 from swarmnet.cli.options import (
     BootstrapOption,
     CacheDirOption,
@@ -23,7 +22,6 @@ from swarmnet.cli.options import (
     SwarmOption,
     TransportOption,
     device_option,
-    parse_max_disk,
 )
 from swarmnet.cli.progress.displays import Fields, display
 from swarmnet.cli.progress.tuning import Words
@@ -48,7 +46,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     swarm: SwarmOption,
     transport: TransportOption = "auto",
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption = "",
+    hosts: HostsOption,
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the adapter to this folder.")],
     method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA,
@@ -129,7 +127,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     dtype: DtypeOption = "auto",
     data_dir: DataDirOption = None,
     cache_dir: CacheDirOption = None,
-    max_disk: MaxDiskOption = None,
+    max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an
@@ -146,7 +144,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     for path in (data, eval_data):
         if path is not None and not path.is_file():
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
-    max_disk_bytes = parse_max_disk(max_disk)
     require_peft()
     settings = TuneSettings(
         method=method,
@@ -172,7 +169,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
         cache_dir = cache_dir or default_cache_dir()
-        enter = partial(client_network, swarm, bootstrap, data_dir, parse_hosts(hosts))
+        enter = partial(client_network, swarm, bootstrap, data_dir, hosts)
         local = resolve_in_swarm(
             model, enter, cache_dir=cache_dir, progress=shown.progress, max_disk_bytes=max_disk_bytes
         )

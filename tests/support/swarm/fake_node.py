@@ -1,7 +1,6 @@
 """A node that does nothing, for tests of the code around a node."""
 
 from collections.abc import Callable
-from dataclasses import asdict
 
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.node_reports import describe_experts
@@ -32,7 +31,7 @@ STATUS = NodeStatus(
     version="0.1.0",
     swarm="lab",
     blocks_reason="no other host has these blocks",
-    limits=control_pb2.Limits(**asdict(OwnerLimits())),
+    limits=control_pb2.Limits(json=OwnerLimits().to_json()),
     usage=control_pb2.Usage(),
     reach=Reach(kind="unknown"),
 )

@@ -219,9 +219,9 @@ def test_impossible_limits_are_refused_by_the_node(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with control.serve(node, tmp_path):
-            impossible = control_pb2.Limits(up_bytes_per_s=-1.0)
+            impossible = control_pb2.Limits(json='{"up_bytes_per_s": -1.0}')
             with pytest.raises(ConfigError, match="out of range"):
-                await asyncio.to_thread(control._call, tmp_path, "SetLimits", impossible, control_pb2.Limits)
+                await asyncio.to_thread(control._call, tmp_path, "SetLimits", impossible)
 
     asyncio.run(main())
     assert node.kept == OwnerLimits()
