@@ -12,7 +12,7 @@ from swarmnet import units
 from swarmnet.cli.option_groups import From
 from swarmnet_node.owner.limits import OwnerLimits
 
-PANEL = "OwnerLimits on this machine"
+PANEL = "Limits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
@@ -106,8 +106,10 @@ class LimitOptions:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The fields of ``OwnerLimits`` that the owner named. Raises ``ConfigError`` for a limit that no
-        node can keep."""
+        """The fields of ``OwnerLimits`` that the owner named.
+
+        Raises ``ConfigError`` for a limit that no node can keep.
+        """
         named = {name: value for name, value in vars(self).items() if value is not None}
         OwnerLimits(**named)
         return named

@@ -17,11 +17,12 @@ from typer.models import ParameterInfo
 class From:
     """Says in the ``Annotated`` type of an option that ``read`` makes its value.
 
-    Typer hands ``read`` a value of type ``typed``. ``read`` may raise ``ValueError``. ``default``
-    is written as users type it; without one, an option that is not given is None.
+    Typer hands ``read`` a value of type ``typed``, which is no list. ``read`` may raise
+    ``ValueError``. ``default`` is written as users type it. Without one, an option that is not given
+    is None.
     """
 
-    typed: Any
+    typed: type
     read: Callable[[Any], Any]
     default: Any = None
 
@@ -49,7 +50,7 @@ def command_for_typer(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _value(name: str, annotation: Any, given: Mapping[str, Any]) -> Any:
-    if not is_dataclass(annotation):
+    if not (isinstance(annotation, type) and is_dataclass(annotation)):
         return given[name]
     types = get_type_hints(annotation, include_extras=True)
     return annotation(**{each: _value(each, kind, given) for each, kind in types.items()})

@@ -86,7 +86,7 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
             await context.abort(code, json.dumps([str(error), error.hint]))
         return control_pb2.Limits(json=node.limits().to_json())
 
-    answers = {
+    answers: dict[str, Callable[..., Any]] = {
         "Status": answer_status,
         "Finish": answer_finish,
         "Pause": answer_pause,

@@ -124,7 +124,9 @@ class Observed:
     on_battery: bool
 
 
-def reason_to_pause(limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool) -> str:
+def reason_to_pause(
+    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool
+) -> str:
     """Return the reason why a node must not run now, worded for its owner.
 
     The first limit that forbids it counts. Empty if the node may run.

@@ -82,15 +82,14 @@ class NodeOptions:
         ),
     ] = None
     experts: Annotated[
-        str | None,
+        list[str],
         typer.Option(
             "--experts",
             metavar="BLOCKS:EXPERTS",
             help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, other peers compute the rest of the blocks' experts; none: they compute all.",
             show_default=False,
         ),
-        From(list[str], lambda texts: ";".join(texts) or None),
-    ]
+    ] = field(default_factory=list)
     expert_memory_bytes: Annotated[
         int | None,
         typer.Option(
@@ -243,6 +242,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         values = vars(options) | {
             "network": replace(network, max_p2pd_bytes=options.max_p2pd_bytes),
             "swarm_name": entry.file.name,
+            "experts": ";".join(options.experts) or None,
             "cache_dir": options.cache_dir or default_cache_dir(),
             "folder": directory,
             "limits": replace(load_limits(directory), **changes),

@@ -1,15 +1,17 @@
 """Limits on the command line: units, removal, display, and consent."""
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
 
 from swarmnet import units
 from swarmnet.cli.consent import AGREED_NAME, TRAINING, ask_once
-from swarmnet.cli.limit_options import lifted, read_options, rows
+from swarmnet.cli.limit_options import LimitOptions, lifted, rows
+from swarmnet.cli.option_groups import From, command_for_typer
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import ConfigError
 
@@ -39,37 +41,83 @@ def test_invalid_shares_are_refused(text: str) -> None:
         units.parse_share(text)
 
 
+def typed(*arguments: str) -> LimitOptions:
+    """The options that a command takes from these arguments."""
+    found = []
+
+    def command(options: LimitOptions) -> None:
+        found.append(options)
+
+    app = typer.Typer()
+    app.command()(command_for_typer(command))
+    typer.main.get_command(app).main(list(arguments), standalone_mode=False)
+    return found[0]
+
+
 def test_every_limit_option_is_read() -> None:
-    options = {
-        "max_ram": "8G",
-        "max_gpu_mem": "80%",
+    given = {
+        "max-ram": "8G",
+        "max-gpu-mem": "80%",
         "up": "20mbit",
         "down": "50mbit",
         "monthly": "200G",
         "schedule": "mon-fri 19:00-07:00",
-        "idle_only": True,
-        "idle_after": "5m",
-        "no_battery": True,
-        "cores": 2,
+        "idle-after": "5m",
+        "cores": "2",
+        "relay": "off",
     }
-    limits = OwnerLimits(**read_options(options))
+    options = typed("--idle-only", "--no-battery", *(f"--{name}={text}" for name, text in given.items()))
+    limits = OwnerLimits(**options.given())
     assert limits == OwnerLimits(
-        8 * 10**9, 0.8, 2.5e6, 6.25e6, 200 * 10**9, "mon-fri 19:00-07:00", True, 300, True, 2
+        8 * 10**9, 0.8, 2.5e6, 6.25e6, 200 * 10**9, "mon-fri 19:00-07:00", True, 300, True, 2, 0.0
     )
-    assert read_options({"up": None, "down": "1mbit"}) == {"down_bytes_per_s": 125_000.0}
-    assert replace(limits, **lifted([name.replace("_", "-") for name in options])) == OwnerLimits()
+    assert typed("--down", "1mbit").given() == {"down_bytes_per_s": 125_000.0}
+    assert replace(limits, **lifted([*given, "idle-only", "no-battery"])) == OwnerLimits()
     assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while the machine")
+
+
+def test_every_limit_has_an_option_of_its_name() -> None:
+    assert {each.name for each in fields(LimitOptions)} == {each.name for each in fields(OwnerLimits)}
 
 
 def test_impossible_values_are_named_by_their_option() -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        read_options({"up": "fast"})
-    assert caught.value.param_hint == "'--up'"
+        typed("--up", "fast")
+    assert caught.value.format_message().startswith("Invalid value for '--up': 'fast' is not possible")
     with pytest.raises(typer.BadParameter, match="max-ram, max-gpu-mem"):
         lifted(["upload"])
     with pytest.raises(ConfigError, match="up of 1 kbit/s") as too_low:
-        read_options({"up": "1kbit"})
+        typed("--up", "1kbit").given()
     assert too_low.value.hint == "choose 512 kbit/s or more"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outer:
+    share: Annotated[float, typer.Option("--share", min=1), From(int, lambda percent: percent / 100, 25)]
+    inner: LimitOptions
+    names: Annotated[list[str], typer.Option("--name")] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], _Outer(share=0.25, inner=LimitOptions(), names=[])),
+        (
+            ["--share", "50", "--name", "a", "--name", "b", "--cores", "3"],
+            _Outer(share=0.5, inner=LimitOptions(cores=3), names=["a", "b"]),
+        ),
+    ],
+)
+def test_options_fill_dataclasses_within_dataclasses(arguments: list[str], expected: _Outer) -> None:
+    found = []
+    app = typer.Typer()
+
+    def command(outer: _Outer, *, plain: int = 7) -> None:
+        found.append((outer, plain))
+
+    app.command()(command_for_typer(command))
+    typer.main.get_command(app).main(arguments, standalone_mode=False)
+    assert found == [(expected, 7)]
 
 
 class _Terminal:

@@ -125,7 +125,7 @@ def test_limits_are_read_back_as_they_were_written(limits: OwnerLimits) -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "[]", "{", '{"up": 3}', '{"cores": "4"}', '{"cores": true}', '{"idle_only": null}', '{"idle_only": 1}', '{"max_ram_bytes": 1.5}',
-     '{"max_ram_bytes": -1}', '{"up_bytes_per_s": 1}', '{"up_bytes_per_s": NaN}', '{"schedule": 7}', "[" * 100_000],
+     '{"max_ram_bytes": -1}', '{"up_bytes_per_s": 1}', '{"up_bytes_per_s": NaN}', '{"schedule": 7}', "[" * 100_000, f'{{"cores": {"9" * 400}}}', f'{{"up_bytes_per_s": {"9" * 400}}}'],
 )  # fmt: skip
 def test_a_damaged_file_of_limits_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
