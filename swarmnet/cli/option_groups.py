@@ -18,8 +18,8 @@ class From:
     """Says in the ``Annotated`` type of an option that ``read`` makes its value.
 
     Typer hands ``read`` a value of type ``typed``, which is no list. ``read`` may raise
-    ``ValueError``. ``default`` is written as users type it. Without one, an option that is not given
-    is None.
+    ``ValueError``. ``default`` is written as users type it. Without a default, an option that
+    nobody gives is None.
     """
 
     typed: type
