@@ -1,6 +1,7 @@
 """In-flight steps: the steps of a chain that were sent and not answered. No I/O.
 
-The activation log sends these steps, and replays them after a failure.
+They are appended to the activation log. The client's link sends them from there, and replays them
+after a failure.
 """
 
 import asyncio
@@ -26,19 +27,19 @@ class StepsInFlight:
     """
 
     def __init__(self, log_bytes: int, hidden_size: int) -> None:
-        """``log_bytes``: the limit of the activation log in bytes. ``hidden_size``: the numbers of
-        one output, D."""
+        """``log_bytes`` is the limit of the activation log. ``hidden_size`` is D, the length of an
+        output."""
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self.give_up_idle: Callable[[], Set[int]] = frozenset
-        """Gives up the sequences that no answer needs, and returns their numbers."""
+        """Drops the sequences that no answer needs any more, and returns their numbers."""
         self._hidden_size = hidden_size
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
         self._received: set[int] = set()
         self._acked = 0
         self._failure: SwarmnetError | None = None
         self._rests_since = -math.inf
-        """Loop time at which the last step ended its wait."""
+        """Loop time when the last step got its outputs or failed."""
 
     @property
     def is_empty(self) -> bool:
@@ -51,7 +52,7 @@ class StepsInFlight:
 
     @property
     def acked(self) -> int:
-        """The number of the last step that is answered together with all steps before it."""
+        """The number of the last step up to which all steps have been answered."""
         return self._acked
 
     def forget_idle(self) -> None:

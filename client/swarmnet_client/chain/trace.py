@@ -27,7 +27,8 @@ MAX_STEPS = 20_000
 LATE_S = 1.0
 """Seconds that a client waits at the end of an answer for times that hops have yet to send."""
 SLACK_S = 1.0
-"""Seconds that a hop's reported time may exceed the client's wait: clocks differ a little."""
+"""Seconds by which a hop may report a longer stay than the client waited. Clocks do not run equally
+fast."""
 CLIENT_MOMENTS = (
     Moment.ASKED,
     Moment.TAKEN,
@@ -51,16 +52,15 @@ class HopStay:
 
 @dataclass(eq=False)
 class TracedStep:
-    """A step of a chain of ``blocks`` blocks.
-
-    ``marked``: times by the client's clock. ``stays``: the hops' times, by each hop's first block.
-    """
+    """A step of a chain of ``blocks`` blocks."""
 
     seq: int
     positions: int
     blocks: int
     marked: dict[Moment, float] = field(default_factory=dict)
+    """Times on the client's clock."""
     stays: dict[int, HopStay] = field(default_factory=dict)
+    """First block of a hop → times on that hop's clock."""
 
     @property
     def is_answered(self) -> bool:
@@ -104,7 +104,7 @@ class Trace:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         """``clock`` returns seconds."""
         self.trips: list[tuple[float, float]] = []
-        """The begin and the end of each trip around the chain."""
+        """The beginning and the end of each trip around the chain."""
         self.steps: list[TracedStep] = []
         self._clock = clock
         self._blocks = 0
@@ -118,20 +118,20 @@ class Trace:
 
     @contextlib.contextmanager
     def trip(self) -> Iterator[None]:
-        """A trip takes as long as the context."""
+        """Record a trip around the chain, which lasts while the context is open."""
         started_s = self._clock()
         yield
         self.trips.append((started_s, self._clock()))
 
     def asked(self, seq: int, positions: int) -> None:
-        """The client is about to send a step."""
+        """Begin a step that the client is about to send."""
         if len(self.steps) < MAX_STEPS:
             step = self._by_seq[seq] = TracedStep(seq, positions, self._blocks)
             self.steps.append(step)
             self.mark(seq, Moment.ASKED)
 
     def mark(self, seq: int, moment: Moment) -> None:
-        """``moment`` is now. The first time counts: a step may be sent again."""
+        """Record that ``moment`` is now. If a step is sent again, its first times stay."""
         if seq in self._by_seq:
             self._by_seq[seq].marked.setdefault(moment, self._clock())
 
@@ -142,13 +142,12 @@ class Trace:
         if step is None:
             return
         if times.stay_s > self._clock() - step.marked[Moment.ASKED] + SLACK_S:
-            raise ProtocolViolation("a hop says that it had a step before that was sent")
+            raise ProtocolViolation("a hop reports that it had a step longer ago than it was sent")
         step.stays[hop.start] = HopStay(session, hop, times)
         self._told.set()
 
     async def complete(self) -> None:
-        """Wait until the hops told the times of all steps of the present chain, for ``LATE_S`` at
-        most."""
+        """Wait at most ``LATE_S`` for the times that hops of the present chain have yet to send."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LATE_S):
                 while any(step.is_answered and not step.route for step in self._by_seq.values()):
@@ -164,7 +163,7 @@ class Trace:
 def trace_events(
     trips: Sequence[tuple[float, float]], steps: Sequence[TracedStep]
 ) -> list[dict[str, object]]:
-    """Trace events: a process for the client and for each hop, and in it rows of slices that never
+    """Make trace events. The client and each hop are a process, with rows of slices that do not
     overlap."""
     answered = [step for step in steps if step.is_answered]
     offsets = clock_offsets(answered)
@@ -188,9 +187,8 @@ def trace_events(
 
 
 def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[bytes, float]]:
-    """Return, for the sessions of each route, the seconds to add to a hop's times to get client
-    times.
-    """
+    """Return the sessions of a route → session → seconds to add to that hop's times to get the
+    client's."""
     by_route: dict[tuple[bytes, ...], list[TracedStep]] = {}
     for step in steps:
         by_route.setdefault(tuple(stay.session for stay in step.route), []).append(step)
@@ -231,7 +229,7 @@ def _client_slices(
 
 
 def _hop_slices(step: TracedStep, stay: HopStay, sent_s: float, offset_s: float) -> list[Slice]:
-    """``sent_s``: when the peer before had sent the step."""
+    """``sent_s`` is when the upstream hop or the client had sent the step."""
     at_s = [each + offset_s for each in stay.times.at_s]
     slices = [Slice("travelling here", sent_s, at_s[0]), _whole(step, at_s[0], at_s[-1])]
     slices += [Slice(name, *edges) for name, edges in zip(HOP_SLICES, pairwise(at_s), strict=True)]
@@ -247,14 +245,18 @@ def _rows(groups: Iterable[Sequence[Slice]]) -> list[tuple[str, list[Slice]]]:
     """Put groups of slices into rows without overlap. A group goes to the first row free at its
     start.
     """
-    rows: list[tuple[float, list[Slice]]] = []
+    rows: list[list[Slice]] = []
+    ends_s: list[float] = []
     for group in sorted(groups, key=lambda each: min(one.start_s for one in each)):
         start_s, end_s = min(each.start_s for each in group), max(each.end_s for each in group)
-        free = next((index for index, (until_s, _) in enumerate(rows) if until_s <= start_s), len(rows))
-        if free == len(rows):
-            rows.append((end_s, []))
-        rows[free] = end_s, [*rows[free][1], *group]
-    return [("steps", slices) for _, slices in rows]
+        free = next((row for row, row_end_s in enumerate(ends_s) if row_end_s <= start_s), None)
+        if free is None:
+            rows.append([*group])
+            ends_s.append(end_s)
+        else:
+            rows[free] += group
+            ends_s[free] = end_s
+    return [("steps", slices) for slices in rows]
 
 
 def _process(

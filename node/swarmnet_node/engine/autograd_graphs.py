@@ -59,7 +59,7 @@ def record_forward(
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        # a tensor refers to its graph, so saving it would keep both alive
+        # A tensor refers to the graph that saves it, so both would keep each other alive.
         detached = tensor.detach()
         saved.append(weakref.ref(detached))
         return detached

@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 MAX_ROUND_TRIP_S = 0.02
 """Longest round trip in seconds to peers with experts, unless the owner allows more. Each block of
-a token waits for one round trip, so more slows every token; less leaves fewer peers."""
+a token waits for one round trip. A longer limit slows every token; a shorter one leaves fewer
+peers."""
 MAX_LINKS = 64
 """Most open links. Beyond this, the host closes a link in the most crowded subnet, if other links
 have its experts."""
@@ -55,7 +56,7 @@ class ExpertLinks:
     directory: Directory
     model: ExpertModel
     wanted: dict[int, ExpertBits]
-    """The experts that this host lacks, by block. The owner removes experts that it has loaded."""
+    """The experts that this host lacks, by block. Whoever loads an expert removes it here."""
     timing: Timing
     rng: random.Random
     max_round_trip_s: float = MAX_ROUND_TRIP_S
@@ -70,8 +71,8 @@ class ExpertLinks:
         self._links: dict[PeerId, ExpertLink] = {}
         self._keeping: dict[PeerId, asyncio.Task[NoReturn]] = {}
         self._tried_at: dict[PeerId, float] = {}
-        """Loop time of the last try of each known peer. In the future if the peer rests until
-        then."""
+        """Loop time of the last try of each known peer. A peer that may not be tried yet has the
+        time when it may."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -140,7 +141,7 @@ class ExpertLinks:
                 hosts.pop(self.transport.peer_id, None)
                 await self._update(hosts)
             except SwarmnetError as error:  # the links stay
-                _log.info("peers with experts are not looked for: %s", error)
+                _log.info("cannot look for peers with experts: %s", error)
             every_s = MISSING_REFRESH_S if self.missing() else REFRESH_S
             await asyncio.sleep(every_s * self.rng.uniform(0.8, 1.2))
 
@@ -158,7 +159,8 @@ class ExpertLinks:
             (link for link in self._links.values() if link.is_resting),
             key=lambda link: (link.has_answered, self._tried_at.get(link.host.peer, 0.0)),
         )
-        for link in resting[: max(0, len(fresh) - self._room())]:  # these had their turn
+        # Peers that have been tried give way to new ones.
+        for link in resting[: max(0, len(fresh) - self._room())]:
             await self._drop(link.host.peer)
         for peer in fresh[: self._room()]:
             self._try(hosts[peer])
@@ -195,8 +197,8 @@ class ExpertLinks:
             await cancel(self._keeping.pop(peer))
 
     def _is_wanted(self, host: ExpertHost) -> bool:
-        """Return whether a peer has missing experts in this host's weight format. Tokens must not
-        depend on which peer computes."""
+        """Return whether a peer has experts that this host lacks, in the same weight format. Tokens
+        must not depend on which peer computes."""
         has_same_weights = host.precision.partition("/")[0] == self.model.precision.partition("/")[0]
         return has_same_weights and any(
             block in self.wanted and bool(self.wanted[block] & experts)
