@@ -13,7 +13,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# The first class that an error is an instance of decides.
+# The first class in this order that fits an error decides.
 _KINDS: tuple[tuple[type[errors.SwarmnetError], str, int], ...] = (
     (errors.ConfigError, "config", 3),
     (errors.NotAuthorised, "not_authorised", 4),

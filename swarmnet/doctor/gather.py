@@ -60,7 +60,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
     no error is raised."""
     collector = _Collector()
     node = await collector.call("node", lambda: running_node(options.data_dir), None)
-    # While a node runs, its identity is in use, so the doctor takes that of the client.
+    # While a node runs, its identity is in use, so the doctor takes the client's identity.
     directory = options.data_dir / "client" if node else options.data_dir
     listen = () if node else options.listen
     swarm, entry = await collector.call(
@@ -282,8 +282,8 @@ async def ask_peers(
     """Ask each bootstrap peer to dial this machine; returns their answers, and the TCP ports that
     they were asked to dial.
 
-    These are the ports of the running ``node``, or else those on which the doctor listens
-    meanwhile. Raises ``SwarmnetError`` if p2pd cannot be started.
+    If no ``node`` runs, the doctor itself listens for these dials. Raises ``SwarmnetError`` if p2pd
+    cannot be started.
     """
     if entry is None or not entry.bootstrap:
         return [], []

@@ -38,7 +38,7 @@ def identity_in_use(path: Path, *, alone: bool) -> Iterator[None]:
             holders = ", ".join(f"pid {pid}" for pid in _holders(descriptor))
             raise ConfigError(
                 f"another process{f' ({holders})' if holders else ''} uses this identity: {path}",
-                hint="stop it first, or give this one another --data-dir; a copied identity is not a second peer",
+                hint="stop it first, or give this one another --data-dir: two processes with one identity are not two peers",
             ) from error
         except OSError as error:
             raise ConfigError(

@@ -43,8 +43,8 @@ class Endpoint:
         """Closed streams whose last messages are being delivered."""
         self._refused: set[asyncio.Task[None]] = set()
         self.forwarded: dict[str, str] = {}
-        """Loopback address where this process forwards a connection → multiaddr of the peer at its
-        far end."""
+        """For connections that this process forwards: the loopback address that the transport sees
+        → the multiaddr of the peer itself."""
 
     @property
     def protocols(self) -> list[ProtocolSpec]:
@@ -92,9 +92,9 @@ class Endpoint:
         await supervise(handler, stream, protocol)
 
     def real_address(self, address: str) -> str:
-        """Return the real multiaddr of the peer that the transport sees at ``address``.
+        """Return the multiaddr of the peer that the transport sees at ``address``.
 
-        It differs if this process forwards the connection.
+        The transport sees a loopback address if this process forwards the connection.
         """
         return self.forwarded.get(address, address)
 

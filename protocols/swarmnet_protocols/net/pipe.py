@@ -70,7 +70,7 @@ class Pipe(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        # loops make transports of both directions
+        # For a socket, event loops make transports that read and write.
         self._duplex = cast(asyncio.Transport, transport)
         self.writer = asyncio.StreamWriter(self._duplex, self, self.reader, self._loop)
         if self._on_accept is not None:

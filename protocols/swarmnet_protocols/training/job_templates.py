@@ -12,7 +12,9 @@ class _Template:
     learning_rate: str = "1e-3"
     every_rounds: int = 1
     model: str = ""
-    tokenizer: str = '"bytes"                    # one token a byte; or a checkpoint, whose tokenizer it is'
+    tokenizer: str = (
+        '"bytes"                    # one token a byte; or the name of a checkpoint with a tokenizer'
+    )
     sequence_length: int = 256
     batch_size: int = 8
 
@@ -47,17 +49,17 @@ seed = 0                               # of the first weights and of the order o
 {model}
 [data]
 format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
-path = "python-stdlib"                 # the source of this very Python's standard library; or a file, a directory or a glob, of which every
-                                       # worker needs a copy; or instead of it: hub = "org/name@REVISION"
+path = "python-stdlib"                 # the source of Python's standard library; or a file, a directory or a glob: every worker needs a copy.
+                                       # Instead of path, a dataset of the hub: hub = "org/name@REVISION"
 tokenizer = {tokenizer}
 sequence_length = {sequence_length}
 validation = 0.02                      # share of the documents that is held out
 
 [training]
-batch_size = {batch_size}                         # sequences a worker and inner step
+batch_size = {batch_size}                         # sequences in an inner step of one worker
 learning_rate = {learning_rate}
 warmup_steps = 50
-schedule = "cosine"                    # to a tenth; or "constant"
+schedule = "cosine"                    # down to a tenth of the rate; or "constant"
 weight_decay = 0.1
 betas = [0.9, 0.95]
 clip_norm = 1.0
@@ -66,7 +68,7 @@ clip_norm = 1.0
 name = "{method}"
 {settings}
 [exchange]
-# codec = "int8"                       # without it, what fits the method
+# codec = "int8"                       # default: the codec that fits the method
 deadline_s = 60                        # a round that is not done by then is discarded
 min_workers = 1
 max_workers = 16                       # a pass over the data is divided among this many workers
@@ -120,8 +122,8 @@ gamma = 0.4                            # pull between the replicas; must be less
             33,
             """\
 sync_every = 30                        # inner steps between exchanges
-decay = 0.95                           # of the error that is fed back
-outer_lr = 3.0                         # for eight workers: what one of M sends moves an M-th
+decay = 0.95                           # share of the earlier error that is added to the next contribution
+outer_lr = 3.0                         # for eight workers; with M workers, one contribution counts 1/M
 """,
         ),
     ),
@@ -130,8 +132,8 @@ outer_lr = 3.0                         # for eight workers: what one of M sends 
         _Template(
             125,
             """\
-sync_every = 8                         # inner steps between exchanges, and the time one has to complete; 48 sends a sixth
-outer_lr = 0.5                         # slow directions take 0.4 of a step, hence the larger learning rate above
+sync_every = 8                         # inner steps between exchanges; an exchange runs meanwhile. With 48, a worker sends a sixth
+outer_lr = 0.5                         # slow directions move by 0.4 of a step, hence the larger learning rate above
 momentum = 0.3
 clip = 1.0                             # largest element of the outer momentum
 """,
@@ -145,8 +147,8 @@ clip = 1.0                             # largest element of the outer momentum
             5,
             """\
 sync_every = 160                       # steps between exchanges: eight workers send less than 100 bytes a step in all
-epsilon = 1e-3                         # how far along a direction the loss is taken
-learning_rate = 5e-5                   # that of [training] is for methods with an inner optimizer
+epsilon = 1e-3                         # how far along a direction the loss is measured
+learning_rate = 5e-5                   # replaces the learning rate in [training], which is for inner optimizers
 """,
             learning_rate="5e-5",
             model=_SMOLLM2,

@@ -97,11 +97,11 @@ class DhtDirectory:
 
         - ``bootstrap`` returns the current multiaddrs, with ``/p2p/ID``, of peers to ask whenever
           no other peer is known. A peer that does not answer is not an error.
-        - ``client_mode``: this peer stores no records for others. Nor does it while it is not
-          ``is_reachable``.
+        - ``client_mode``: this peer stores no records for others.
+        - ``is_reachable``: while False, it stores no records for others, either.
 
         Raises ``NotAuthorised`` if this peer is not a member, or if a bootstrap peer refuses it and
-        it knows no other peer. Each later call then raises it, too.
+        it knows no other peer. Later calls raise ``NotAuthorised`` for the same reasons.
         """
 
         from swarmnet_protocols.directory.dht.contacts import Contacts

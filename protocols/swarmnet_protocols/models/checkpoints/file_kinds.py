@@ -32,7 +32,8 @@ _DAMAGED: tuple[tuple[str, str, str], ...] = (
     (r"\s*\{", "is a text, not a model: perhaps the answer of a server that refused", _AGAIN),
     (r"\0{8}", "begins with zeros: its download has not finished", _AGAIN),
 )
-"""By an expression for the first bytes: what a file is whose download failed, and what to do."""
+"""Files that a failed download leaves: (pattern of the first bytes, what the file is, what to
+do)."""
 _OTHERS: tuple[tuple[str, str, str], ...] = (
     (
         r"GGUF\x00\x00\x00[\x01-\xff]",
@@ -41,7 +42,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"GGUF",
-        "is a gguf file of a version that is not read; 2 and 3 are",
+        "is a gguf file of another version than 2 and 3",
         "download a newer one",
     ),
     (
@@ -60,12 +61,13 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
         "give its folder, which has a config.json",
     ),
 )
-"""As ``_DAMAGED``: files of another format."""
+"""Files of another format, as in ``_DAMAGED``."""
 _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"}
 _REMOVED |= {37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 """Types of tensors that llama.cpp has removed."""
 _TYPES = 1_000
-"""A header with a type from here on is damaged: llama.cpp counts from 0."""
+"""llama.cpp numbers the types from 0, so a header with a type of at least this number is
+damaged."""
 _TYPE_WORDS = {
     "adapter": (
         "is a LoRA adapter, not a model",
@@ -76,14 +78,14 @@ _TYPE_WORDS = {
         _OWN_FILE,
     ),
     "imatrix": (
-        "has the importance matrix by which a model was quantised (imatrix), not a model",
+        "is an importance matrix for quantising a model (imatrix), not a model",
         _OWN_FILE,
     ),
     "vocab": ("has a vocabulary and no weights", _OWN_FILE),
     "controlvector": ("is a control vector, not a model", _OWN_FILE),
 }
-"""By ``general.type``: what a file is, and what to do. In files without that key, other keys
-tell."""
+"""``general.type`` → (what the file is, what to do). Files without that key are recognised by other
+keys."""
 _EMBEDDING = re.compile(r".*bert.*|.*-embed(ding)?|t5encoder")
 """Architectures of models whose outputs are embeddings."""
 _OTHER_KINDS = {
@@ -128,7 +130,7 @@ def _matching(
 def unread_type(name: str, kind: int) -> ConfigError:
     """Return the error for a tensor of a type that is not read.
 
-    Raises ``ValueError`` for a number that is none of a type.
+    Raises ``ValueError`` for a number that no type can have.
     """
     from gguf import GGMLQuantizationType
 
@@ -147,7 +149,7 @@ def check_kind(
 ) -> None:
     """Raise ``ConfigError``, which says what the file is, unless it is a model that generates text.
 
-    ``types``: the types of its tensors, with the name of one that has it.
+    ``types``: type of tensors in the file → name of one such tensor.
     """
     kind = str(fields.get("general.type", "model"))
     if kind == "model":

@@ -47,7 +47,7 @@ _MEASURE_UNLIMITED_S = 5.0
 _CONNECTIONS_EVERY = 4
 """Measurements between two checks for QUIC connections."""
 _IDLE_EVERY = 2 * _CONNECTIONS_EVERY
-"""Measurements between two that are made while the link is neither limited nor used."""
+"""While the link is neither limited nor used, only one of this many measurements is made."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class P2pdConfig:
     """This peer is never dialled. Several processes may then use one identity."""
     timing: Timing = field(default_factory=Timing)
     max_daemon_bytes: int = MAX_MEMORY_BYTES
-    """Bytes of memory above which p2pd is restarted, once no unknown peer is connected."""
+    """Limit on p2pd's memory in bytes. Above it, unknown peers are disconnected. If that does not
+    help, p2pd is restarted."""
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     step_aside: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
     """Context around a restart of p2pd. On entry, sessions move to other hosts."""
@@ -246,8 +247,9 @@ class P2pdTransport:
         """Close the connection to ``peer`` if it is silent: no answer to a ping, and no other
         bytes.
 
-        After an interruption of the path, TCP waits about as long again before it retransmits. p2pd
-        keeps the connection for 40 s. Meanwhile streams can be opened, but no message arrives.
+        When a path works again after an interruption, TCP may wait as long as the interruption was
+        before it retransmits, and p2pd keeps the connection for 40 s. Meanwhile streams can be
+        opened, but no message arrives.
         """
         if peer in self._pinging:
             self._pinging[peer] = True
@@ -260,7 +262,8 @@ class P2pdTransport:
                     _log.info("the connection to %s does not answer: closing it", peer)
                     await self._daemon.disconnect(peer)
                     return
-        except (PeerUnreachable, IncompatibleVersion) as error:  # no connection, or one that answered
+        # Without a connection there is nothing to close, and IncompatibleVersion is an answer.
+        except (PeerUnreachable, IncompatibleVersion) as error:
             _log.debug("no ping of %s: %s", peer, error)
         finally:
             self._pinging.pop(peer, None)
@@ -278,8 +281,8 @@ class P2pdTransport:
         heard_at, silence_s = self._heard_at(peer), self._timing.silence_s
         if heard_at > asked - self._timing.alive_s:
             return True
-        # A ping takes two round trips, and waits each time in the queues of two uplinks behind long
-        # prompts.
+        # A ping takes two round trips. Each may wait behind long prompts, in the queues of both
+        # peers' uplinks.
         if heard_at > asked - silence_s:
             silence_s *= MAX_EXTENSION
         if await self._daemon.answers(peer, within_s=silence_s) or self._heard_at(peer) > asked:

@@ -6,8 +6,9 @@ that signed both. A decision travels with its votes and counts only with them. S
 believe another one.
 
 The sender of a decision signs it, too. So a false decision proves its sender dishonest, like two
-votes of one member. Any member can check such a proof, and the member that meets it passes it on.
-Otherwise a liar could lie to one member alone, and part it from the others, which trust the liar.
+votes of one member. Any member can check such a proof. Whoever has one sends it to the others.
+Otherwise a liar could lie to one member only: that member would exclude the liar, and the others
+would not.
 """
 
 import hashlib
@@ -85,10 +86,10 @@ class Votes:
         return None
 
     def likely(self, unheard: int) -> Hashes | None:
-        """Return the outcome that a coordinator should propose because members have voted.
+        """Return the outcome that a coordinator has to propose; None if it is free to choose.
 
-        The outcome may be decided already, or is this member's own vote. ``unheard``: number of
-        members whose votes are unknown. None if the coordinator is free to choose.
+        It has to propose an outcome that may be decided already, or else its own vote. ``unheard``
+        is the number of members whose votes are unknown.
         """
         outcomes = Counter(vote.hashes for vote in self._counted.values())
         for hashes, count in outcomes.most_common(1):

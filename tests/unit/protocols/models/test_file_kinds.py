@@ -36,7 +36,7 @@ def refusal(path: Path, tmp_path: Path) -> SwarmnetError:
     (b"any other bytes than those", IntegrityError, "not a gguf file", "again"),
     (b"GG", IntegrityError, "not a gguf file", "again"),
     (b"GGUF" + pack(">I", 3) + bytes(64), ConfigError, "big-endian", "little-endian"),
-    (b"GGUF" + pack("<I", 1) + bytes(64), ConfigError, "version that is not read", "newer"),
+    (b"GGUF" + pack("<I", 1) + bytes(64), ConfigError, "another version than 2 and 3", "newer"),
     (b"tjgg" + bytes(64), ConfigError, "before gguf", "download a gguf file"),
     (b"PK\3\4" + bytes(64), ConfigError, "PyTorch", "Hugging Face layout"),
     (pack("<Q", 40) + b'{"a": {}}', ConfigError, "safetensors", "its folder"),
