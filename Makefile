@@ -67,8 +67,9 @@ fast: $(INSTALLED)
 
 # These tests wait for processes to start, so three files run at once, those with the longest tests
 # first.
+SLOW := tests/conformance tests/e2e tests/net
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest $(SLOW) -n 3 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 alone: $(INSTALLED)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)

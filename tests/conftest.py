@@ -90,16 +90,19 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+PLACES = {"alone": {"e2e"}, "slow": {"conformance", "e2e", "net"}, "net": {"e2e", "net"}}
+"""Folders where ``make test`` looks for tests with these marks."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests wait for processes as long as a busy machine needs; a test that hangs is ended
     after ``HANGS_AFTER_S``."""
     for item in items:
-        if item.get_closest_marker("alone") and "e2e" not in item.path.parts:
-            raise pytest.UsageError(
-                f"{item.nodeid} is marked alone: `make test` looks for those in e2e/ only"
-            )
-        is_slow = item.get_closest_marker("slow") or item.get_closest_marker("net")
-        if is_slow and not item.get_closest_marker("timeout"):
+        marks = {mark.name for mark in item.iter_markers()} & PLACES.keys()
+        for mark in marks:
+            if not PLACES[mark] & set(item.path.parts):
+                raise pytest.UsageError(f"{item.nodeid} is marked {mark}: `make test` looks for it elsewhere")
+        if marks and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(HANGS_AFTER_S))
 
 

@@ -20,6 +20,8 @@ Test = TypeVar("Test", bound=Callable[..., object])
 
 FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, DeadlockError)
 """Errors of a test that fails for want of its defence. Any other error is a mistake in ``off``."""
+WITHOUT = "without"
+"""The parameter that says which defence is off."""
 
 
 class Defence(NamedTuple):
@@ -42,75 +44,77 @@ def defence(promise: str, *, off: SwitchOff, **arguments: Any) -> Callable[[Test
     return decorate
 
 
-class WithoutDefence(pytest.Function):
-    """The second run of a test: an item with fixtures of its own."""
-
-    defence: Defence
-
-    def runtest(self) -> None:
-        self._take_arguments()
-        with Patch.context() as patch:
-            self.defence.off(patch)
-            try:
-                super().runtest()
-            except pytest.skip.Exception:
-                raise
-            except BaseException as error:
-                errors = list(_leaves(error))
-                if all(isinstance(each, FAILURES) for each in errors):
-                    return
-                raise
-        pytest.fail(f"passes without its defence: {self.defence.promise}")
-
-    def _take_arguments(self) -> None:
-        arguments = self.defence.arguments
-        known = {name: value for name, value in arguments.items() if name in self.funcargs}
-        self.funcargs.update(known)
-        if example := arguments.keys() - known.keys():
-            inner = self.obj.hypothesis.inner_test
-            self.obj = partial(inner, **{name: arguments[name] for name in example})
-
-
 class Defences:
-    """The pytest plugin."""
+    """The pytest plugin.
+
+    1. **Collected.** A test gets the parameter ``WITHOUT``: no defence for first runs, each defence
+       for a second run, on the first cell of its other parameters that matches.
+    2. **Last.** Second runs come after all first runs of their module: without a defence, a test
+       may leave fixtures that others share in any state.
+    3. **Run.** The defence is switched off when all fixtures are there, and the test must fail.
+    """
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if defences := getattr(metafunc.function, "defences", ()):
+            metafunc.fixturenames.append(WITHOUT)
+            first = pytest.param(None, id=pytest.HIDDEN_PARAM)
+            second = [
+                pytest.param(each, id=f"without: {each.promise}", marks=pytest.mark.defence)
+                for each in defences
+            ]
+            metafunc.parametrize(WITHOUT, [first, *second])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_pycollect_makeitem(self, obj: object) -> Iterator[None]:
         found = yield
-        if not isinstance(found, list):
+        if not getattr(obj, "defences", ()) or not isinstance(found, list):
             return found
-        return [*found, *(_without(each, found) for each in getattr(obj, "defences", ()))]
+        seen: set[str] = set()
+        return [item for item in found if _is_run(item.callspec.params, seen)]
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Run second runs after all first runs of their module: without a defence, a test may leave
-        fixtures that others share in any state."""
         files = {path: number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: (files[item.path], isinstance(item, WithoutDefence)))
+        items.sort(key=lambda item: (files[item.path], item.get_closest_marker("defence") is not None))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
+        parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
+        defence: Defence | None = parameters.get(WITHOUT)
+        if defence is None:
+            return (yield)
+        _take_arguments(pyfuncitem, defence.arguments)
+        with Patch.context() as patch:
+            defence.off(patch)
+            try:
+                yield
+            except BaseException as error:
+                if all(isinstance(each, FAILURES) for each in _leaves(error)):
+                    return True
+                raise
+        pytest.fail(f"passes without its defence: {defence.promise}")
 
 
-def _without(defence: Defence, items: list[pytest.Function]) -> pytest.Function:
-    item = next((each for each in items if _is_chosen(each, defence.arguments)), items[0])
-    name = f"{item.originalname}[without: {defence.promise}]"
-    callspec = getattr(item, "callspec", None)
-    again = WithoutDefence.from_parent(
-        item.parent,
-        name=f"{name}[{callspec.id}]" if callspec else name,
-        originalname=name,
-        callobj=item.obj,
-        callspec=callspec,
-        fixtureinfo=item._fixtureinfo,
+def _is_run(parameters: dict[str, Any], seen: set[str]) -> bool:
+    """Return whether a cell is the first one that matches its defence; every first run is. Values
+    match when they look the same, so that NaN does."""
+    defence: Defence | None = parameters[WITHOUT]
+    if defence is None:
+        return True
+    wanted = defence.arguments.items()
+    is_first = defence.promise not in seen and all(
+        repr(parameters.get(name, value)) == repr(value) for name, value in wanted
     )
-    again.defence = defence
-    again.add_marker("defence")
-    return again
+    seen |= {defence.promise} if is_first else set()
+    return is_first
 
 
-def _is_chosen(item: pytest.Function, arguments: dict[str, Any]) -> bool:
-    """Whether the item has these parameters. Values count as equal when they look the same: NaN
-    does."""
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    return all(repr(parameters.get(name, value)) == repr(value) for name, value in arguments.items())
+def _take_arguments(item: pytest.Function, arguments: dict[str, Any]) -> None:
+    known = {name: value for name, value in arguments.items() if name in item.funcargs}
+    item.funcargs.update(known)
+    if example := {name: value for name, value in arguments.items() if name not in known}:
+        item.obj = partial(item.obj.hypothesis.inner_test, **example)
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

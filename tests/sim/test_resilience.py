@@ -264,7 +264,6 @@ def trace(reference: Reference, seed: int) -> str:
     return simulate(reference, scenario, seed=seed, link=LinkProfile(0.01, jitter_s=0.01))
 
 
-@pytest.mark.slow
 def test_one_seed_gives_one_trace_in_every_process(reference: Reference, tmp_path: Path) -> None:
     def in_a_process(seed: int, hash_seed: str) -> str:
         found = subprocess.run(

@@ -55,7 +55,6 @@ def test_every_decoder_of_the_protocols_has_a_target() -> None:
     assert len(found & covered) > 10
 
 
-@pytest.mark.slow
 def test_a_decoder_that_fails_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

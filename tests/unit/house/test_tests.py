@@ -61,7 +61,7 @@ class Outcomes:
         self.all: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        promise = report.nodeid.partition("[without: ")[2].partition("]")[0]
+        promise = report.nodeid.partition("without: ")[2].removesuffix("]")
         if report.when == "call" and promise:
             self.all[promise] = report.outcome
 

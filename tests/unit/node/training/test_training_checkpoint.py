@@ -127,7 +127,7 @@ def test_a_checkpoint_with_an_additional_file_is_skipped(tmp_path: Path) -> None
     assert _round_of(tmp_path) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(200)
 def test_a_kill_at_any_point_of_a_write_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     """Every child writes the next checkpoint and is killed before the n-th call that its write
     makes."""

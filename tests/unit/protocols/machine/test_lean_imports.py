@@ -6,14 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.support.models.tiny_models import FAMILIES, save_tiny, write_gguf
-
-pytestmark = pytest.mark.slow
 
 UNWANTED = (
     "PIL",

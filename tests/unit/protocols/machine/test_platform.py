@@ -141,7 +141,6 @@ def line(started: subprocess.Popen[str]) -> str:
     return started.stdout.readline().rstrip("\n")
 
 
-@pytest.mark.slow
 def test_every_module_is_imported_without_what_only_posix_has() -> None:
     with process(IMPORT_ALL) as started:
         assert line(started) == "False"

@@ -119,7 +119,6 @@ def test_a_gguf_architecture_that_is_unknown_is_named(tmp_path: Path) -> None:
         load(write_gguf(tmp_path / "tiny.gguf", "no-such"), tmp_path)
 
 
-@pytest.mark.slow
 def test_the_default_model_matches_what_transformers_dequantises(monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers makes the same map of names for each of its 397 modules.
     monkeypatch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
