@@ -4,6 +4,7 @@ Says which workers are alive, vote, are excluded, and can provide the shared sta
 """
 
 import asyncio
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from swarmnet_protocols.directory import Directory
@@ -44,12 +45,12 @@ class KnownWorkers:
         self._voters: dict[PeerId, Candidate] = {}
         self.mates: frozenset[PeerId] = frozenset()
         self._distrusted_until: dict[PeerId, float] = {}
-        self._refreshed_s = -REFRESH_S
+        self._refreshed_s = -math.inf
 
-    async def refresh(self, *, now: bool = False) -> None:
-        """Add the workers in the directory, at most every ``REFRESH_S`` unless ``now``."""
+    async def refresh(self, within_s: float = REFRESH_S) -> None:
+        """Add the workers in the directory, unless they were read in the last ``within_s``."""
         clock = asyncio.get_running_loop().time
-        if not now and clock() - self._refreshed_s < REFRESH_S:
+        if clock() - self._refreshed_s < within_s:
             return
         self._refreshed_s = clock()
         for info in await find_workers(self._directory, self._job_id):

@@ -21,6 +21,7 @@ The protocols between workers are in ``swarmnet_protocols.training``. All comput
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -67,6 +68,10 @@ NEW_S = 60.0
 """Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
 longer to find each other, they stay in several groups. With more, a majority
 of strangers can replace the weights of a worker that has trained so long."""
+LOOK_AGAIN = 4
+"""A worker reads the directory again after its time in the job divided by this, at most
+``REFRESH_S``. Workers that start together look for each other often; later each read would take
+time from the inner steps."""
 NEW_DISTRUST_S = 5.0
 """Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that
 worker may be in a smaller group, which will join this one."""
@@ -139,7 +144,8 @@ class Worker:
         """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
         times as long."""
         self._rates = ArrivalRates()
-        self._new_until_s = 0.0
+        self._started_s = -math.inf
+        """When this worker started without a checkpoint."""
         self._failure: SwarmnetError | None = None
         self._failed = asyncio.Event()
         job_hash = bytes.fromhex(self.job_id)
@@ -233,7 +239,8 @@ class Worker:
         Raises ``OutOfSync`` if its group is at another round or state.
         """
         contribution, report = None, NO_STEPS
-        looking = self._workers.refresh(now=self._is_new())
+        age_s = self._now() - self._started_s
+        looking = self._workers.refresh(min(REFRESH_S, age_s / LOOK_AGAIN))
         if self._slot is None:
             await looking
         else:  # read the directory during the inner steps
@@ -401,11 +408,11 @@ class Worker:
             self._workers.exclude(saved.excluded)
             await self._compute(self._replica.restore, saved)
         else:
-            self._new_until_s = self._now() + NEW_S
+            self._started_s = self._now()
         await self._publish_state()
 
     def _is_new(self) -> bool:
-        return self._replica.revision == 0 or self._now() < self._new_until_s
+        return self._replica.revision == 0 or self._now() - self._started_s < NEW_S
 
     async def _join_larger_group(self) -> None:
         """Move to the state of a larger group, if there is one.
@@ -434,7 +441,7 @@ class Worker:
 
         ``out_of_sync`` is one worker's claim, so it decides nothing.
         """
-        await self._workers.refresh(now=True)
+        await self._workers.refresh(within_s=0.0)
         verdict = await self._compare()
         if isinstance(verdict, CatchUp):
             await self._move(verdict)

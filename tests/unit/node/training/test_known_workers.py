@@ -41,7 +41,7 @@ def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
         workers.exclude([LIAR.peer_id])
         lie = worker_announcement(JOB, WorkerInfo(LIAR.peer_id, (), 900, bytes(32)))
         await lie.publish(MemoryDirectory(board, LIAR, bytes(32)))
-        await workers.refresh(now=True)
+        await workers.refresh(within_s=0.0)
         workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
         assert names(workers.voters()) == names(workers.alive()) == {"a", "b"}
         assert LIAR.peer_id not in [source.peer for source in workers.sources([PeerId("a")], only=False)]
