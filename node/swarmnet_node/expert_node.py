@@ -29,11 +29,11 @@ from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.expert_witness import answering, computed_elsewhere
 from swarmnet_node.experts.trunk import LoadExperts
 from swarmnet_node.hosting.reports import Reporter
-from swarmnet_node.running_node import Dependencies, RunningNode, Services
+from swarmnet_node.running_node import Dependencies, Hosted, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.fetching.server import Library, WeightServer
+from swarmnet_protocols.fetching.server import WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
@@ -55,17 +55,14 @@ TRIAL_ROWS = 8
 """Rows in the request that measures the time of an expert."""
 
 
-@dataclass(frozen=True)
-class ExpertHosting:
+@dataclass(frozen=True, kw_only=True)
+class ExpertHosting(Hosted):
     """The experts that a node hosts.
 
     The node hosts ``experts``, or the ``capacity`` experts that the fewest peers have. ``load``
     runs on the torch thread for the first experts, and on others later.
     """
 
-    model: str
-    manifest: bytes
-    total_blocks: int
     hidden_size: int
     dtype: torch.dtype
     precision: str
@@ -75,11 +72,6 @@ class ExpertHosting:
     """Number of experts of each block that has any."""
     capacity: int = 0
     """Most experts that the node holds if hosts may choose them. 0 keeps ``experts``."""
-    swarm_name: str = ""
-    public_name: str = ""
-    version: str = "0"
-    library: Library | None = None
-    """The weights that this machine serves to members, or None."""
 
     @property
     def is_chosen(self) -> bool:

@@ -391,10 +391,19 @@ class LoadedModel:
         return min(self.model.expert_counts().keys() & range(first, end), default=None)
 
     def hosting(self, config: NodeConfig, notice: Callable[[str], None]) -> "Hosting | ExpertHosting":
-        if not self.has_blocks:
-            return self._expert_hosting(config)
         from importlib.metadata import version
 
+        hosted: dict[str, Any] = {
+            "model": self.model.name,
+            "manifest": self.model.manifest.hash,
+            "total_blocks": self.model.manifest.blocks,
+            "swarm_name": config.swarm_name,
+            "public_name": config.public_name,
+            "version": version("swarmnet-p2p"),
+            "library": self.model.shared(),
+        }
+        if not self.has_blocks:
+            return self._expert_hosting(config, hosted)
         from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
         from swarmnet_node.experts.trunk import ExpertOptions
         from swarmnet_node.node import Hosting
@@ -402,9 +411,7 @@ class LoadedModel:
 
         most_blocks = config.num_blocks or self.model.manifest.blocks
         return Hosting(
-            model=self.model.name,
-            manifest=self.model.manifest.hash,
-            total_blocks=self.model.manifest.blocks,
+            **hosted,
             load=self._load,
             placed=None
             if self.blocks is None
@@ -413,13 +420,9 @@ class LoadedModel:
             may_move=config.blocks is None and not config.stay and self.experts is None,
             most_blocks=self.num_blocks if config.max_block_bytes is not None else most_blocks,
             max_cache_bytes=config.max_cache_bytes,
-            swarm_name=config.swarm_name,
-            public_name=config.public_name,
-            version=version("swarmnet-p2p"),
             limits=replace(
                 _limits(config.network.rules.quotas, config.client_share), max_wait_s=config.max_wait_s
             ),
-            library=self.model.shared(),
             experts=None
             if self.experts is None
             else ExpertOptions(
@@ -430,10 +433,9 @@ class LoadedModel:
             ),
         )
 
-    def _expert_hosting(self, config: NodeConfig) -> "ExpertHosting":
-        """Raises ``OutOfResources`` if the experts do not fit into the memory."""
-        from importlib.metadata import version
-
+    def _expert_hosting(self, config: NodeConfig, hosted: dict[str, Any]) -> "ExpertHosting":
+        """``hosted``: the fields of ``Hosted``. Raises ``OutOfResources`` if the experts do not fit
+        into the memory."""
         import psutil
 
         from swarmnet_node.engine.stage import precision_of
@@ -455,9 +457,7 @@ class LoadedModel:
                 hint="host fewer experts, or allow more memory: --max-ram",
             )
         return ExpertHosting(
-            model=self.model.name,
-            manifest=self.model.manifest.hash,
-            total_blocks=self.model.manifest.blocks,
+            **hosted,
             hidden_size=self.model.manifest.hidden_size,
             dtype=self.dtype,
             precision=precision_of(self.model, self.quantized, self.dtype),
@@ -465,10 +465,6 @@ class LoadedModel:
             experts=self.experts or None,
             counts=counts,
             capacity=0 if self.experts else min(room // one_bytes, sum(counts.values())),
-            swarm_name=config.swarm_name,
-            public_name=config.public_name,
-            version=version("swarmnet-p2p"),
-            library=self.model.shared(),
         )
 
     def _load_experts(self, block: int, experts: "Collection[int]") -> "ExpertsModule":

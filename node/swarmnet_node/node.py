@@ -46,12 +46,12 @@ from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, add_counts
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import LoadedBlocks, OtherModels, Placed, Relocator
-from swarmnet_node.running_node import Dependencies, RunningNode, Services
+from swarmnet_node.running_node import Dependencies, Hosted, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.fetching.server import Library, WeightServer
+from swarmnet_protocols.fetching.server import WeightServer
 from swarmnet_protocols.machine.aio import cancel, persist, race
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.net.protocol_ids import EXPERTS, PING, REPORT, WEIGHTS
@@ -89,48 +89,44 @@ class HostableModels(OtherModels, Protocol):
         """
 
 
-@dataclass(frozen=True)
-class Hosting:
+@dataclass(frozen=True, kw_only=True)
+class Hosting(Hosted):
     """The blocks that a node hosts: ``placed``, or ``num_blocks`` where the swarm needs them most.
 
     ``load(start, end)`` loads the stage: on the torch thread, or on another thread for a move.
     """
 
-    model: str
-    manifest: bytes
-    total_blocks: int
     load: Callable[[int, int], Stage]
-    placed: Placed | None = None
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks when the swarm needs them more, and fewer when its
     owner allows less memory."""
     most_blocks: int = 0
     """The number of blocks that it may grow to when it moves. 0 forbids growing."""
-    fitting: Callable[[int], int] = int
-    """Takes the node's number of blocks. Returns how many its owner's limits allow, at least 1."""
+    max_cache_bytes: int = 1 << 30
+    limits: ClientLimits = field(default_factory=ClientLimits)
+    experts: ExpertOptions | None = None
+    """Options for experts that peers compute for the node, and the node for other hosts. None if
+    the node has all experts of its blocks."""
     others: HostableModels | None = None
     """The models that the node may switch to. None if it keeps its own."""
+
+    # What the supervisor tells the node.
+    fitting: Callable[[int], int] = int
+    """Takes the node's number of blocks. Returns how many its owner's limits allow, at least 1."""
+    has_room: Callable[[int], bool] = lambda _: True
+    """Returns whether this many bytes of further weights fit into the memory."""
+    on_move: Callable[[], None] = lambda: None
+    """Called when the node has moved to other blocks while it serves."""
+
+    # What changes from one run of the node to the next.
+    placed: Placed | None = None
     former_model: str = ""
     """The name of the model before a switch to this one. Empty if the node joined with this one."""
     model_reason: str = ""
     """The reason why the node switched, for its owner."""
     memory: Remembered = field(default_factory=Remembered)
     """What the node remembers of the swarm and of its relocations."""
-    has_room: Callable[[int], bool] = lambda _: True
-    """Returns whether this many bytes of further weights fit into the memory."""
-    on_move: Callable[[], None] = lambda: None
-    """Called when the node has moved to other blocks while it serves."""
-    max_cache_bytes: int = 1 << 30
-    swarm_name: str = ""
-    public_name: str = ""
-    version: str = "0"
-    limits: ClientLimits = field(default_factory=ClientLimits)
-    library: Library | None = None
-    """The weights that this machine serves to members, or None."""
-    experts: ExpertOptions | None = None
-    """Options for experts that peers compute for the node, and the node for other hosts. None if
-    the node has all experts of its blocks."""
 
     @property
     def is_chosen(self) -> bool:

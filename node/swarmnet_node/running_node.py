@@ -14,13 +14,14 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
 from swarmnet_protocols.directory.host_announcements import clean, state_name
+from swarmnet_protocols.fetching.server import Library
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
@@ -55,29 +56,21 @@ class Dependencies:
     """A warning for the owner. Empty if there is none."""
 
 
-class Hosted(Protocol):
-    """What a node hosts, as its owner has chosen it."""
+@dataclass(frozen=True, kw_only=True)
+class Hosted:
+    """The model that a node hosts a part of, and what others see of the node."""
 
-    @property
-    def model(self) -> str:
-        """The name that the owner gave. Others see it without its path."""
-
-    @property
-    def manifest(self) -> bytes: ...
-
-    @property
-    def total_blocks(self) -> int:
-        """Blocks of the whole model."""
-
-    @property
-    def swarm_name(self) -> str: ...
-
-    @property
-    def public_name(self) -> str: ...
-
-    @property
-    def version(self) -> str:
-        """The version of the software."""
+    model: str
+    """The name that the owner gave. Others see it without its path."""
+    manifest: bytes
+    total_blocks: int
+    """Blocks of the whole model."""
+    swarm_name: str = ""
+    public_name: str = ""
+    version: str = "0"
+    """The version of the software."""
+    library: Library | None = None
+    """The weights that this machine serves to members, or None."""
 
 
 class Ending:

@@ -20,7 +20,9 @@ def test_everything_is_as_before_once_the_limit_is_taken_back(is_on_accelerator:
     # Adapters and caches are in the memory of an accelerator, which the limit does not count.
     elsewhere = {Resource.ADAPTER_BYTES} if is_on_accelerator else set()
     resources = ResourceManager()
-    hosting = Hosting("model", bytes(32), 4, lambda start, end: NotImplemented)
+    hosting = Hosting(
+        model="model", manifest=bytes(32), total_blocks=4, load=lambda start, end: NotImplemented
+    )
     for resource, most in (
         (Resource.LOG, hosting.limits.total_log_bytes),
         (Resource.ADAPTER_BYTES, hosting.limits.adapter_bytes),
