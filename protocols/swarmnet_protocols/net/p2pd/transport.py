@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
@@ -29,7 +28,6 @@ from swarmnet_protocols.net.multiaddr import parse_multiaddrs
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
 from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
-from swarmnet_protocols.net.p2pd.wire_meter import WireMeter
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.typed_stream import MAX_EXTENSION
 from swarmnet_protocols.timing import Timing
@@ -40,14 +38,6 @@ _BOOTSTRAP_S = 5.0
 """Timeout for connecting to a bootstrap peer."""
 _ADDRESSES_S = 5.0
 """Seconds between two requests for this peer's addresses."""
-_MEASURE_S = 0.5
-"""Seconds between two measurements of wire bytes while the link is limited."""
-_MEASURE_UNLIMITED_S = 5.0
-"""Seconds between two measurements of wire bytes while the link is not limited."""
-_CONNECTIONS_EVERY = 4
-"""Measurements between two checks for QUIC connections."""
-_IDLE_EVERY = 2 * _CONNECTIONS_EVERY
-"""While the link is neither limited nor used, only one of this many measurements is made."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +103,6 @@ class P2pdTransport:
         self._daemon_config = daemon_config
         self._config = config
         self._socket_path = socket_path
-        self._link = config.link
         self._named = frozenset((*config.bootstrap, *config.named))
         self._owners_addresses = (
             *self._named,
@@ -334,19 +323,14 @@ class P2pdTransport:
 
     async def _supervise_daemon(self) -> None:
         """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends."""
-        loop = asyncio.get_running_loop()
         while True:
-            background = [
-                loop.create_task(persist(name, each))
-                for name, each in (
-                    ("the refresh of addresses", self._refresh_addresses_periodically),
-                    ("the measurement of traffic", self._measure_traffic),
-                )
-            ]
+            refreshing = asyncio.create_task(
+                persist("the refresh of addresses", self._refresh_addresses_periodically)
+            )
             try:
                 must_restart = await self._connection_guard.run()
             finally:
-                await cancel(*background)
+                await cancel(refreshing)
             if not must_restart:
                 return
             try:
@@ -399,34 +383,3 @@ class P2pdTransport:
             while True:
                 await asyncio.sleep(_ADDRESSES_S)
                 await self._refresh_addresses()
-
-    async def _measure_traffic(self) -> None:
-        """Reconcile the rate limiters with the bytes that p2pd puts on the wire, retransmissions
-        included.
-        """
-        if not WireMeter.is_supported():
-            return
-        up, down = self._link.up, self._link.down
-        meter, is_complete, reconciled_bytes = WireMeter(self._daemon.process.pid), False, 0.0
-        for number in itertools.count():
-            if self._daemon.process.returncode is not None:
-                return
-            is_limited = up.is_limited or down.is_limited
-            is_idle = up.total_bytes + down.total_bytes == reconciled_bytes and not is_limited
-            if not is_idle or number % _IDLE_EVERY == 0:
-                try:
-                    if number % _CONNECTIONS_EVERY == 0:
-                        is_complete = not await self._uses_quic()
-                    traffic = meter.read()
-                except (OSError, PeerUnreachable) as error:  # no file descriptor left, for example
-                    _log.debug("the traffic of p2pd is not measured: %s", error)
-                else:
-                    up.reconcile(traffic.up, is_complete=is_complete)
-                    down.reconcile(traffic.down, is_complete=is_complete)
-                    reconciled_bytes = up.total_bytes + down.total_bytes
-            await asyncio.sleep(_MEASURE_S if is_limited else _MEASURE_UNLIMITED_S)
-
-    async def _uses_quic(self) -> bool:
-        """Tell whether any connection uses QUIC. The kernel does not count its bytes by process."""
-        connections = await self._daemon.connections()
-        return any("/quic" in address for addresses in connections.values() for address in addresses)

@@ -15,7 +15,7 @@ from swarmnet_node.owner.idleness import idle_s
 from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter, wire_bytes
 
 NOVEMBER = 1_795_000_000.0
 
@@ -65,14 +65,15 @@ def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:
     async def use(up: int, down: int) -> MonthlyUsage:
         link = LinkLimiter()
         machine = _machine(tmp_path, link)
-        link.up.reconcile(up, is_complete=True)
-        link.down.reconcile(down, is_complete=True)
+        link.up.count(up)
+        link.down.count(down)
         machine.save_usage()
         return machine.usage()
 
     first, second = asyncio.run(use(1000, 300)), asyncio.run(use(7, 5))
-    assert (first.up_bytes, first.down_bytes) == (1000, 300)
-    assert second == MonthlyUsage(first.month, 1007, 305)
+    assert (first.up_bytes, first.down_bytes) == (int(wire_bytes(1000)), int(wire_bytes(300)))
+    more_up, more_down = int(wire_bytes(7)), int(wire_bytes(5))
+    assert second == MonthlyUsage(first.month, first.up_bytes + more_up, first.down_bytes + more_down)
     assert _machine(tmp_path, now=NOVEMBER + 40 * 24 * 3600).usage().up_bytes == 0
 
 
