@@ -253,7 +253,7 @@ class Node(RunningNode):
         cached = options.cache.own if options.cache is not None else {}
         missing = {
             start + layer: experts - cached.get(start + layer, frozenset())
-            for layer, experts in stage.missing_experts.items()
+            for layer, experts in stage.experts.missing.items()
         }
         if missing := {block: experts for block, experts in missing.items() if experts}:
             links = ExpertLinks(
@@ -272,9 +272,11 @@ class Node(RunningNode):
             def elsewhere(layer: int) -> Elsewhere:
                 return dispatcher.elsewhere(start + layer)
 
-            stage.compute_experts_elsewhere(elsewhere)
+            stage.experts.compute_elsewhere(elsewhere)
             planner = ExpertPlanner(dispatcher, dependencies.rng)
-            for hook in planner.watch({start + layer: module for layer, module in stage.experts.items()}):
+            for hook in planner.watch(
+                {start + layer: module for layer, module in stage.experts.modules.items()}
+            ):
                 self._contexts.callback(hook.remove)
             self._contexts.push_async_callback(
                 cancel,

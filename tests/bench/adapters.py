@@ -94,7 +94,14 @@ def main() -> None:
                 times[name].append(1e3 * measure(clock))
     medians = {name: round(statistics.median(each[1:]), 2) for name, each in times.items()}
     print(
-        json.dumps({"bench": "adapters", "native": native.has_decode_step, **vars(arguments), "ms": medians})
+        json.dumps(
+            {
+                "bench": "adapters",
+                "native": native.method.decode_step is not None,
+                **vars(arguments),
+                "ms": medians,
+            }
+        )
     )
 
 

@@ -100,7 +100,7 @@ def exact(local: LocalModel, device: torch.device) -> dict[str, Any]:
             "alone": relative_error(torch.cat(found), batched),
         }
         name = str(dtype).removeprefix("torch.")
-        report[name] = {"errors": errors, "fused": arena._is_fused, "recorded": arena.has_recordings}
+        report[name] = {"errors": errors, "fused": arena.method.is_fused, "recorded": arena.has_recordings}
         report[name]["failure"] = arena._graphs.failure if arena._graphs else ""
         ok = ok and all(each <= tolerance for each in errors.values())
     if device.type == "cuda":

@@ -24,6 +24,7 @@ from swarmnet_node.engine.attention import Batch, RangedBatch
 from swarmnet_node.engine.caches.cache_arena import SPARE_ROWS, CacheArena
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.kernels.backend import Backend, Ranges, Recorder, Recording
+from swarmnet_node.engine.trials import agree
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +33,6 @@ MIN_LONGEST = 256
 
 Compute = Callable[[torch.Tensor, torch.Tensor, Batch], torch.Tensor]
 """(hidden states [T, D], positions [T], batch) → hidden states [T, D] after the stage."""
-Agree = Callable[[torch.Tensor, torch.Tensor], bool]
-"""Returns whether outputs equal expected outputs up to rounding."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +50,9 @@ class _Slots:
 class DecodeGraphs:
     """The recordings of one stage, on one device. Used on the torch thread."""
 
-    def __init__(  # noqa: PLR0913 - what to record, where, and how to check it
+    def __init__(
         self,
         compute: Compute,
-        agree: Agree,
         recorder: Recorder,
         backend: Backend,
         arena: CacheArena,
@@ -67,7 +65,6 @@ class DecodeGraphs:
         Unless ``is_fused``, recordings also depend on a bound on the lengths.
         """
         self._compute = compute
-        self._agree = agree
         self._recorder = recorder
         self._backend = backend
         self._arena = arena
@@ -145,7 +142,7 @@ class DecodeGraphs:
         try:
             recording = self._recorder.record(lambda: self._run(slots, key[1]))
             recording.replay()
-            is_right = self._agree(recording.outputs[: len(expected)], expected)
+            is_right = agree(recording.outputs[: len(expected)], expected)
         except (RuntimeError, torch.OutOfMemoryError) as error:
             self._fail(str(error))
             return

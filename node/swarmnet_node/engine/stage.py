@@ -1,38 +1,32 @@
 """The blocks that one node hosts.
 
 A stage computes forwards of packed batches with KV caches, and passes of whole sequences without.
-It computes a forward in one of three ways, chosen when it is loaded:
+It computes a forward in one of three ways, chosen by trials when it is loaded (``trials.py``):
 
 1. transformers' own layers, with the packed attention, recurrent states and LoRA of this package.
    This works for every family whose layers have no other state.
 2. ``LlamaLayers``, for families of the Llama shape.
 3. For few positions, the backend's decode step, if the backend has one for these layers.
 
-The second and third are used only if they reproduce the first on random inputs. The caller chooses
-the backend.
-
-On an accelerator, :meth:`Stage.preallocate` puts the KV caches into an arena. Attention of a batch
-is then one call, and decode steps are recorded (``decode_graphs.py``). Again, both are used only if
-they reproduce the outputs of the code that they replace.
+The caller chooses the backend. On an accelerator, :meth:`Stage.preallocate` puts the KV caches into
+an arena. Attention of a batch is then one call, and decode steps are recorded
+(``decode_graphs.py``).
 """
 
 import copy
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from swarmnet_node.engine import trials
 from swarmnet_node.engine.adapters import BatchLora, LayerTargets, StageAdapter, linear_modules, load_adapter
 from swarmnet_node.engine.attention import (
     IMPLEMENTATION,
     Batch,
-    GeometryProbe,
     PackedBatch,
     RangedBatch,
     SequenceBatch,
@@ -43,44 +37,32 @@ from swarmnet_node.engine.caches.cache_arena import CacheArena
 from swarmnet_node.engine.caches.kv_cache import (
     GROWTH_POSITIONS,
     KVGeometry,
-    LayerShape,
     Prefix,
     SequenceCache,
 )
-from swarmnet_node.engine.caches.recurrent_state import BatchStates, StateGeometry, StateProbe, split_mixers
+from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
 from swarmnet_node.engine.decode_graphs import DecodeGraphs
-from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, Backend, DecodeRow, DecodeStep
+from swarmnet_node.engine.kernels.backend import PRODUCTS, Backend, DecodeRow
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
-from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_node.engine.layer_stack import bring_inputs, load_stack
+from swarmnet_node.engine.routed_experts import RoutedExperts
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
 from swarmnet_protocols.quantization.packed_experts import (
-    Elsewhere,
     ExpertsModule,
-    Outputs,
     add_experts,
-    compute_elsewhere,
-    experts_modules,
-    has_expert,
 )
 from swarmnet_protocols.quantization.quantize import Precision
 
 if TYPE_CHECKING:
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
 
-_log = logging.getLogger(__name__)
 
-TRIAL_POSITIONS = 5
-TRIAL_TOLERANCE_EPS = 100
-"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding causes a few units;
-a different function causes far more."""
 TORCH: Backend = TorchBackend()
 _ACTIVATIONS = {torch.float32: "", torch.bfloat16: "/bf16", torch.float16: "/f16"}
 """The part of a precision that names the activations."""
-NO_ATTENTION = (LayerShape(0, 0, 0), AttentionRule(None, None, None, None))
 REBUILT_POSITIONS = 512
 """Most positions of one forward when states are computed again."""
 
@@ -107,54 +89,41 @@ class Stage:
         register()
         self._model = model
         self._model.config._attn_implementation = IMPLEMENTATION
-        self.devices = tuple(devices) or (next(model.parameters()).device,) * len(model.layers)
-        if len(set(self.devices)) > 1:
-            for layer, device in zip(model.layers, self.devices, strict=True):
-                layer.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
         weight = next(model.parameters())
+        self.devices = tuple(devices) or (weight.device,) * len(model.layers)
+        bring_inputs(model, self.devices)
         self.hidden_size = hidden_size
         self.precision = precision
-        self._check_ends()
-        self.experts = _experts_of(model)
-        """The modules of routed experts, by number of the layer in the stage."""
-        for module in self.experts.values():
-            compute_elsewhere(module, _zeros)  # trials compare ways to compute the same layers
+        trials.check_ends(model, hidden_size)
+        self.experts = RoutedExperts(model)
         self.widths = LayerWidths.of(model.config)
         self.dtype = weight.dtype
         self.device = weight.device
-        self.blocks = len(self._model.layers)
+        self.blocks = len(model.layers)
         self.weight_bytes = weight_bytes(model)
         self.first = 0
         """The number of its first layer in the loaded stage. Above 0 if this stage is a part of
         it."""
+        self.method = trials.Method()
+        """How it computes a forward. Trials choose the fastest method that is right."""
         self._backend = backend
-        self._llama_layers: LlamaLayers | None = None
-        self._decode_step: DecodeStep | None = None
         self._graphs: DecodeGraphs | None = None
-        self._is_fused = False
         self._parts: dict[tuple[int, int], Stage] = {}
-        probe, states = self._probe()
-        layers = dict(zip(probe.indices, probe.layers, strict=True))
-        found = [layers.get(index, NO_ATTENTION) for index in range(self.blocks)]
-        of_states = StateGeometry(tuple(states.states.values()), hidden_size) if states.states else None
-        shapes = tuple(shape for shape, _ in found)
-        self.geometry = KVGeometry(shapes, self.dtype, self.device, states=of_states, devices=self.devices)
-        split_mixers(states.mixers)
-        linears = [linear_modules(layer, leave_out=states.mixers) for layer in model.layers]
-        if len(layers) < self.blocks or of_states is not None:
-            self._check_states()
-        self._rules = [rule for _, rule in found]
-        self._choose_layers(self._rules)
-        for module in self.experts.values():
-            compute_elsewhere(module, None)
-        self._targets = tuple(
-            LayerTargets(
-                paths,
-                PRODUCTS if self.has_llama_layers else {path: (path,) for path in paths},
-                shape,
-                device,
+        with self.experts.missing_as_zeros():
+            probed = trials.probe(model, hidden_size)
+            self.geometry = KVGeometry(
+                probed.shapes, self.dtype, self.device, states=probed.states, devices=self.devices
             )
-            for paths, shape, device in zip(linears, shapes, self.devices, strict=True)
+            split_mixers(probed.mixers)
+            linears = [linear_modules(layer, leave_out=probed.mixers) for layer in model.layers]
+            if not probed.is_plain:
+                trials.check_states(self, model)
+            self._rules = probed.rules
+            trials.choose_method(self, model, probed.rules, backend)
+        is_llama = self.method.llama_layers is not None
+        self._targets = tuple(
+            LayerTargets(paths, PRODUCTS if is_llama else {path: (path,) for path in paths}, shape, device)
+            for paths, shape, device in zip(linears, probed.shapes, self.devices, strict=True)
         )
 
     @classmethod
@@ -179,24 +148,10 @@ class Stage:
         family whose layers have other state than keys, values and recurrent states.
         """
         devices = devices or [device] * (end - start)
-        spans: list[Any] = []
-        at = start
-        for own, blocks in groupby(devices):
-            until = at + len(list(blocks))
-            spans.append(
-                model.load_span(
-                    at,
-                    until,
-                    dtype=dtype,
-                    device=own,
-                    packed=packed,
-                    quantized=quantized,
-                    experts=experts,
-                )
-            )
-            at = until
+        load_span = partial(model.load_span, dtype=dtype, packed=packed, quantized=quantized, experts=experts)
+        stack = load_stack(load_span, model.config, start, devices)
         return cls(
-            _joined(spans, model.config, start, end),
+            stack,
             model.manifest.hidden_size,
             backend,
             precision=precision_of(model, quantized, dtype),
@@ -207,20 +162,6 @@ class Stage:
     def is_on_accelerator(self) -> bool:
         """Whether weights and caches are in other memory than the machine's own."""
         return bool(self.device.type != "cpu")
-
-    @property
-    def _is_on_one_device(self) -> bool:
-        return len(set(self.devices)) == 1
-
-    @property
-    def has_llama_layers(self) -> bool:
-        """Whether ``LlamaLayers`` replace the layers of transformers."""
-        return self._llama_layers is not None
-
-    @property
-    def has_decode_step(self) -> bool:
-        """Whether forwards of few positions use the backend's decode step."""
-        return self._decode_step is not None
 
     @property
     def has_recordings(self) -> bool:
@@ -234,65 +175,34 @@ class Stage:
         For accelerators. No sequence may exist yet.
         """
         bare = replace(self.geometry, arena=None)
-        if bare.states is not None or NO_ATTENTION[0] in bare.layers:
+        if bare.states is not None or trials.NO_ATTENTION in bare.layers:
             return  # such caches hold more than keys and values
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
         arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
-        self._decode_step = None  # the decode step reads only contiguous caches
+        # The decode step reads only contiguous caches.
+        self.method = replace(self.method, decode_step=None)
         self._parts.clear()
-        self._is_fused = self._can_be_fused(arena) and self._fused_agrees()
+        trials.choose_fused(self, arena, self._rules, self._backend)
         # A recording has one device, so steps that move between devices are not recorded.
-        recorder = self._backend.recorder(self.device) if self._is_on_one_device else None
+        is_on_one_device = len(set(self.devices)) == 1
+        recorder = self._backend.recorder(self.device) if is_on_one_device else None
         if recorder is not None:
             self._graphs = DecodeGraphs(
                 self._run,
-                self._agree,
                 recorder,
                 self._backend,
                 arena,
                 torch.empty(self.hidden_size, dtype=self.dtype, device=self.device),
-                is_fused=self._is_fused,
+                is_fused=self.method.is_fused,
             )
-
-    @property
-    def missing_experts(self) -> dict[int, set[int]]:
-        """The experts that this stage lacks, by number of the layer. Layers with all experts are
-        left out."""
-        found = {
-            layer: {each for each in range(module.num_experts) if not has_expert(module, each)}
-            for layer, module in self.experts.items()
-        }
-        return {layer: experts for layer, experts in found.items() if experts}
-
-    def routed_blocks(self) -> dict[int, tuple[torch.nn.Module, ExpertsModule]]:
-        """Return two modules by number of the layer.
-
-        The first has router and experts; the second, inside it, has the experts.
-        """
-        paths = {
-            layer: path.rpartition(".")[0]
-            for path, _ in experts_modules(self._model)
-            for layer in [_layer_of(path)]
-        }
-        return {
-            layer: (self._model.get_submodule(path), self.experts[layer]) for layer, path in paths.items()
-        }
-
-    def compute_experts_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
-        """Compute the missing experts of each layer by ``elsewhere(layer)``.
-
-        Without this, a forward that needs a missing expert fails.
-        """
-        for layer in self.missing_experts:
-            compute_elsewhere(self.experts[layer], elsewhere(layer))
 
     def add_experts(self, layer: int, loaded: ExpertsModule) -> None:
         """Add the experts of ``loaded``, a module of the same layer, to the stage.
 
         May be called from another thread.
         """
-        add_experts(self.experts[layer], loaded)
+        add_experts(self.experts.modules[layer], loaded)
         self.weight_bytes = weight_bytes(self._model)
 
     def part(self, start: int, end: int) -> "Stage":
@@ -308,7 +218,7 @@ class Stage:
             part._model.config = with_blocks(self._model.config, start, end)
             part._model.config._attn_implementation = IMPLEMENTATION
             part.blocks = end - start
-            part.experts = _experts_of(part._model)
+            part.experts = RoutedExperts(part._model)
             part.weight_bytes = weight_bytes(part._model)
             part.first = self.first + start
             states = self.geometry.states
@@ -321,12 +231,7 @@ class Stage:
                 states=states and states.part(part.first, part.first + part.blocks),
             )
             part._graphs = None  # there may be many parts
-            if self._llama_layers is not None:
-                part._llama_layers = self._llama_layers.part(start, end)
-                if self._decode_step is not None:
-                    part._decode_step = self._backend.decode_step(
-                        part._llama_layers.layers, part._llama_layers.rotary
-                    )
+            part.method = self.method.part(start, end, self._backend)
             self._parts[start, end] = part
         return self._parts[start, end]
 
@@ -380,8 +285,9 @@ class Stage:
             self.catch_up(sequence, sequence.behind)
         packed = torch.cat([inputs for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
-        if self._decode_step is not None and len(packed) <= self._decode_step.max_positions:
-            outputs = self._decode_step(
+        decode_step = self.method.decode_step
+        if decode_step is not None and len(packed) <= decode_step.max_positions:
+            outputs = decode_step(
                 packed,
                 [
                     DecodeRow(sequence.length, count, sequence.layers, sequence.lora)
@@ -509,33 +415,9 @@ class Stage:
         arena = self.geometry.arena
         if arena is not None:
             lengths = [sequence.length + 1 for sequence in sequences]
-            if self._is_fused or (max(counts) == 1 and is_worth_padding(lengths)):
+            if self.method.is_fused or (max(counts) == 1 and is_worth_padding(lengths)):
                 return RangedBatch.of(arena, self._backend, sequences, counts)
         return PackedBatch(sequences, counts, self._backend, first_layer=self.first)
-
-    def _can_be_fused(self, arena: CacheArena) -> bool:
-        """Return whether the backend attends to ranges in all layers, for any number of queries."""
-        return all(
-            self._backend.is_fused(keys[:1], values, rule)
-            for (keys, values), rule in zip(arena.buffers, self._rules, strict=True)
-        )
-
-    def _fused_agrees(self) -> bool:
-        """Return whether attention in one call agrees with attention of one sequence after
-        another."""
-        generator = torch.Generator().manual_seed(1)
-        inputs = torch.randn(2, TRIAL_POSITIONS + 1, self.hidden_size, generator=generator)
-        found = []
-        for self._is_fused in (False, True):
-            sequences = [self.new_sequence(), self.new_sequence()]
-            prompts = [(sequences[0], inputs[0, :-1]), (sequences[1], inputs[1, :-3])]
-            steps = [(sequences[0], inputs[0, -1:]), (sequences[1], inputs[1, -3:])]
-            try:
-                found.append(torch.cat([*self.forward(prompts), *self.forward(steps)]))
-            except RuntimeError as error:
-                _log.warning("attention runs one sequence at a time: %s", error)
-                return False
-        return self._agree(found[1], found[0])
 
     def _run(
         self,
@@ -545,8 +427,8 @@ class Stage:
         lora: BatchLora | None = None,
         states: BatchStates | None = None,
     ) -> torch.Tensor:
-        if self._llama_layers is not None:
-            return self._llama_layers(inputs, positions, batch, lora).to(self.device)
+        if self.method.llama_layers is not None:
+            return self.method.llama_layers(inputs, positions, batch, lora).to(self.device)
         with lora.hooked(self._model.layers, self.first) if lora else nullcontext():
             outputs: torch.Tensor = self._model(
                 inputs_embeds=inputs[None],
@@ -557,117 +439,7 @@ class Stage:
             ).last_hidden_state
         return outputs[0].to(self.device)
 
-    @torch.inference_mode()
-    def _probe(self) -> tuple[GeometryProbe, StateProbe]:
-        probe, states = GeometryProbe(), StateProbe(self._model.layers)
-        zeros = torch.zeros(1, self.hidden_size, dtype=self.dtype, device=self.device)
-        try:
-            with states.watching():
-                self._run(zeros, torch.zeros(1, dtype=torch.long, device=self.device), probe, states=states)
-        except CONFIG_FAULTS as error:
-            raise self._refusal() from error
-        if len(set(probe.indices)) < len(probe.indices) or not set(probe.indices) <= set(range(self.blocks)):
-            raise self._refusal()
-        return probe, states
-
-    @torch.inference_mode()
-    def _check_ends(self) -> None:
-        """Raise ``ConfigError`` if the model changes hidden states before or after its layers.
-
-        Every hop would repeat such a change.
-        """
-        model = copy.copy(self._model)
-        model._modules = {**self._model._modules, "layers": torch.nn.ModuleList()}
-        weight = next(self._model.parameters())
-        inputs = torch.ones(1, 1, self.hidden_size, dtype=weight.dtype, device=weight.device)
-        positions = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-        outputs = model(inputs_embeds=inputs, position_ids=positions, use_cache=False).last_hidden_state
-        if not torch.equal(outputs, inputs):
-            raise ConfigError(f"{type(self._model).__name__} changes its inputs before or after its blocks")
-
-    def _check_states(self) -> None:
-        """Raise ``ConfigError`` unless steps give the same outputs as the whole sequence.
-
-        Otherwise the layers have state that this stage does not know.
-        """
-        inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=torch.Generator().manual_seed(0))
-        sequence = self.new_sequence()
-        outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, [2, 1, 2])])
-        if not self._agree(outputs, self.run_sequences(inputs, [TRIAL_POSITIONS])):
-            raise self._refusal()
-
-    def _refusal(self) -> ConfigError:
-        return ConfigError(
-            f"{type(self._model).__name__} has layers with other state than keys, values and recurrent states",
-            hint="docs/families.md lists families that work",
-        )
-
-    def _choose_layers(self, rules: Sequence[AttentionRule]) -> None:
-        """Use ``LlamaLayers`` and the backend's decode step if they agree with transformers'
-        layers."""
-        if not has_llama_shape(self._model):
-            return
-        generator = torch.Generator().manual_seed(0)
-        inputs = torch.randn(TRIAL_POSITIONS, self.hidden_size, generator=generator)
-        [expected] = self.forward([(self.new_sequence(), inputs)])
-        layers = LlamaLayers(self._model, rules, self._backend, self.devices)
-        if not layers.rotates_whole_heads(torch.empty(0, dtype=self.dtype, device=self.device)):
-            return
-        self._llama_layers = layers
-        [outputs] = self.forward([(self.new_sequence(), inputs)])
-        if not self._agree(outputs, expected):
-            self._llama_layers = None
-            return
-        self._decode_step = self._backend.decode_step(self._llama_layers.layers, self._llama_layers.rotary)
-        if self._decode_step is not None:
-            sequence = self.new_sequence()
-            outputs = torch.cat([self.forward([(sequence, part)])[0] for part in torch.split(inputs, 2)])
-            if not self._agree(outputs, expected):
-                self._decode_step = None
-
-    def _agree(self, outputs: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Return whether outputs are equal up to rounding. This also works for outputs of zeros."""
-        error = (outputs - expected).float().norm()
-        return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(self.dtype).eps * expected.float().norm())
-
 
 def precision_of(model: LocalModel, quantized: Precision | None, dtype: torch.dtype) -> str:
     """Return the precision of weights and activations, as a host announces it."""
     return (model.precision if quantized is None else quantized.name) + _ACTIVATIONS[dtype]
-
-
-def _experts_of(model: Any) -> dict[int, ExpertsModule]:
-    return {_layer_of(path): module for path, module in experts_modules(model)}
-
-
-def _layer_of(path: str) -> int:
-    return int(path.split(".")[1])
-
-
-def _zeros(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
-    """Return zeros as outputs of missing experts, for trials while a stage is made."""
-    return lambda: {expert: torch.zeros_like(hidden[indexes]) for expert, indexes in rows.items()}
-
-
-def _bring_inputs(device: torch.device, _: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Move the inputs of a layer, hidden states and rotary angles, to its device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
-
-
-def _joined(spans: Sequence[Any], config: Any, start: int, end: int) -> Any:
-    """Return one decoder stack with the layers of all spans, each on its device.
-
-    The other modules come from the first span.
-    """
-    whole, *others = spans
-    for span in others:
-        for module in span.layers.modules():
-            if hasattr(module, "layer_idx"):
-                module.layer_idx += len(whole.layers)
-        whole.layers.extend(span.layers)
-    if others:
-        whole.config = with_blocks(config, start, end)
-        for module in whole.layers.modules():
-            if hasattr(module, "config"):  # each layer has its own span's config
-                module.config._attn_implementation = IMPLEMENTATION
-    return whole

@@ -51,7 +51,7 @@ class ExpertOptions:
 def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
     """Return a cache of experts for a stage that begins with block ``start``. Call ``install`` to
     use it."""
-    blocks = stage.routed_blocks()
+    blocks = stage.experts.blocks
     return ExpertCache(
         blocks,
         {layer: options.own.get(start + layer, frozenset()) for layer in blocks},
@@ -65,7 +65,7 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
     ``start``."""
     return {
         start + layer: module
-        for layer, module in stage.experts.items()
+        for layer, module in stage.experts.modules.items()
         if any(has_expert(module, each) for each in range(module.num_experts))
     }
 
@@ -101,7 +101,7 @@ class ExpertLoader:
         self._start = start
         self._load = load
         self._has_room = has_room
-        self._bytes = max((expert_bytes(module) for module in stage.experts.values()), default=0)
+        self._bytes = max((expert_bytes(module) for module in stage.experts.modules.values()), default=0)
         """Bytes of one expert. 0 until an expert has been loaded."""
 
     def load(self, block: int, experts: Collection[int]) -> bool:

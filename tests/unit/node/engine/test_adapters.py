@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,13 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
     options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
     native = Stage.load(model, 0, 5, backend=load_backend(tmp_path / "cache"), **options)
     stages = (native, Stage.load(model, 0, 5, **options))
-    assert native.has_decode_step
+    assert native.method.decode_step is not None
     pairs = random_tensors(range(5), modules=[("self_attn.v_proj", 16, 32)])
     prefix = {
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
     }
     calls: list[int] = []
-    step = native._decode_step
+    step = native.method.decode_step
     assert step is not None
 
     def counting(inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
@@ -159,7 +160,7 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
         return step(inputs, rows)
 
     counting.max_positions = step.max_positions  # type: ignore[attr-defined]
-    native._decode_step = counting  # type: ignore[assignment]
+    native.method = replace(native.method, decode_step=counting)
     sequences = {
         stage: [
             stage.new_sequence(stage.load_adapter(tensors, 0) if tensors else None)

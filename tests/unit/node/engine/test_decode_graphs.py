@@ -302,7 +302,7 @@ def test_a_fused_kernel_that_fails_or_errs_is_not_used(
     monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)
     monkeypatch.setattr(ranged_attention, "_varlen", lambda: wrong)
     mine, _ = two_stages("llama-tied", tmp_path, TorchBackend())
-    assert not mine._is_fused
+    assert not mine.method.is_fused
 
 
 def test_padding_is_used_for_sequences_of_similar_length() -> None:

@@ -90,8 +90,8 @@ def test_packed_weights_compute_as_their_dequantised_values_do(
     products = load_products(default_cache_dir()) if is_native else Products(None)
     backend = native if is_native else TORCH
     mine, theirs = two_stages(family, tmp_path, products, backend, formats)
-    assert mine.has_llama_layers == theirs.has_llama_layers
-    assert mine.has_decode_step == theirs.has_decode_step
+    assert (mine.method.llama_layers is None) == (theirs.method.llama_layers is None)
+    assert (mine.method.decode_step is None) == (theirs.method.decode_step is None)
     assert mine.weight_bytes < 0.5 * theirs.weight_bytes or "experts" in family
     inputs = torch.randn(200, theirs.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []
@@ -167,7 +167,7 @@ def test_the_default_model_is_held_in_the_bytes_of_its_file(native: NativeBacken
     model = resolve(DEFAULT_MODEL, cache_dir=default_cache_dir())
     stage = Stage.load(model, 10, 14, backend=native, packed=True, **FLOAT32)
     file_bytes = 4 * (2 * 576 * 576 + 2 * 192 * 576 + 3 * 1536 * 576) * 20 // 32 + 4 * 2 * 576 * 4
-    assert stage.has_decode_step
+    assert stage.method.decode_step is not None
     assert stage.weight_bytes <= 1.01 * file_bytes
 
 
@@ -205,7 +205,7 @@ def test_matrices_of_16_bits_stay_so_and_compute_as_float32(
         Stage.load(model, 1, 4, backend=native, packed=packed, **FLOAT32) for packed in (True, False)
     )
     assert mine.weight_bytes < 0.75 * theirs.weight_bytes
-    assert mine.has_decode_step == theirs.has_decode_step
+    assert (mine.method.decode_step is None) == (theirs.method.decode_step is None)
     inputs = torch.randn(100, 64, generator=torch.Generator().manual_seed(0))
     outputs = []
     for stage in (mine, theirs):

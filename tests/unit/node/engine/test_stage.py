@@ -199,7 +199,7 @@ def test_a_failed_forward_leaves_the_length_of_every_sequence(tmp_path: Path) ->
 )
 def test_families_of_the_llama_shape_use_llama_layers(family: str, fused: bool, tmp_path: Path) -> None:
     """Every other test of this file shows that they compute the same."""
-    assert load_stage(tmp_path, family).has_llama_layers == fused
+    assert (load_stage(tmp_path, family).method.llama_layers is not None) == fused
 
 
 def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Pa
     stage = load_stage(tmp_path, "granite")
 
     assert has_llama_shape(stage._model)
-    assert not stage.has_llama_layers
+    assert stage.method.llama_layers is None
 
 
 def test_llama_layers_have_no_second_copy_of_the_weights(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_llama_layers_have_no_second_copy_of_the_weights(tmp_path: Path) -> None
     attention = stage._model.layers[0].self_attn
 
     memories = {getattr(attention, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}
-    assert memories == {stage._llama_layers.layers[0].qkv.weight.untyped_storage().data_ptr()}
+    assert memories == {stage.method.llama_layers.layers[0].qkv.weight.untyped_storage().data_ptr()}
 
 
 def test_a_stage_describes_itself(tmp_path: Path) -> None:

@@ -44,7 +44,9 @@ def cached(model: LocalModel, capacity: int) -> tuple[Stage, ExpertCache]:
 
 def in_memory(stage: Stage) -> int:
     return sum(
-        has_expert(module, expert) for module in stage.experts.values() for expert in range(NUM_EXPERTS)
+        has_expert(module, expert)
+        for module in stage.experts.modules.values()
+        for expert in range(NUM_EXPERTS)
     )
 
 
@@ -100,8 +102,8 @@ def test_experts_used_long_ago_leave_memory_first(model: LocalModel) -> None:
     sequence = stage.new_sequence()
     for _ in range(12):
         stage.forward([(sequence, torch.randn(1, stage.hidden_size))])
-    module = stage.experts[max(stage.experts)]
-    used = [key for key in cache._used if key[0] == max(stage.experts)]
+    module = stage.experts.modules[max(stage.experts.modules)]
+    used = [key for key in cache._used if key[0] == max(stage.experts.modules)]
     assert used
     assert all(has_expert(module, expert) for _, expert in used)
     assert in_memory(stage) == len(cache._used)

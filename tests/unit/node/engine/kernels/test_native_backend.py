@@ -105,7 +105,8 @@ def test_the_decode_step_matches_torch(
     """A prompt by torch, then single positions until the buffers of the sequence have grown."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 6)
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
-    assert (expected.has_decode_step, got.has_decode_step) == (False, True)
+    assert expected.method.decode_step is None
+    assert got.method.decode_step is not None
     prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
     sequences = [stage.new_sequence() for stage in (expected, got)]
     for stage, sequence in zip((expected, got), sequences, strict=True):
@@ -148,7 +149,7 @@ def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) ->
     outputs = []
     for each in (None, native):
         stage = load(tmp_path, "llama", each)
-        for layer in stage._llama_layers.layers:
+        for layer in stage.method.llama_layers.layers:
             layer.gate_up.weight.mul_(1000)
         outputs.append(one_by_one(stage, stage.new_sequence(), inputs(stage, 3)))
     assert_near(outputs[1], outputs[0])
@@ -200,7 +201,7 @@ def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -
     """Chunks, single positions and first positions of sequences in one step; the sequences grow
     meanwhile."""
     expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
-    assert got.has_decode_step
+    assert got.method.decode_step is not None
     outputs: list[list[torch.Tensor]] = []
     for stage in (expected, got):
         sequences = [stage.new_sequence() for _ in range(4)]
@@ -325,7 +326,7 @@ def test_decode_steps_and_packed_batches_share_sequences(
     rows = inputs(stage, 12)
     [expected] = stage.forward([(stage.new_sequence(), rows)])
     parts = [stage.part(0, 2), stage.part(2, 5)]
-    assert all(part.has_decode_step for part in parts)
+    assert all(part.method.decode_step is not None for part in parts)
     sequences, others = ([part.new_sequence() for part in parts] for _ in range(2))
 
     outputs = []
@@ -355,13 +356,14 @@ def test_families_that_the_decode_step_lacks_are_left_to_torch(
     family: str, native: NativeBackend, tmp_path: Path
 ) -> None:
     """Sliding windows, and layers of another kind."""
-    assert not load(tmp_path, family, native).has_decode_step
+    assert load(tmp_path, family, native).method.decode_step is None
 
 
 def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
     model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
     stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, backend=native)
-    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
+    assert stage.method.llama_layers is not None
+    assert stage.method.decode_step is None
 
 
 def test_a_decode_step_that_computes_something_else_is_not_used(
@@ -370,7 +372,8 @@ def test_a_decode_step_that_computes_something_else_is_not_used(
     """The trial finds it: here the code returns its input."""
     monkeypatch.setattr(native, "decode", lambda *_: None)
     stage = load(tmp_path, "llama", native)
-    assert (stage.has_llama_layers, stage.has_decode_step) == (True, False)
+    assert stage.method.llama_layers is not None
+    assert stage.method.decode_step is None
 
 
 def row_of(stage: Stage, sequence: SequenceCache) -> DecodeRow:
@@ -384,7 +387,7 @@ def test_positions_beyond_the_capacity_of_a_cache_are_refused(native: NativeBack
     sequence.length = GROWTH_POSITIONS
 
     with pytest.raises(ValueError, match="no room"):
-        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+        stage.method.decode_step(inputs(stage, 1), [row_of(stage, sequence)])
 
 
 def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path: Path) -> None:
@@ -395,7 +398,7 @@ def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path:
     with pytest.raises(ValueError, match="another stage"):
         stage.forward([(sequence, inputs(stage, 1))])
     with pytest.raises(ValueError, match="caches of 2 layers for 5"):
-        stage._decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+        stage.method.decode_step(inputs(stage, 1), [row_of(stage, sequence)])
 
 
 def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Path) -> None:
@@ -404,13 +407,13 @@ def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Pa
     sequence.reserve(1)
 
     with pytest.raises(ValueError, match="float32"):
-        stage._decode_step(torch.zeros(1, stage.hidden_size - 1), [row_of(stage, sequence)])
+        stage.method.decode_step(torch.zeros(1, stage.hidden_size - 1), [row_of(stage, sequence)])
 
 
 def test_the_number_of_key_heads_must_divide_that_of_query_heads(
     native: NativeBackend, tmp_path: Path
 ) -> None:
-    layers = load(tmp_path, "llama", native)._llama_layers
+    layers = load(tmp_path, "llama", native).method.llama_layers
     assert native.decode_step(layers.layers, layers.rotary) is not None
     layer = layers.layers[2]
     layers.layers[2] = replace(

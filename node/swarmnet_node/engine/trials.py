@@ -1,0 +1,217 @@
+"""Trials of a stage while it is loaded: what its layers need, and how to compute them fast.
+
+1. :func:`check_ends` refuses a model that does more than its layers do.
+2. :func:`probe` computes one position, and finds the attention and the states of each layer.
+3. :func:`check_states` refuses layers with a state that the probe has not found.
+4. :func:`choose_method` tries faster ways to compute the layers. A way is used only if it
+   reproduces the outputs of transformers' own layers on random inputs.
+5. :func:`choose_fused` does the same for attention over an arena, once the stage has one.
+"""
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from swarmnet_node.engine.attention import GeometryProbe
+from swarmnet_node.engine.caches.cache_arena import CacheArena
+from swarmnet_node.engine.caches.kv_cache import LayerShape, SequenceCache
+from swarmnet_node.engine.caches.recurrent_state import StateGeometry, StateProbe
+from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, DecodeStep
+from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
+
+_log = logging.getLogger(__name__)
+
+TRIAL_TOLERANCE_EPS = 100
+"""Largest relative error of a trial, in units of the dtype's epsilon. Rounding causes a few units;
+a different function causes far more."""
+TRIAL_POSITIONS = 5
+NO_ATTENTION = LayerShape(0, 0, 0)
+_NO_RULE = AttentionRule(None, None, None, None)
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a stage computes a forward: with transformers' own layers, unless it has faster ones."""
+
+    llama_layers: LlamaLayers | None = None
+    """Layers that replace transformers' layers."""
+    decode_step: DecodeStep | None = None
+    """The backend's forward of few positions."""
+    is_fused: bool = False
+    """Whether attention over an arena takes one call for all sequences."""
+
+    def part(self, start: int, end: int, backend: Backend) -> "Method":
+        """Return the method for layers [start, end)."""
+        if self.llama_layers is None:
+            return self
+        layers = self.llama_layers.part(start, end)
+        step = None if self.decode_step is None else _decode_step(layers, backend)
+        return replace(self, llama_layers=layers, decode_step=step)
+
+
+class Triable(Protocol):
+    """What trials need of a stage."""
+
+    method: Method
+    hidden_size: int
+    dtype: torch.dtype
+    device: torch.device
+    devices: tuple[torch.device, ...]
+
+    def new_sequence(self) -> SequenceCache: ...
+
+    def forward(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]: ...
+
+    def run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What the layers of a model need. ``mixers`` are modules with recurrent states."""
+
+    shapes: tuple[LayerShape, ...]
+    """``NO_ATTENTION`` for a layer without attention."""
+    rules: tuple[AttentionRule, ...]
+    states: StateGeometry | None
+    mixers: Sequence[nn.Module]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every layer has attention, and no layer has recurrent states."""
+        return self.states is None and NO_ATTENTION not in self.shapes
+
+
+@torch.inference_mode()
+def check_ends(model: Any, hidden_size: int) -> None:
+    """Raise ``ConfigError`` if ``model`` changes hidden states before or after its layers.
+
+    Every hop would repeat such a change.
+    """
+    bare = copy.copy(model)
+    bare._modules = {**model._modules, "layers": nn.ModuleList()}
+    zeros, positions = _one_position(model, hidden_size)
+    outputs = bare(inputs_embeds=zeros + 1, position_ids=positions, use_cache=False).last_hidden_state
+    if not torch.equal(outputs, zeros + 1):
+        raise ConfigError(f"{type(model).__name__} changes its inputs before or after its blocks")
+
+
+@torch.inference_mode()
+def probe(model: Any, hidden_size: int) -> Probed:
+    """Compute one position. Raises ``ConfigError`` for layers that a stage cannot compute."""
+    attention, states = GeometryProbe(), StateProbe(model.layers)
+    zeros, positions = _one_position(model, hidden_size)
+    try:
+        with states.watching():
+            model(
+                inputs_embeds=zeros,
+                position_ids=positions,
+                past_key_values=states,
+                use_cache=False,
+                packed=attention,
+            )
+    except CONFIG_FAULTS as error:
+        raise _refusal(model) from error
+    found = dict(zip(attention.indices, attention.layers, strict=True))
+    if len(found) < len(attention.indices) or not found.keys() <= set(range(len(model.layers))):
+        raise _refusal(model)
+    layers = [found.get(index, (NO_ATTENTION, _NO_RULE)) for index in range(len(model.layers))]
+    geometry = StateGeometry(tuple(states.states.values()), hidden_size) if states.states else None
+    return Probed(
+        tuple(shape for shape, _ in layers), tuple(rule for _, rule in layers), geometry, states.mixers
+    )
+
+
+def check_states(stage: Triable, model: Any) -> None:
+    """Raise ``ConfigError`` unless steps give the same outputs as the whole sequence.
+
+    Otherwise the layers have a state that the stage does not know.
+    """
+    [inputs] = _inputs(stage, 1, TRIAL_POSITIONS)
+    if not agree(_try(stage, [[2], [1], [2]]), stage.run_sequences(inputs, [TRIAL_POSITIONS])):
+        raise _refusal(model)
+
+
+def choose_method(stage: Triable, model: Any, rules: Sequence[AttentionRule], backend: Backend) -> None:
+    """Give ``stage`` the fastest method that agrees with transformers' layers."""
+    if not has_llama_shape(model):
+        return
+    expected = _try(stage, [[TRIAL_POSITIONS]])
+    layers = LlamaLayers(model, rules, backend, stage.devices)
+    if not layers.rotates_whole_heads(torch.empty(0, dtype=stage.dtype, device=stage.device)):
+        return
+    slower, stage.method = stage.method, Method(layers)
+    if not agree(_try(stage, [[TRIAL_POSITIONS]]), expected):
+        stage.method = slower
+        return
+    if step := _decode_step(layers, backend):
+        slower, stage.method = stage.method, Method(layers, step)
+        if not agree(_try(stage, [[2], [2], [1]]), expected):
+            stage.method = slower
+
+
+def choose_fused(stage: Triable, arena: CacheArena, rules: Sequence[AttentionRule], backend: Backend) -> None:
+    """Let ``stage`` attend to all sequences of its arena in one call, if that works and agrees."""
+    slower = stage.method
+    if not all(
+        backend.is_fused(keys[:1], values, rule)
+        for (keys, values), rule in zip(arena.buffers, rules, strict=True)
+    ):
+        return
+    steps = [[TRIAL_POSITIONS, TRIAL_POSITIONS - 2], [1, 3]]
+    try:
+        expected = _try(stage, steps)
+        stage.method = replace(slower, is_fused=True)
+        if agree(_try(stage, steps), expected):
+            return
+    except RuntimeError as error:
+        _log.warning("attention runs one sequence at a time: %s", error)
+    stage.method = slower
+
+
+def agree(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Return whether outputs are equal up to rounding. This also works for outputs of zeros."""
+    error = (outputs - expected).float().norm()
+    return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(expected.dtype).eps * expected.float().norm())
+
+
+def _try(stage: Triable, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return what ``stage`` computes for random positions of new sequences.
+
+    Each step has a number of positions for each sequence. All sequences end equally long.
+    """
+    counts = list(zip(*steps, strict=True))
+    sequences = [stage.new_sequence() for _ in counts]
+    inputs = _inputs(stage, len(counts), sum(counts[0]))
+    parts = [torch.split(each, list(sizes)) for each, sizes in zip(inputs, counts, strict=True)]
+    outputs = [stage.forward(list(zip(sequences, rows, strict=True))) for rows in zip(*parts, strict=True)]
+    return torch.cat([each for step in outputs for each in step])
+
+
+def _inputs(stage: Triable, sequences: int, positions: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(sequences, positions, stage.hidden_size, generator=generator)
+
+
+def _one_position(model: Any, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden states [1, 1, D] of zeros, and their position [1, 1]."""
+    weight = next(model.parameters())
+    zeros = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
+    return zeros, torch.zeros(1, 1, dtype=torch.long, device=weight.device)
+
+
+def _decode_step(layers: LlamaLayers, backend: Backend) -> DecodeStep | None:
+    return backend.decode_step(layers.layers, layers.rotary)
+
+
+def _refusal(model: Any) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} has layers with other state than keys, values and recurrent states",
+        hint="docs/families.md lists families that work",
+    )
