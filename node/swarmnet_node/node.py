@@ -14,7 +14,6 @@ import contextlib
 import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,41 +22,30 @@ from typing import NoReturn, Protocol
 import torch
 
 from swarmnet_node.claims import ClaimReader
+from swarmnet_node.engine.counters import EngineCounters
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_cache import CacheCounters, ExpertCache
-from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
-from swarmnet_node.experts.expert_link import ExpertModel
-from swarmnet_node.experts.expert_links import ExpertLinks
-from swarmnet_node.experts.expert_planner import ExpertPlanner
-from swarmnet_node.experts.expert_service import ExpertService
-from swarmnet_node.experts.trunk import (
-    ExpertLoader,
-    ExpertOptions,
-    describe_trunk,
-    open_cache,
-    own_experts,
-)
+from swarmnet_node.experts.expert_cache import CacheCounters
+from swarmnet_node.experts.trunk import ExpertOptions, Trunk
 from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, add_counts
+from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import LoadedBlocks, OtherModels, Placed, Relocator
 from swarmnet_node.running_node import Dependencies, Hosted, RunningNode, Services
 from swarmnet_protocols.directory.announcer import Announcement
-from swarmnet_protocols.directory.expert_announcements import ExpertBits, format_experts
+from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import WeightServer
-from swarmnet_protocols.machine.aio import cancel, persist, race
-from swarmnet_protocols.machine.threads import stay_serial
-from swarmnet_protocols.net.protocol_ids import EXPERTS, PING, REPORT, WEIGHTS
+from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
+from swarmnet_protocols.net.protocol_ids import PING, REPORT, WEIGHTS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.quantization.packed_experts import Elsewhere
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.outlook import Outlook
@@ -155,71 +143,86 @@ class Node(RunningNode):
         self.relocation: Relocation | None = None
         """What the node announces that it will do. None if it stays."""
         self.limits_changed = asyncio.Event()
+        self._step_s = 0.0
         self._dropping = 0
         """The number of blocks that it drops once their sessions are handed over."""
-        self._step_s = 0.0
         self._relocating: asyncio.Task[None] | None = None
         self._contexts = AsyncExitStack()
         self._engine_context = AsyncExitStack()
-        self._engine: Engine | None = None
-        self._host: Host | None = None
-        self._expert_service: ExpertService | None = None
-        self._dispatcher: ExpertDispatcher | None = None
-        self._expert_cache: ExpertCache | None = None
+        self.host: Host | None = None
+        """The host that serves the blocks. None until they are loaded."""
+        self.experts = Trunk()
+        """The routed experts of the blocks."""
+
+    # ---- start and stop -------------------------------------------------------------------------
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        background: list[asyncio.Task[None]] = []
         async with self._contexts, Services.on(self._dependencies.transport) as services:
             try:
-                await self._load_and_serve(services)
-                background += [
-                    asyncio.create_task(persist("the announcement", self._announcer.run), name="announce"),
-                    asyncio.create_task(persist("the network coordinate", self._keep_located), name="locate"),
-                    asyncio.create_task(persist("the catalog", self._listing.run), name="catalog"),
-                ]
-                if self._hosting.may_move or self._hosting.others is not None:
-                    relocator = Relocator(
-                        self, self._claims, self._hosting.others, self._dependencies, self._checker
-                    )
-                    self._relocating = asyncio.create_task(
-                        persist("the choice of blocks", relocator.run), name="relocate"
-                    )
-                yield
+                # The host answers pings once it serves.
+                await PING.serve(services, self._answer_pings, self._dependencies.timing)
+                await self._choose()
+                await self._serve(await self._load(services), services)
+                async with in_background(
+                    persist("the announcement", self._announcer.run),
+                    persist("the network coordinate", self._keep_located),
+                    persist("the catalog", self._listing.run),
+                ):
+                    if self._hosting.may_move or self._hosting.others is not None:
+                        self._relocating = asyncio.create_task(self._relocate(), name="relocate")
+                    yield
             finally:
-                await cancel(*background, self._relocating)
+                await cancel(self._relocating)
                 await self._stop()
                 # A late status request must not keep the blocks in memory.
-                self._engine = self._host = self._expert_service = self._dispatcher = None
-                self._expert_cache = None
+                self.host, self.experts = None, Trunk()
 
-    async def _load_and_serve(self, services: Services) -> None:
-        """Choose blocks, load them, wait for the experts that they lack, and serve clients."""
-        dependencies, hosting = self._dependencies, self._hosting
-        await PING.serve(services, self._answer_pings, dependencies.timing)  # until the host does
-        if hosting.placed is None:
-            await self._choose()
-        elif hosting.may_move:
+    async def _choose(self) -> None:
+        """Choose blocks, unless they are known, and announce that the node joins with them."""
+        if self._hosting.placed is None:
+            await self._choose_span()
+        elif self._hosting.may_move:
             await self._fit()
         self._state = pb.HOST_STATE_JOINING
         await self._announcer.announce()
+
+    async def _load(self, services: Services) -> Stage:
+        """Load the blocks. Measure them as soon as every expert that they lack is within reach."""
+        dependencies, hosting = self._dependencies, self._hosting
         loop = asyncio.get_running_loop()
         stage = await loop.run_in_executor(dependencies.executor, hosting.load, *self.span)
         if hosting.experts is not None:
-            await self._share_experts(stage, services, hosting.experts)
+            self.experts = await self._contexts.enter_async_context(
+                Trunk.run(
+                    stage,
+                    self.span[0],
+                    hosting.experts,
+                    dependencies,
+                    services,
+                    manifest=hosting.manifest,
+                    has_room=hosting.has_room,
+                )
+            )
         await REPORT.serve(services, Reporter(self.report).handle)
+        if self.experts.dispatcher is not None:
+            await self._announcer.announce()  # other hosts may wait for these experts
         self._step_s = await self._measure_first(stage)
-        self._engine = await self._start_engine(stage)
-        self._host = host = Host(
+        return stage
+
+    async def _serve(self, stage: Stage, services: Services) -> None:
+        """Serve clients with the loaded blocks, and announce them as online."""
+        dependencies, hosting = self._dependencies, self._hosting
+        self.host = host = Host(
             services,
-            self._engine,
-            HostedModel(dependencies.directory.swarm, hosting.manifest, self.span[0]),
+            ServedBlocks(await self._start_engine(stage), self.span[0]),
+            HostedModel(dependencies.directory.swarm, hosting.manifest),
             timing=dependencies.timing,
             limits=hosting.limits,
+            coordinate=lambda: self._own.coordinate,
             clock=dependencies.clock,
         )
         self._contexts.callback(host.adapters.clear)
-        host.coordinate = lambda: self._own.coordinate
         await host.serve()
         if hosting.library is not None:
             weights = WeightServer(hosting.library, lambda: bool(host.sessions))
@@ -227,6 +230,10 @@ class Node(RunningNode):
         self._state = pb.HOST_STATE_ONLINE
         await self._announcer.announce()
         self._log("online")
+
+    async def _relocate(self) -> None:
+        relocator = Relocator(self, self._claims, self._hosting.others, self._dependencies, self._checker)
+        await persist("the choice of blocks", relocator.run)
 
     async def _answer_pings(self, stream: TypedStream[session_pb2.Pong, session_pb2.Ping]) -> None:
         """Show other hosts that this node exists, while it chooses and loads its blocks."""
@@ -237,64 +244,14 @@ class Node(RunningNode):
 
         await answer_pings(stream, pong)
 
-    async def _share_experts(self, stage: Stage, services: Services, options: ExpertOptions) -> None:
-        """Compute experts of the stage for other hosts, and have peers compute its missing ones."""
-        start, dependencies, manifest = self.span[0], self._dependencies, self._hosting.manifest
-        shared = ExpertModel(
-            dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision
-        )
-        if own := own_experts(stage, start):
-            executor = self._contexts.enter_context(ThreadPoolExecutor(1, thread_name_prefix="experts"))
-            await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
-            self._expert_service = ExpertService(
-                own, executor, shared, dependencies.timing, dependencies.transport.resources.system
-            )
-            await EXPERTS.serve(services, self._expert_service.handle, dependencies.timing)
-        cached = options.cache.own if options.cache is not None else {}
-        missing = {
-            start + layer: experts - cached.get(start + layer, frozenset())
-            for layer, experts in stage.experts.missing.items()
-        }
-        if missing := {block: experts for block, experts in missing.items() if experts}:
-            links = ExpertLinks(
-                dependencies.transport,
-                dependencies.directory,
-                shared,
-                {block: ExpertBits.of(experts) for block, experts in missing.items()},
-                dependencies.timing,
-                dependencies.rng,
-                options.max_round_trip_s,
-            )
-            load = ExpertLoader(stage, start, options.load, self._hosting.has_room).load
-            dispatcher = ExpertDispatcher(links, load, options.start_on_loop)
-            self._dispatcher = await self._contexts.enter_async_context(dispatcher.running())
-
-            def elsewhere(layer: int) -> Elsewhere:
-                return dispatcher.elsewhere(start + layer)
-
-            stage.experts.compute_elsewhere(elsewhere)
-            planner = ExpertPlanner(dispatcher, dependencies.rng)
-            for hook in planner.watch(
-                {start + layer: module for layer, module in stage.experts.modules.items()}
-            ):
-                self._contexts.callback(hook.remove)
-            self._contexts.push_async_callback(
-                cancel,
-                asyncio.create_task(persist("the plan of experts", planner.run), name="plan experts"),
-            )
-            await self._announcer.announce()  # other hosts may wait for these experts
-        if options.cache is not None:
-            self._expert_cache = open_cache(stage, start, options.cache)
-            self._expert_cache.install(elsewhere if missing else None)
-            self._contexts.callback(self._expert_cache.close)
-
     async def _measure_first(self, stage: Stage) -> float:
         """Run ``_measure`` as soon as every expert that the stage lacks is within reach."""
         options = self._hosting.experts
-        while self._dispatcher is not None and options is not None:
+        while self.experts.dispatcher is not None and options is not None:
             # While a host waits, announce it with its own experts and the experts that it waits
             # for.
-            await race(self._dispatcher.complete(options.notice), self._announcer.run(), self._listing.run())
+            complete = self.experts.dispatcher.complete(options.notice)
+            await race(complete, self._announcer.run(), self._listing.run())
             try:
                 return await self._measure(stage)
             except Refusal as refusal:  # a peer has failed meanwhile
@@ -306,29 +263,12 @@ class Node(RunningNode):
         return self.placed.span
 
     @property
-    def expert_cache(self) -> ExpertCache | None:
-        """The experts that the node reads from disk when needed. None if all its own are in
-        memory."""
-        return self._expert_cache
-
-    @property
-    def dispatcher(self) -> ExpertDispatcher | None:
-        """The dispatcher of experts that peers compute. None if the node has all experts of its
-        blocks."""
-        return self._dispatcher
-
-    @property
     def engine(self) -> Engine | None:
         """The engine that computes the blocks. None until they are loaded."""
-        return self._engine
-
-    @property
-    def host(self) -> Host | None:
-        """The host that serves the blocks. None until they are loaded."""
-        return self._host
+        return self.host.blocks.engine if self.host else None
 
     def describe(self) -> report_pb2.HostReport:
-        engine, service = self._engine, self._expert_service
+        engine = self.engine
         report = report_pb2.HostReport(
             record=self._record(),
             model=self._public_model,
@@ -338,14 +278,12 @@ class Node(RunningNode):
             cache_bytes_limit=engine.max_cache_bytes if engine else self._hosting.max_cache_bytes,
             forwards=engine.counters.forwards if engine else 0,
             positions=engine.counters.positions if engine else 0,
-            trunk=describe_trunk(self._dispatcher) if self._dispatcher else None,
         )
-        if service is not None:
-            service.describe(report)
+        self.experts.describe(report)
         return report
 
     def status(self) -> NodeStatus:
-        cached = self._expert_cache.counters if self._expert_cache else CacheCounters()
+        cached = self.experts.cache.counters if self.experts.cache else CacheCounters()
         status = super().status()
         status.blocks_reason = self.placed.reason
         status.moved_from.extend(self.placed.moved_from or ())
@@ -364,8 +302,8 @@ class Node(RunningNode):
         super().finish(grace_s)
 
     async def _dismiss(self) -> None:
-        if self._host is not None:
-            await self._host.leave()
+        if self.host is not None:
+            await self.host.leave()
 
     def hosting_again(self) -> Hosting:
         """Return the hosting of the next run: the same blocks after a pause, or the blocks of a
@@ -376,11 +314,11 @@ class Node(RunningNode):
         return replace(self._hosting, placed=placed, memory=self.memory)
 
     def report(self) -> report_pb2.NodeReport:
-        if self._host is None and self._state != pb.HOST_STATE_JOINING:
+        if self.host is None and self._state != pb.HOST_STATE_JOINING:
             raise Unreachable("this node is not serving")
         report = super().report()
-        counters = self._host.counters if self._host else HostCounters()
-        add_counts(report.host, counters, self._host.session_pairs() if self._host else ())
+        counters = self.host.counters if self.host else HostCounters()
+        add_counts(report.host, counters, self.host.session_pairs() if self.host else ())
         return report
 
     # ---- the directory --------------------------------------------------------------------------
@@ -392,9 +330,9 @@ class Node(RunningNode):
             "model": self._hosting.model,
             "blocks": f"{start}:{end}",
         }
-        _log.info(event, extra=fields | {"sessions": len(self._host.sessions) if self._host else 0})
+        _log.info(event, extra=fields | {"sessions": len(self.host.sessions) if self.host else 0})
 
-    async def _choose(self) -> None:
+    async def _choose_span(self) -> None:
         """Find the blocks that the swarm needs most, counting the intents of other joining
         nodes."""
         me, total = self._dependencies.transport.peer_id, self._hosting.total_blocks
@@ -460,15 +398,15 @@ class Node(RunningNode):
 
         False on an accelerator: the caches take all its memory.
         """
-        if self._engine is None or self._engine.stage.is_on_accelerator:
+        if self.engine is None or self.engine.stage.is_on_accelerator:
             return False
-        stage = self._engine.stage
+        stage = self.engine.stage
         return self._hosting.has_room(blocks * stage.weight_bytes // stage.blocks)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the weights of its blocks. 0 until they are loaded."""
-        return self._engine.stage.weight_bytes if self._engine else 0
+        return self.engine.stage.weight_bytes if self.engine else 0
 
     async def load(self, span: tuple[int, int]) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises the errors of loading."""
@@ -481,14 +419,13 @@ class Node(RunningNode):
 
         Raises ``Unreachable`` if the node does not serve these blocks.
         """
-        engine, first = self._engine, self.span[0]
-        if engine is None or not self.span[0] <= span[0] < span[1] <= self.span[1]:
+        if self.host is None or not self.host.blocks.have(span):
             raise Unreachable(f"this node does not serve blocks {span[0]}:{span[1]}")
-        stage = engine.stage.part(span[0] - first, span[1] - first)
+        stage = self.host.blocks.stage(span)
         generator = torch.Generator().manual_seed(self._dependencies.rng.getrandbits(63))
         inputs = torch.randn(TRIAL_POSITIONS, stage.hidden_size, generator=generator)
         compute = partial(stage.run_sequences, inputs, (TRIAL_POSITIONS,))
-        outputs = await engine.compute_pass(lambda: compute, TRIAL_POSITIONS)
+        outputs = await self.host.blocks.engine.compute_pass(lambda: compute, TRIAL_POSITIONS)
         return Trial(span, inputs, outputs.float())
 
     async def _fit(self) -> None:
@@ -509,13 +446,13 @@ class Node(RunningNode):
 
         Hand sessions of the former blocks over within ``drain_s``, then drop these blocks.
         """
-        host, former, former_context = self._host, self._engine, self._engine_context
+        host, former, former_context = self.host, self.engine, self._engine_context
         if host is None or former is None or self.relocation is None:
             return
-        self._engine = await self._start_engine(loaded.stage)
+        engine = await self._start_engine(loaded.stage, former)
         self.placed, self.relocation = self.placed.after(self.relocation), None
         self._step_s = loaded.step_s
-        host.move(self._engine, self.placed.span[0])
+        host.move(ServedBlocks(engine, self.span[0]))
         await self._tell_of_move()
         await host.drain(former, drain_s)
         await former_context.aclose()
@@ -525,17 +462,18 @@ class Node(RunningNode):
 
         Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
         """
-        host, engine = self._host, self._engine
+        host, engine = self.host, self.engine
         if host is None or engine is None or self.relocation is None:
             return
-        first, (start, end) = self.span[0], self.relocation.span
-        stage = await engine.run_on_torch_thread(partial(engine.stage.part, start - first, end - first))
+        start, end = self.relocation.span
+        stage = await engine.run_on_torch_thread(partial(host.blocks.stage, (start, end)))
         step_s = await self._measure(stage)
         self._dropping = engine.stage.blocks - stage.blocks
         try:
             self.placed, self.relocation = self.placed.after(self.relocation), None
             self._step_s = step_s
-            host.shrink(stage, start)
+            engine.stage = stage
+            host.move(ServedBlocks(engine, start))
             await self._tell_of_move()
             await host.drain(engine, drain_s)
         finally:
@@ -546,15 +484,20 @@ class Node(RunningNode):
         self._hosting.on_move()
         await self.try_to_announce()
 
-    async def _start_engine(self, stage: Stage) -> Engine:
-        """Return an engine that runs until its context, or the node's context, ends."""
+    async def _start_engine(self, stage: Stage, former: Engine | None = None) -> Engine:
+        """Return an engine that runs until its context, or the node's context, ends.
+
+        It continues with the counters and the limits of ``former``.
+        """
         self._engine_context = await self._contexts.enter_async_context(AsyncExitStack())
         return await self._engine_context.enter_async_context(
             Engine.run(
                 stage,
                 self._dependencies.executor,
                 self._dependencies.transport.resources,
-                max_cache_bytes=self._hosting.max_cache_bytes,
+                max_cache_bytes=former.max_cache_bytes if former else self._hosting.max_cache_bytes,
+                client_cache_bytes=self._hosting.limits.client_cache_bytes,
+                counters=former.counters if former else EngineCounters(),
                 stopwatch=self._dependencies.stopwatch,
             )
         )
@@ -591,7 +534,7 @@ class Node(RunningNode):
     def _announced_state(self) -> "pb.HostState":
         """The state for clients. A host without experts in reach cannot compute its blocks, so it
         is joining."""
-        is_short = self._dispatcher is not None and bool(self._dispatcher.links.missing())
+        is_short = bool(self.experts.missing)
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
     async def withdraw(self, relocation: Relocation) -> None:
@@ -614,9 +557,9 @@ class Node(RunningNode):
         yield self._announcement(record)
         if self.relocation is not None and self.relocation.is_switch:
             yield self._intent(self.relocation, pb.HOST_STATE_CHOOSING)
-        if self._expert_service is not None:
+        if self.experts.service is not None:
             leaving = self._state == pb.HOST_STATE_LEAVING
-            yield self._expert_service.announcement(
+            yield self.experts.service.announcement(
                 self._dependencies.transport,
                 pb.HOST_STATE_LEAVING if leaving else pb.HOST_STATE_ONLINE,
                 version=self._hosting.version,
@@ -631,7 +574,7 @@ class Node(RunningNode):
     def _record(self) -> pb.HostRecord:
         """Return what this node announces and reports about itself, without addresses and
         coordinate."""
-        engine, next_span = self._engine, self._next_span or (0, 0)
+        engine, next_span = self.engine, self._next_span or (0, 0)
         return pb.HostRecord(
             manifest=self._hosting.manifest,
             start=self.span[0],
@@ -641,14 +584,12 @@ class Node(RunningNode):
             token_s=engine.token_s if engine else 0.0,
             cache_bytes_free=max(0, engine.max_cache_bytes - engine.cache_bytes) if engine else 0,
             room=engine.room if engine else 0,
-            sessions=len(self._host.sessions) if self._host else 0,
+            sessions=len(self.host.sessions) if self.host else 0,
             precision=engine.stage.precision if engine else "",
             load=engine.load.at(engine.stopwatch()) if engine else 0.0,
             next_start=next_span[0],
             next_end=next_span[1],
             stays=not self._hosting.may_move,
             may_switch=self._hosting.others is not None,
-            missing_experts=shortened(format_experts(self._dispatcher.links.missing()))
-            if self._dispatcher
-            else "",
+            missing_experts=shortened(format_experts(self.experts.missing)),
         )

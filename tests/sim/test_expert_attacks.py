@@ -81,7 +81,7 @@ def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Referenc
         for number, own in enumerate([*spread(2), *spread(2)]):
             await experts.peer(f"peer{number}", experts.everywhere(own))
         trunk = await experts.trunk("a", own=())
-        assert trunk.dispatcher is not None
+        assert trunk.experts.dispatcher is not None
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
             stranger = Stranger(lab, transport)
             await stranger.send_open(span=session_pb2.Span(start=0, end=4))
@@ -90,8 +90,8 @@ def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Referenc
             await stranger.step(link, step)
             await asyncio.sleep(5.0)
         now = asyncio.get_running_loop().time()
-        assert len(trunk.dispatcher.links.every) == 4
-        for each in trunk.dispatcher.links.every:
+        assert len(trunk.experts.dispatcher.links.every) == 4
+        for each in trunk.experts.dispatcher.links.every:
             assert each.is_open
             assert not each.is_avoided(now)
         await assert_answers_rightly(lab)
@@ -168,8 +168,8 @@ def test_a_link_outlives_the_announcement_of_its_peer(mixtral: Reference) -> Non
         lab.board._postings.clear()
         lab.board.post = lambda *_: None  # type: ignore[method-assign] - nothing is found from here on
         await asyncio.sleep(100.0)
-        assert trunk.dispatcher is not None
-        assert not trunk.dispatcher.links.missing()
+        assert trunk.experts.dispatcher is not None
+        assert not trunk.experts.dispatcher.links.missing()
 
     simulate(mixtral, scenario, link=LAN)
 
@@ -225,10 +225,10 @@ def test_a_peer_that_never_answers_holds_a_forward_a_minute_at_most(mixtral: Ref
         silent = await experts.faulty_peer("silent", everything, "no reply", row_s=3600.0)
         await asyncio.sleep(10.0)
         await lab.stop("peer")
-        assert trunk.dispatcher is not None
+        assert trunk.experts.dispatcher is not None
         started = asyncio.get_running_loop().time()
         with pytest.raises(SwarmnetError):
-            await trunk.dispatcher.compute(0, torch.zeros(1, 32), {1: torch.tensor([0])})
+            await trunk.experts.dispatcher.compute(0, torch.zeros(1, 32), {1: torch.tensor([0])})
         assert silent.asked > 0
         assert asyncio.get_running_loop().time() - started < MAX_ANSWER_S + 10.0
 
@@ -305,8 +305,8 @@ class Only:
 
     def is_complete(self) -> bool:
         """Whether the host reaches every expert."""
-        assert self.trunk.dispatcher is not None
-        return not self.trunk.dispatcher.links.missing()
+        assert self.trunk.experts.dispatcher is not None
+        return not self.trunk.experts.dispatcher.links.missing()
 
 
 async def believed(links: ExpertLinks, _compute: object) -> BlockExperts:

@@ -67,8 +67,8 @@ def test_experts_over_peers_give_the_tokens_of_one_machine(reference: Reference,
             alone = [await answer(lab, swarm, prompt) for prompt in PROMPTS]
             batched = await asyncio.gather(*(answer(lab, swarm, prompt) for prompt in PROMPTS))
         assert alone == batched == [reference.greedy(prompt, TOKENS) for prompt in PROMPTS]
-        assert trunk.dispatcher is not None
-        assert trunk.dispatcher.counters.rows > 0
+        assert trunk.experts.dispatcher is not None
+        assert trunk.experts.dispatcher.counters.rows > 0
 
     simulate(reference, scenario, link=LAN)
 
@@ -86,8 +86,8 @@ def test_replicas_answer_for_a_peer_that_has_rows_of_many_sessions(mixtral: Refe
             answers = await asyncio.gather(*(answer(lab, swarm, prompt) for prompt in PROMPTS))
         assert hit, "the fault was never injected"
         assert answers == [mixtral.greedy(prompt, TOKENS) for prompt in PROMPTS]
-        assert trunk.dispatcher is not None
-        assert trunk.dispatcher.counters.failed > 0
+        assert trunk.experts.dispatcher is not None
+        assert trunk.experts.dispatcher.counters.failed > 0
 
     simulate(mixtral, scenario, link=LAN)
 
@@ -150,8 +150,8 @@ def test_a_replica_answers_for_a_peer_that_fails(mixtral: Reference, block: int,
         hit = lab.once(rows_to(peers, block), hurt(lab, fault))
         answered = await told(lab)
         assert hit, "the fault was never injected"
-        assert trunk.dispatcher is not None
-        counters = trunk.dispatcher.counters
+        assert trunk.experts.dispatcher is not None
+        counters = trunk.experts.dispatcher.counters
         assert counters.loaded == 0
         assert counters.hedged > 0 if fault != "crash" else counters.failed > 0
         return answered
@@ -170,8 +170,8 @@ def test_a_trunk_with_room_loads_experts_that_no_peer_has(mixtral: Reference, fa
         await asyncio.sleep(1.0)
         assert lab.once(rows_to({lab.peer_id("peer")}, 2), hurt(lab, fault)) == []
         answered = await told(lab)
-        assert trunk.dispatcher is not None
-        assert trunk.dispatcher.counters.loaded > 0
+        assert trunk.experts.dispatcher is not None
+        assert trunk.experts.dispatcher.counters.loaded > 0
         assert trunk.engine is not None
         assert trunk.engine.stage.weight_bytes > 0
         return answered
@@ -199,8 +199,8 @@ def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Refere
             assert not [host for host in swarm.hosts if host.peer == lab.peer_id("trunk")]
         await experts.peer("replacement", experts.everywhere(range(4)))
         await asyncio.sleep(20)
-        assert trunk.dispatcher is not None
-        assert not trunk.dispatcher.links.missing()
+        assert trunk.experts.dispatcher is not None
+        assert not trunk.experts.dispatcher.links.missing()
         assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
 
     simulate(mixtral, scenario, link=LAN)
@@ -319,8 +319,10 @@ def test_a_faulty_peer_changes_no_token(mixtral: Reference, fault: str) -> None:
         answered = await told(lab)
         assert answered.tokens == mixtral.greedy(PROMPTS[3], LONG)
         assert answered.longest_s <= 0.6
-        assert trunk.dispatcher is not None
-        [link] = [each for each in trunk.dispatcher.links.every if each.host.peer == lab.peer_id("faulty")]
+        assert trunk.experts.dispatcher is not None
+        [link] = [
+            each for each in trunk.experts.dispatcher.links.every if each.host.peer == lab.peer_id("faulty")
+        ]
         assert faulty.asked >= 1
         if fault == "NaN":
             assert link.is_avoided(asyncio.get_running_loop().time())
@@ -378,8 +380,8 @@ def test_experts_that_are_far_are_not_used(mixtral: Reference) -> None:
         lab.network.set_link(lab.peer_id("trunk"), lab.peer_id("near"), LAN)
         trunk = await starting
         assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
-        assert trunk.dispatcher is not None
-        assert {each.host.peer for each in trunk.dispatcher.links.every if each.is_open} == {
+        assert trunk.experts.dispatcher is not None
+        assert {each.host.peer for each in trunk.experts.dispatcher.links.every if each.is_open} == {
             lab.peer_id("near")
         }
 
@@ -400,7 +402,7 @@ def test_experts_move_to_where_rows_need_them_and_are_never_missing(
             await experts.choosing_peer(f"peer{number}", capacity=4 * len(counts))
             await asyncio.sleep(1.0)  # it is announced: the next one chooses others
         trunks = [await experts.trunk(f"trunk{number}", (), span) for number, span in enumerate(spans)]
-        dispatchers = [trunk.dispatcher for trunk in trunks if trunk.dispatcher is not None]
+        dispatchers = [trunk.experts.dispatcher for trunk in trunks if trunk.experts.dispatcher is not None]
         assert len(dispatchers) == len(spans)
         chosen = await experts.peer("chosen", experts.everywhere({0}))
         await asyncio.sleep(6)

@@ -453,7 +453,7 @@ def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
     async def scenario(lab: Lab) -> Outcome:
         def stall(delivery: Delivery) -> None:
             node = next(node for node in lab.nodes.values() if node.status().peer_id == delivery.target)
-            monkeypatch.setattr(node._engine, "compute", never)
+            monkeypatch.setattr(node.engine, "compute", never)
 
         async def never(*_: object, **__: object) -> list[torch.Tensor]:
             await asyncio.Event().wait()

@@ -2,6 +2,7 @@
 moment when one fails."""
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ import torch
 from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, LiveHop
+from swarmnet_node.hosting import host as host_module
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import IDLE_S
@@ -151,7 +153,7 @@ def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, 
 
 @defence(
     "a client that does not answer does not keep a host from leaving",
-    off=replacing(HostedSession, "end_leaving", nothing),
+    off=replacing(host_module, "IDLE_S", math.inf),
 )
 def test_a_leaving_host_ends_the_sessions_of_a_silent_client(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
@@ -198,12 +200,12 @@ def test_a_standby_takes_over_within_two_steps_when_a_host_fails(reference: Refe
 
 def spares(lab: Lab) -> list[str]:
     """The nodes with a session of a spare standby."""
-    hosts = {name: node._host for name, node in lab.nodes.items()}
+    hosts = {name: node.host for name, node in lab.nodes.items()}
     return [name for name, host in hosts.items() if host and any(map(is_spare, host.sessions))]
 
 
 def is_spare(session: HostedSession) -> bool:
-    return session.slot is not None and session.slot.is_spare
+    return session.slot.is_spare
 
 
 @pytest.mark.parametrize(

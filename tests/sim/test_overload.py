@@ -210,8 +210,8 @@ def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> Non
             await swarm.refresh()
             with pytest.raises(HostsBusy):
                 await answer(lab, swarm, 10.0)
-        assert node._host is not None
-        return node._host.counters.refused["overloaded"]
+        assert node.host is not None
+        return node.host.counters.refused["overloaded"]
 
     assert 5 <= simulate(reference, scenario) <= 10
 
@@ -219,12 +219,12 @@ def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> Non
 def test_a_gateway_whose_hosts_are_all_busy_says_when_to_try_again(tiny: Reference) -> None:
     async def scenario(lab: Lab, caller: Caller) -> tuple[Any, Any]:
         for node in lab.nodes.values():
-            assert node._host is not None
-            node._host.limits = ALWAYS_BUSY
+            assert node.host is not None
+            node.host.limits = ALWAYS_BUSY
         busy = await caller.complete(max_tokens=2)
         for node in lab.nodes.values():
-            assert node._host is not None
-            node._host.limits = LIMITS
+            assert node.host is not None
+            node.host.limits = LIMITS
         await asyncio.sleep(float(busy.headers["retry-after"]))
         return busy, await caller.complete(max_tokens=2)
 
@@ -242,7 +242,7 @@ def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: R
             async with lab.chain(swarm) as chain:
                 began = await lab.generate(chain, PROMPT, 1)
                 node = await lab.start("b", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
-                assert node._host is not None
+                assert node.host is not None
                 await swarm.refresh()
                 await lab.stop("a")
                 rest = asyncio.create_task(
@@ -250,7 +250,7 @@ def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: R
                 )
                 await asyncio.sleep(4.0)
                 assert not rest.done()
-                node._host.limits = LIMITS
+                node.host.limits = LIMITS
                 return [*began, reference.next_token(await rest)]
 
     assert simulate(reference, scenario) == reference.greedy(PROMPT, 2)

@@ -145,23 +145,22 @@ class _PassWork:
 class Engine:
     """Computes for many clients on one stage."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - where it computes, its limits and its clock
         self,
         stage: Stage,
         executor: Executor,
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
+        client_cache_bytes: Callable[[int], int],
+        counters: EngineCounters,
         stopwatch: Callable[[], float],
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
         self.stage = stage
         """The blocks for new work. A part of it may take its place; work that has begun goes on."""
         self.max_cache_bytes = max_cache_bytes
-        self.client_cache_bytes: Callable[[int], int] = int
-        """Takes the limit on all clients' caches. Returns the limit on one client's caches, in
-        bytes."""
-        self.counters = EngineCounters()
+        self.counters = counters
         self.busy = BusyShare()
         self.load = BusyShare(LOAD_S)
         """Load by the stopwatch, averaged over ``LOAD_S``."""
@@ -175,8 +174,8 @@ class Engine:
         """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
         """Seconds for one position of a pass, averaged."""
+        self._client_cache_bytes = client_cache_bytes
         self._resources = resources
-        self._system = resources.system
         self._executor = executor
         self.stopwatch = stopwatch
         self._steps: list[_StepWork] = []
@@ -194,19 +193,23 @@ class Engine:
 
     @classmethod
     @asynccontextmanager
-    async def run(
+    async def run(  # noqa: PLR0913 - as for an instance
         cls,
         stage: Stage,
         executor: Executor,
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
+        client_cache_bytes: Callable[[int], int] = int,
+        counters: EngineCounters | None = None,
         stopwatch: Callable[[], float] = time.perf_counter,
     ) -> AsyncIterator["Engine"]:
         """Yield an engine whose loop runs as long as the context.
 
-        - ``max_cache_bytes``: most bytes for the KV caches of all clients.
         - ``executor``: has one thread, the torch thread.
+        - ``max_cache_bytes``: most bytes for the KV caches of all clients.
+        - ``client_cache_bytes``: takes this limit, and returns the limit for one client.
+        - ``counters``: those of the engine that this one replaces, if any.
         - ``stopwatch``: returns seconds, and times forwards.
         """
         engine = cls(
@@ -214,6 +217,8 @@ class Engine:
             executor,
             resources,
             max_cache_bytes=max_cache_bytes,
+            client_cache_bytes=client_cache_bytes,
+            counters=counters or EngineCounters(),
             stopwatch=stopwatch,
         )
         del stage  # the context must not keep it in memory when a part takes its place
@@ -228,7 +233,7 @@ class Engine:
     @property
     def cache_bytes(self) -> int:
         """Bytes of all KV caches, including caches that are about to be allocated."""
-        return self._system.used[Resource.CACHE]
+        return self._resources.system.used[Resource.CACHE]
 
     @property
     def queue_s(self) -> float:
@@ -243,7 +248,7 @@ class Engine:
     @property
     def room(self) -> int:
         """Positions that one client may have in KV caches of all blocks of the stage."""
-        return self.stage.geometry.positions_in(self.client_cache_bytes(self.max_cache_bytes))
+        return self.stage.geometry.positions_in(self._client_cache_bytes(self.max_cache_bytes))
 
     def limit_caches(self, max_bytes: int) -> None:
         """Set the limit on the bytes of all KV caches.
@@ -251,7 +256,7 @@ class Engine:
         Existing caches stay even above the limit. Graphs are dropped to fit.
         """
         self.max_cache_bytes = max_bytes
-        self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self.client_cache_bytes(max_bytes))
+        self._resources.limit(Resource.CACHE, system=max_bytes, per_peer=self._client_cache_bytes(max_bytes))
         self._resources.limit(Resource.GRAPHS, per_peer=max_bytes // GRAPH_CLIENT_SHARE)
         self.graph_cache.shrink(max(0, self._free_bytes))
 

@@ -5,17 +5,27 @@ serves its own experts to others. Clients see an ordinary host. It is online onl
 of its blocks is within reach.
 """
 
-from collections.abc import Callable, Collection
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher, StartOnLoop
-from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
-from swarmnet_protocols.directory.expert_announcements import BlockExperts
+from swarmnet_node.experts.expert_link import ExpertModel
+from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S, ExpertLinks
+from swarmnet_node.experts.expert_planner import ExpertPlanner
+from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.running_node import Dependencies, Services
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits
 from swarmnet_protocols.directory.node_reports import describe_experts
-from swarmnet_protocols.machine.aio import start_on_loop
-from swarmnet_protocols.quantization.packed_experts import ExpertsModule, expert_bytes, has_expert
+from swarmnet_protocols.machine.aio import in_background, persist, start_on_loop
+from swarmnet_protocols.machine.threads import stay_serial
+from swarmnet_protocols.net.protocol_ids import EXPERTS
+from swarmnet_protocols.quantization.packed_experts import Elsewhere, ExpertsModule, expert_bytes, has_expert
 from swarmnet_protocols.wire import report_pb2
 
 LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
@@ -60,7 +70,87 @@ def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
     )
 
 
-def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
+@dataclass(frozen=True)
+class Trunk:
+    """The routed experts of a node's blocks. All of a node that has every expert of its blocks are
+    None."""
+
+    service: ExpertService | None = None
+    """Computes own experts for other hosts."""
+    dispatcher: ExpertDispatcher | None = None
+    """Has peers compute the experts that the node lacks."""
+    cache: ExpertCache | None = None
+    """Reads own experts from disk when a token needs them."""
+
+    @classmethod
+    @asynccontextmanager
+    async def run(  # noqa: PLR0913 - a stage, its place in the model, and what both sides need
+        cls,
+        stage: Stage,
+        start: int,
+        options: ExpertOptions,
+        dependencies: Dependencies,
+        services: Services,
+        *,
+        manifest: bytes,
+        has_room: Callable[[int], bool],
+    ) -> AsyncIterator["Trunk"]:
+        """Share the experts of ``stage``, which begins with block ``start``, while the context is
+        open.
+
+        ``has_room`` returns whether this many bytes of further experts fit into the memory.
+        """
+        system = dependencies.transport.resources.system
+        model = ExpertModel(
+            dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision
+        )
+        service = dispatcher = cache = None
+        async with AsyncExitStack() as stack:
+            if own := _own_experts(stage, start):
+                executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="experts"))
+                await asyncio.get_running_loop().run_in_executor(executor, stay_serial)
+                service = ExpertService(own, executor, model, dependencies.timing, system)
+                await EXPERTS.serve(services, service.handle, dependencies.timing)
+            if missing := _missing_experts(stage, start, options.cache):
+                links = ExpertLinks(
+                    dependencies.transport,
+                    dependencies.directory,
+                    model,
+                    missing,
+                    dependencies.timing,
+                    dependencies.rng,
+                    options.max_round_trip_s,
+                )
+                load = ExpertLoader(stage, start, options.load, has_room).load
+                dispatcher = await stack.enter_async_context(
+                    ExpertDispatcher(links, load, options.start_on_loop).running()
+                )
+                stage.experts.compute_elsewhere(partial(_elsewhere, dispatcher, start))
+                planner = ExpertPlanner(dispatcher, dependencies.rng)
+                modules = {start + layer: module for layer, module in stage.experts.modules.items()}
+                for hook in planner.watch(modules):
+                    stack.callback(hook.remove)
+                await stack.enter_async_context(in_background(persist("the plan of experts", planner.run)))
+            if options.cache is not None:
+                cache = open_cache(stage, start, options.cache)
+                cache.install(dispatcher and partial(_elsewhere, dispatcher, start))
+                stack.callback(cache.close)
+            yield cls(service, dispatcher, cache)
+
+    @property
+    def missing(self) -> BlockExperts:
+        """The experts that no peer within reach has."""
+        return self.dispatcher.links.missing() if self.dispatcher else {}
+
+    def describe(self, report: report_pb2.HostReport) -> None:
+        """Add the experts of both sides to a report."""
+        if self.service is not None:
+            self.service.describe(report)
+        if self.dispatcher is not None:
+            report.trunk.CopyFrom(_describe(self.dispatcher))
+
+
+def _own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
     """Return the modules that have some of their experts, by block. The stage begins with block
     ``start``."""
     return {
@@ -70,27 +160,33 @@ def own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
     }
 
 
-def describe_trunk(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
+def _missing_experts(stage: Stage, start: int, cache: CacheOptions | None) -> dict[int, ExpertBits]:
+    """Return the experts, by block, that are neither in memory nor on disk."""
+    on_disk = cache.own if cache is not None else {}
+    missing = {
+        start + layer: experts - on_disk.get(start + layer, frozenset())
+        for layer, experts in stage.experts.missing.items()
+    }
+    return {block: ExpertBits.of(experts) for block, experts in missing.items() if experts}
+
+
+def _elsewhere(dispatcher: ExpertDispatcher, start: int, layer: int) -> Elsewhere:
+    return dispatcher.elsewhere(start + layer)
+
+
+def _describe(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
     """Report the experts that peers compute for a trunk."""
-    counters = dispatcher.counters
+    counters, links = dispatcher.counters, dispatcher.links
     return report_pb2.TrunkReport(
-        lacks=describe_experts(_lacks(dispatcher)),
-        missing=describe_experts(dispatcher.links.missing()),
-        round_trips_s=_round_trips_s(dispatcher),
-        far=dispatcher.links.far,
+        lacks=describe_experts({block: experts for block, experts in dispatcher.wanted.items() if experts}),
+        missing=describe_experts(links.missing()),
+        round_trips_s=sorted(link.round_trip_s for link in links.every if link.is_open),
+        far=links.far,
         rows=counters.rows,
         failed=counters.failed,
         hedged=counters.hedged,
         loaded=counters.loaded,
     )
-
-
-def _lacks(dispatcher: ExpertDispatcher) -> BlockExperts:
-    return {block: experts for block, experts in dispatcher.wanted.items() if experts}
-
-
-def _round_trips_s(dispatcher: ExpertDispatcher) -> tuple[float, ...]:
-    return tuple(sorted(link.round_trip_s for link in dispatcher.links.every if link.is_open))
 
 
 class ExpertLoader:

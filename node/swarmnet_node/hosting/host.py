@@ -26,7 +26,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,12 +34,12 @@ import torch
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
-from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.adapter_upload import AdapterStream, AdapterUpload
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream
+from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.hosting.session import (
     HostedSession,
     LinkStream,
@@ -55,7 +55,7 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
-from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resources import RETRY_S, Resource, ResourceLimitReached, Scope
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -74,53 +74,46 @@ LEAVE_LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class HostedModel:
-    """The model of a host, its first block ``start``, and the swarm of its clients."""
+    """The model of a host, and the swarm of its clients."""
 
     swarm: bytes
     manifest: bytes
-    start: int
 
 
 class Host:
-    """Serves clients with one engine. Blocks are numbered as in the whole model."""
+    """Serves clients with the blocks of one engine."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is served, and how
         self,
         transport: Transport,
-        engine: Engine,
+        blocks: ServedBlocks,
         model: HostedModel,
         *,
         timing: Timing,
         limits: ClientLimits,
+        coordinate: Callable[[], Coordinate] = Coordinate,
         clock: Clock = wall_clock,
     ) -> None:
-        self.engine = engine
-        self.coordinate: Callable[[], Coordinate] = Coordinate
-        """The network coordinate of this host, for pongs. A node that measures its coordinate sets
-        this."""
-        self.start = model.start
-        self.end = model.start + engine.stage.blocks
+        """``coordinate`` returns the network coordinate of this host, for pongs."""
+        self.blocks = blocks
+        """The blocks for new work. Work that has begun on other blocks continues there."""
         self.timing = timing
         self.limits = limits
         self.transport = transport
-        self.introductions = Introductions(transport)
         self.leaving = False
         self.counters = HostCounters()
         self._system = transport.resources.system
         self.adapters = AdapterStore(self._system, idle_s=limits.adapter_idle_s)
-        largest_step_bytes = REPLAY_POSITIONS * engine.stage.hidden_size * torch.float32.itemsize
+        largest_step_bytes = REPLAY_POSITIONS * blocks.engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
-        engine.client_cache_bytes = limits.client_cache_bytes
-        engine.limit_caches(engine.max_cache_bytes)
         self._model = model
+        self._coordinate = coordinate
         self._clock = clock
         self._session_parts = SessionParts(
-            engine,
-            model.start,
             limits.log_bytes,
             timing,
             self.counters,
-            self.introductions,
+            Introductions(transport),
             self.next_hop,
             self.make_room,
             self._check_wait,
@@ -160,7 +153,10 @@ class Host:
         """End the session that holds the most memory, if any. Its client continues on another
         host."""
         if self._sessions:
-            max(self._sessions.values(), key=lambda session: session.held_bytes).shed()
+            largest = max(self._sessions.values(), key=lambda session: session.held_bytes)
+            largest.end(
+                Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S)
+            )
 
     async def leave(self) -> None:
         """Refuse new work, ask clients to move, and return when everything has ended.
@@ -178,34 +174,20 @@ class Host:
         while not is_free():
             now = asyncio.get_running_loop().time()
             for session in self.sessions:
-                if now >= since + IDLE_S and session.slot is not None and session.slot.is_idle(now):
-                    session.end_leaving()
+                if now >= since + IDLE_S and session.slot.is_idle(now):
+                    session.end(leaving())
             with suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_LOOK_S), self._changed:
                     await self._changed.wait_for(is_free)
 
-    def move(self, engine: Engine, start: int) -> None:
-        """Serve the blocks of another engine from now on.
+    def move(self, blocks: ServedBlocks) -> None:
+        """Serve ``blocks`` from now on.
 
-        Sessions and passes that are already here continue with the old engine until ``drain``.
+        Sessions and passes that are already here continue on the old blocks until ``drain``.
         """
-        engine.client_cache_bytes = self.limits.client_cache_bytes
-        engine.limit_caches(self.engine.max_cache_bytes)
-        engine.counters = self.engine.counters
-        self.engine, self.start, self.end = engine, start, start + engine.stage.blocks
-        self._model = replace(self._model, start=start)
-        self._session_parts = replace(self._session_parts, engine=engine, start=start)
-        self.adapters.clear()  # they belong to other blocks
-
-    def shrink(self, stage: Stage, start: int) -> None:
-        """Serve only ``stage`` from now on, a part of the current stage.
-
-        Sessions of other blocks continue until ``drain``.
-        """
-        self.engine.stage = stage
-        self.start, self.end = start, start + stage.blocks
-        self._model = replace(self._model, start=start)
-        self._session_parts = replace(self._session_parts, start=start)
+        if blocks.engine is not self.blocks.engine:
+            self.adapters.clear()  # they belong to other blocks
+        self.blocks = blocks
 
     async def drain(self, engine: Engine, within_s: float) -> None:
         """Ask clients to move their sessions off ``engine``, and return when they have.
@@ -213,19 +195,18 @@ class Host:
         ``engine`` is a former engine, or the current one with fewer blocks. For a former engine,
         wait for its passes too. Sessions that remain after ``within_s`` are ended.
         """
+        is_former = engine is not self.blocks.engine
 
         def left() -> list[HostedSession]:
             return [
                 session
                 for session in self.sessions
-                if session.engine is engine and (engine is not self.engine or not self._serves(session.span))
+                if session.engine is engine and (is_former or not self.blocks.have(session.span))
             ]
 
         async def drained() -> None:
             async with self._changed:
-                await self._changed.wait_for(
-                    lambda: not left() and (engine is self.engine or not self._passes[engine])
-                )
+                await self._changed.wait_for(lambda: not left() and not (is_former and self._passes[engine]))
 
         await asyncio.gather(*(session.announce_leaving(moves=True) for session in left()))
         try:
@@ -233,7 +214,7 @@ class Host:
                 await drained()
         except TimeoutError:
             for session in left():
-                session.end_moved()
+                session.end(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
                 await session.freed.wait()
 
     async def _serve_session(self, client: SessionStream) -> None:
@@ -279,11 +260,9 @@ class Host:
         if wanted.spare and self._is_used():
             raise idle()
         self._check_wait(client.peer, continues=wanted.continues)
-        session = HostedSession(
-            self._session_parts, wanted, client, self._use_adapter(wanted, client.peer, held)
-        )
-        session.slot = self._acquire_slot(held, self._session_slots, client.stream, session.evict)
-        session.slot.stands_by, session.slot.is_spare = session.stands_by, wanted.spare
+        adapter = self._use_adapter(wanted, client.peer, held)
+        slot = self._acquire_slot(held, self._session_slots, client.stream, lambda: session.end(idle()))
+        session = HostedSession(self._session_parts, self.blocks, wanted, client, slot, adapter)
         if not wanted.spare:
             self._end_spares()
         return session
@@ -298,22 +277,21 @@ class Host:
         """
         queued: Counter[PeerId] = Counter()
         for session in self.sessions:
-            if session is not own and session.engine is self.engine:
+            if session is not own and session.engine is self.blocks.engine:
                 queued[session.stream.peer] += session.queued_positions
-        wait_s = expected_wait_s(queued, client, self.engine.position_s)
+        wait_s = expected_wait_s(queued, client, self.blocks.engine.position_s)
         if wait_s > self.limits.max_session_wait_s(continues=continues):
             raise Refusal.busy(wait_s)
 
     def _is_used(self) -> bool:
         """Return whether a client waits for work of this host, or did so a moment ago."""
         now = asyncio.get_running_loop().time()
-        slots = [session.slot for session in self.sessions if session.slot is not None]
-        return any(not slot.is_idle(now) for slot in slots) or bool(self._passes.total())
+        return any(not session.slot.is_idle(now) for session in self.sessions) or bool(self._passes.total())
 
     def _end_spares(self) -> None:
         """End the standbys that may stay only while this host has no other work."""
         for session in self.sessions:
-            if session.slot is not None and session.slot.is_spare:
+            if session.slot.is_spare:
                 session.slot.evict()
 
     def _acquire_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
@@ -344,7 +322,7 @@ class Host:
         Ends none if the limits of ``scope`` do not allow that many bytes.
         """
         while self._system.available(Resource.CACHE) < cache_bytes <= scope.available(Resource.CACHE):
-            held = {session.slot: session for session in self.sessions if session.slot is not None}
+            held = {session.slot: session for session in self.sessions}
             amounts = {slot: session.cache_bytes for slot, session in held.items()}
             evicted = slot_to_evict(held, asyncio.get_running_loop().time(), amounts.__getitem__)
             if evicted is None:
@@ -381,11 +359,6 @@ class Host:
                 raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
         return adapter
 
-    def _serves(self, span: tuple[int, int]) -> bool:
-        """Return whether this host serves all blocks of ``span`` [start, end). False for an empty
-        span."""
-        return self.start <= span[0] < span[1] <= self.end
-
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
         if self.leaving:
             raise leaving()
@@ -395,8 +368,11 @@ class Host:
             raise Refusal(
                 refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._model.manifest.hex()[:16]}"
             )
-        if not self._serves((wanted.span.start, wanted.span.end)):
-            raise Refusal(refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {self.start}:{self.end}")
+        blocks = self.blocks
+        if not blocks.have((wanted.span.start, wanted.span.end)):
+            raise Refusal(
+                refusal_pb2.REASON_WRONG_SPAN, f"this host serves blocks {blocks.start}:{blocks.end}"
+            )
 
     async def _serve_pass(self, client: PassStream) -> None:
         request, _ = await client.receive()
@@ -407,8 +383,8 @@ class Host:
 
     async def _run_pass(self, wanted: pb.Begin, client: PassStream) -> None:
         self._check_served(wanted)
-        engine = self.engine
-        stage = engine.stage.part(wanted.span.start - self.start, wanted.span.end - self.start)
+        engine = self.blocks.engine
+        stage = self.blocks.stage((wanted.span.start, wanted.span.end))
 
         async def run(slot: Slot) -> None:
             with ExitStack() as held:
@@ -429,14 +405,10 @@ class Host:
             raise ProtocolViolation("an adapter begins with Upload")
         async with self._refusing(client):
             self._check_served(request.upload)
-            heartbeat_s = self.timing.heartbeat_s
+            engine = self.blocks.engine
+            first_loaded = self.blocks.start - engine.stage.first
             await AdapterUpload(
-                request.upload,
-                self.adapters,
-                self.engine,
-                self.start - self.engine.stage.first,
-                client,
-                heartbeat_s,
+                request.upload, self.adapters, engine, first_loaded, client, self.timing.heartbeat_s
             ).run()
 
     async def _serve_link(self, link: LinkStream) -> None:
@@ -480,17 +452,17 @@ class Host:
         await answer_pings(client, self._pong)
 
     def _pong(self, nonce: int) -> pb.Pong:
-        engine = self.engine
+        engine = self.blocks.engine
         return pb.Pong(
             nonce=nonce,
             queue_s=engine.queue_s,
             sessions=len(self._sessions),
             cache_free=max(0.0, 1 - engine.cache_bytes / max(1, engine.max_cache_bytes)),
-            coordinate=self.coordinate().numbers(),
+            coordinate=self._coordinate().numbers(),
             busy=engine.busy.at(engine.stopwatch()),
             manifest=self._model.manifest,
-            start=self.start,
-            end=self.end,
+            start=self.blocks.start,
+            end=self.blocks.end,
         )
 
 

@@ -31,11 +31,11 @@ from functools import partial
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
-from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.downstream import Downstream
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.sequences import SessionSequences
+from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.hosting.slots import Slot
 from swarmnet_node.hosting.step_times import HopStepTimes
 from swarmnet_protocols.directory.node_reports import is_peer_id
@@ -50,7 +50,6 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.limits.resources import (
-    RETRY_S,
     Rate,
     Reservation,
     Resource,
@@ -93,9 +92,6 @@ LinkStream = TypedStream[pb.LinkReply, pb.LinkRequest]
 class SessionParts:
     """The dependencies that all sessions of a host share."""
 
-    engine: Engine
-    start: int
-    """First block of the engine's stage."""
     log_bytes: int
     """Bytes of one session's log at most."""
     timing: Timing
@@ -114,26 +110,31 @@ class HostedSession:
     """The state of one client's session on this host."""
 
     def __init__(
-        self, parts: SessionParts, wanted: pb.Open, client: SessionStream, adapter: StageAdapter | None = None
+        self,
+        parts: SessionParts,
+        blocks: ServedBlocks,
+        wanted: pb.Open,
+        client: SessionStream,
+        slot: Slot,
+        adapter: StageAdapter | None,
     ) -> None:
         self.id = wanted.session
         self.stream = stream = client.stream
         self._client = client
-        self.slot: Slot | None = None
+        self.slot = slot
         self.freed = asyncio.Event()
         """Set when the session has freed its memory."""
         self._parts = parts
-        self.engine = parts.engine
+        self.engine = engine = blocks.engine
         self.span = wanted.span.start, wanted.span.end
         """The session's blocks [start, end)."""
-        self._stage = parts.engine.stage.part(wanted.span.start - parts.start, wanted.span.end - parts.start)
+        self._stage = blocks.stage(self.span)
         self._max_length = wanted.max_length
-        self.stands_by = wanted.standby
-        """Whether the session is a standby, which does not send its outputs yet."""
         if wanted.standby and wanted.HasField("next"):
             raise ProtocolViolation("a standby has no next hop")
         if wanted.spare and not wanted.standby:
             raise ProtocolViolation("only a standby is spare")
+        slot.stands_by, slot.is_spare = wanted.standby, wanted.spare
         self._is_last = not wanted.HasField("next") and not wanted.standby
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
@@ -141,9 +142,9 @@ class HostedSession:
         # hop.
         self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
         self._received = ReceivedDigests(self._received_reservation)
-        self._sequences = SessionSequences(parts.engine, self._stage, adapter, self._scope, self.freed)
+        self._sequences = SessionSequences(engine, self._stage, adapter, self._scope, self.freed)
         self._outbox = Outbox(self._new_log(), asyncio.Event())
-        self._step_times = HopStepTimes(parts.engine.stopwatch, are_wanted=wanted.timed)
+        self._step_times = HopStepTimes(engine.stopwatch, are_wanted=wanted.timed)
         self.wire = wire_dtype(wanted.wire)
         sender = LinkSender(
             parts.introductions.by(stream.scope),
@@ -174,7 +175,7 @@ class HostedSession:
         """The peers before and after it. None until it is linked, or if the next hop is invalid."""
         target = self._downstream.target
         downstream = target.peer if target else ""
-        if self._link is None or self.stands_by or (downstream and not is_peer_id(downstream)):
+        if self._link is None or self.slot.stands_by or (downstream and not is_peer_id(downstream)):
             return None
         return Pair("" if self._link.peer == self.stream.peer else self._link.peer, downstream)
 
@@ -201,21 +202,10 @@ class HostedSession:
         """Return whether ``peer`` opened the session."""
         return peer == self.stream.peer
 
-    def evict(self) -> None:
-        """End the session because it has no work while other clients wait."""
-        self._fail(idle())
-
-    def end_moved(self) -> None:
-        """End the session because the host has moved to other blocks."""
-        self._fail(Refusal(refusal_pb2.REASON_LEAVING, "this host serves other blocks now"))
-
-    def end_leaving(self) -> None:
-        """End the session because the host is about to stop."""
-        self._fail(leaving())
-
-    def shed(self) -> None:
-        """End the session because the host is over its owner's memory limit."""
-        self._fail(Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S))
+    def end(self, reason: Refusal) -> None:
+        """End the session, and tell the client why."""
+        if not self._failed.done():
+            self._failed.set_exception(reason)
 
     # ---- the client's stream --------------------------------------------------------------------
 
@@ -334,7 +324,7 @@ class HostedSession:
 
     async def _first_step(self) -> None:
         await asyncio.sleep(self._parts.timing.first_step_s)
-        if self.slot is not None and not self.slot.has_worked:
+        if not self.slot.has_worked:
             raise idle()
         await self._failure()
 
@@ -356,13 +346,11 @@ class HostedSession:
 
     def _take_over(self) -> None:
         """Stop being a standby."""
-        self.stands_by = False
-        if self.slot is not None:
-            self.slot.stands_by = self.slot.is_spare = False
+        self.slot.stands_by = self.slot.is_spare = False
 
     async def _answer_from_now_on(self, epoch: int) -> None:
         """Become the last hop: send the client the outputs that it lacks, and all later ones."""
-        if not self.stands_by:
+        if not self.slot.stands_by:
             raise ProtocolViolation("only a standby becomes the last hop")
         # Between two steps, so that none is answered twice or not at all.
         async with self._applying:
@@ -391,7 +379,7 @@ class HostedSession:
         It ends if its log can no longer rebuild a next hop.
         """
         if isinstance(error, LogDropped) and not is_standby:
-            self._fail(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
+            self.end(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
             return False
         self._counters.links_lost += 1
         return True
@@ -442,9 +430,9 @@ class HostedSession:
                 step = await self._decoded(request.step, payload)
             except ProtocolViolation as error:
                 if link.peer == self.stream.peer:  # only the client itself can have made the step
-                    self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
+                    self.end(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
                 raise
-            if link.peer == self.stream.peer and not step.replay and not self.stands_by:
+            if link.peer == self.stream.peer and not step.replay and not self.slot.stands_by:
                 self._times.arrived(step.rows, clock())
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
@@ -501,14 +489,14 @@ class HostedSession:
             except (StreamEnded, DeadlineExceeded):
                 return  # the client is gone or does not read: its stream ends the session
             except ProtocolViolation as error:
-                self._fail(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
+                self.end(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self._fail(Refusal.overloaded(error))
+                self.end(Refusal.overloaded(error))
             except Refusal as refusal:
-                self._fail(refusal)
+                self.end(refusal)
             except Exception as error:  # noqa: BLE001 - an error inside the model ends this session only
                 _log.exception("a step could not be computed")
-                self._fail(Refusal(refusal_pb2.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+                self.end(Refusal(refusal_pb2.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
 
     def _count(self, step: Step, *, is_rebuilt: bool) -> None:
         self._counters.rebuilt += is_rebuilt
@@ -522,8 +510,7 @@ class HostedSession:
         longest = self._sequences.prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
-        if self.slot is not None:
-            self.slot.worked()
+        self.slot.worked()
         await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
         await self._sequences.place(step.rows)
         clock = asyncio.get_running_loop().time
@@ -547,10 +534,6 @@ class HostedSession:
         self._step_times.mark(step.seq, Moment.ENCODED)
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
         self._step_times.mark(step.seq, Moment.SENT)
-
-    def _fail(self, refusal: Refusal) -> None:
-        if not self._failed.done():
-            self._failed.set_exception(refusal)
 
 
 def idle() -> Refusal:

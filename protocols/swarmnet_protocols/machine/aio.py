@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -84,6 +85,19 @@ async def cancel(*tasks: "asyncio.Future[Any] | None") -> None:
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
+
+
+@asynccontextmanager
+async def in_background(*coroutines: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run ``coroutines`` while the context is open, and cancel them at its end.
+
+    Unlike in a ``TaskGroup``, one that ends or fails stops neither the others nor the context.
+    """
+    tasks = [asyncio.create_task(each) for each in coroutines]
+    try:
+        yield
+    finally:
+        await cancel(*tasks)
 
 
 def start_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> Callable[[], T]:

@@ -162,9 +162,13 @@ def test_one_client_takes_at_most_its_share_of_the_caches() -> None:
     async def main() -> None:
         stage, resources = cast(Stage, Doubling()), ResourceManager()
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(stage, executor, resources, max_cache_bytes=8 * sequence_bytes) as engine:
-                engine.client_cache_bytes = lambda max_bytes: max_bytes // 4
-                engine.limit_caches(engine.max_cache_bytes)
+            async with Engine.run(
+                stage,
+                executor,
+                resources,
+                max_cache_bytes=8 * sequence_bytes,
+                client_cache_bytes=lambda max_bytes: max_bytes // 4,
+            ) as engine:
                 greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
                 sequences = [engine.register(stage.new_sequence(), greedy) for _ in range(3)]
                 await engine.compute(stage, [(sequence, torch.zeros(1, 3)) for sequence in sequences[:2]])
