@@ -3,95 +3,24 @@
 Reads their outlines, and says what the node would host of them.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_protocols.errors import ConfigError, NotAuthorised, Unreachable
+from swarmnet_node.reading import ModelReader
+from swarmnet_protocols.errors import ConfigError, NotAuthorised
 from swarmnet_protocols.membership.rules import Rules
 
 if TYPE_CHECKING:
     from swarmnet_node.node import Hosting
-    from swarmnet_protocols.fetching.peers import SwarmPeers
-    from swarmnet_protocols.models import LocalModel, Progress
+    from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.routing.model_needs import ServedModel
-
-T = TypeVar("T")
 
 RAM_SHARE = 0.5
 """Share of ``--max-ram`` to expect for blocks, while their size in memory is unknown. More would
 announce blocks that do not fit; less would host too few."""
-
-
-@dataclass(frozen=True)
-class ModelReader:
-    """Reads models from this machine, the hub or hosts of the swarm."""
-
-    executor: Executor
-    """The torch thread."""
-    peers: "SwarmPeers"
-
-    async def load(
-        self,
-        config: NodeConfig,
-        progress: "Progress | None" = None,
-        *,
-        published: bool = False,
-        notice: Callable[[str], None] = lambda text: None,
-    ) -> LoadedModel:
-        """Return the model of ``config``: runs ``LoadedModel.of`` on the torch thread."""
-        load = partial(LoadedModel.of, config, progress, self.peers, published=published, notice=notice)
-        return await self._read(config, self.executor, load)
-
-    async def open(self, config: NodeConfig) -> "LocalModel":
-        """Return the model of ``config`` without loading weights.
-
-        Its name comes from the swarm file, so it is never a path of this machine.
-        """
-        from swarmnet_protocols.models import resolve
-
-        read = partial(
-            resolve,
-            config.model,
-            cache_dir=config.cache_dir,
-            published=True,
-            max_disk_bytes=config.max_disk_bytes,
-        )
-        # not on the torch thread, which computes sessions
-        return await self._read(config, None, read)
-
-    async def _read(self, config: NodeConfig, executor: Executor | None, read: Callable[[], T]) -> T:
-        """Return the result of ``read``.
-
-        If neither this machine nor the hub has the model, hosts of the swarm provide its outline.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(executor, read)
-        except (ConfigError, Unreachable):
-            if not await self._fetch_outline(config):
-                raise
-            return await loop.run_in_executor(executor, read)
-
-    async def _fetch_outline(self, config: NodeConfig) -> bool:
-        """Fetch the outline of the model from hosts of the swarm.
-
-        Return False without a connection, or if the swarm file does not name the model. Raises
-        ``Unreachable`` if no host has it.
-        """
-        from swarmnet_protocols.models.outline import fetch_outline
-
-        manifest = config.network.rules.names.get(config.model)
-        wait = self.peers.wait  # until the node is connected
-        if manifest is None or not await asyncio.get_running_loop().run_in_executor(None, wait):
-            return False
-        await fetch_outline(self.peers, config.model, manifest, config.cache_dir)
-        return True
 
 
 @dataclass(frozen=True)
@@ -129,6 +58,7 @@ class ListedModels:
         return replace(found, length=min(found.blocks, round(room_bytes / found.block_bytes)))
 
     async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> "Hosting":
+        from swarmnet_node.hosted import hosting_of
         from swarmnet_node.node import Hosting
 
         is_limited = limits.max_ram_bytes is not None and self.config.num_blocks is None
@@ -142,7 +72,7 @@ class ListedModels:
         )
         loaded = await self.reader.load(config, published=True)
         _check(loaded.model, manifest)
-        hosting = loaded.hosting(config, self.notice)
+        hosting = hosting_of(loaded, config, self.notice)
         if not isinstance(hosting, Hosting):
             raise ConfigError(f"{loaded.model.name} has no blocks to host", hint="")
         return replace(hosting, others=replace(self, model=loaded.model, block_bytes=block_bytes))

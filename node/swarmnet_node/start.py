@@ -14,8 +14,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from swarmnet_node.loading import NodeConfig
-from swarmnet_node.other_models import ModelReader, other_models
+from swarmnet_node.other_models import other_models
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.reading import ModelReader
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import cancel
@@ -90,6 +91,7 @@ async def start(
             notice(
                 f"--max-ram holds {loaded.cache.capacity} of {total} experts: it reads the others from disk when a token needs them"
             )
+        from swarmnet_node.hosted import hosting_of
         from swarmnet_node.node import Hosting
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
@@ -118,7 +120,7 @@ async def start(
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
-        hosting = loaded.hosting(config, notice)
+        hosting = hosting_of(loaded, config, notice)
         if isinstance(hosting, Hosting):
             hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))

@@ -1,8 +1,10 @@
 """Limits on the use of a host, for one client and for all clients together."""
 
+import math
 from dataclasses import dataclass
 
 from swarmnet_node.owner.limits import ONE_CLIENT
+from swarmnet_protocols.membership.rules import Quotas
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceManager
 
@@ -57,6 +59,25 @@ class ClientLimits:
     max_wait_s: float = 20.0
     """Longest expected wait in seconds for a new session or its first step. Beyond it, the host
     refuses."""
+
+    @classmethod
+    def within(cls, quotas: Quotas, share: float, *, max_wait_s: float) -> "ClientLimits":
+        """Return limits with ``share`` of the host for one client, within the swarm's quotas."""
+        whole = cls()
+        return cls(
+            sessions_per_client=min(whole.sessions, quotas.sessions or math.ceil(whole.sessions * share)),
+            passes_per_client=min(whole.passes, quotas.passes or math.ceil(whole.passes * share)),
+            pending_links_per_client=math.ceil(whole.pending_links * share),
+            adapter_bytes_per_client=min(
+                whole.adapter_bytes, quotas.adapter_bytes or int(whole.adapter_bytes * share)
+            ),
+            log_bytes_per_client=int(whole.total_log_bytes * share),
+            cache_share_per_client=share,
+            cache_bytes_per_client=quotas.cache_bytes,
+            positions_per_s=quotas.positions_per_s,
+            bytes_per_s=quotas.bytes_per_s,
+            max_wait_s=max_wait_s,
+        )
 
     def max_session_wait_s(self, *, continues: bool) -> float:
         """Return the longest wait in seconds that a session may expect. A longer one is refused.

@@ -9,8 +9,10 @@ import psutil
 import pytest
 
 from swarmnet_node.engine.memory_account import MIB
+from swarmnet_node.fitting import footprints
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.reading import read_model
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
@@ -43,14 +45,14 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
         limits=OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=max_ram_bytes),
         **options,
     )
-    return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
+    return read_model(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
 
 
 def needed(folder: Path, blocks: int) -> tuple[int, int]:
     """The memory limits with which a node can host so many blocks: without experts in memory, and
     with all."""
     whole = loaded(folder, 1 << 40, blocks=(0, BLOCKS))
-    footprint, bare = whole._footprints()
+    footprint, bare = footprints(whole)
     assert bare.block_bytes < footprint.block_bytes
     return bare.min_ram_bytes(blocks), footprint.min_ram_bytes(blocks)
 
@@ -111,13 +113,13 @@ def test_a_block_is_loaded_once_to_know_how_many_experts_fit(
 ) -> None:
     bare, whole = needed(tmp_path, BLOCKS)
     asked: list[tuple[int, int]] = []
-    load = LoadedModel._load
+    load = LoadedModel.load
 
     def counted(model: LoadedModel, start: int, end: int) -> Any:
         asked.append((start, end))
         return load(model, start, end)
 
-    monkeypatch.setattr(LoadedModel, "_load", counted)
+    monkeypatch.setattr(LoadedModel, "load", counted)
     found = loaded(tmp_path, (bare + whole) // 2, blocks=(0, BLOCKS), dtype=dtype)
     assert found.cache is not None
     assert asked == [(0, 1)]
@@ -125,20 +127,20 @@ def test_a_block_is_loaded_once_to_know_how_many_experts_fit(
 
 def test_weights_that_are_expanded_are_measured_without_loading_them(tmp_path: Path) -> None:
     whole = loaded(tmp_path, 1 << 40, blocks=(1, BLOCKS), dtype="float32")
-    footprint, bare = whole._footprints()
-    assert bare.block_bytes < footprint.block_bytes == whole._load(1, 2).weight_bytes
+    footprint, bare = footprints(whole)
+    assert bare.block_bytes < footprint.block_bytes == whole.load(1, 2).weight_bytes
 
 
 def test_the_experts_of_its_own_blocks_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bare, whole = needed(tmp_path, 2)
     measured: list[int] = []
-    load = LoadedModel._load_experts
+    load = LoadedModel.load_experts
 
     def counted(model: LoadedModel, block: int, experts: Any) -> Any:
         measured.append(block)
         return load(model, block, experts)
 
-    monkeypatch.setattr(LoadedModel, "_load_experts", counted)
+    monkeypatch.setattr(LoadedModel, "load_experts", counted)
     assert loaded(tmp_path, (bare + whole) // 2, blocks=(2, 4)).cache is not None
     assert set(measured) == {2}
 
@@ -154,7 +156,7 @@ def test_a_node_without_experts_to_leave_on_disk_takes_fewer_blocks(
     tmp_path: Path,
 ) -> None:
     save_tiny_llama(tmp_path / "model")
-    footprint, _ = loaded(tmp_path, 1 << 40, blocks=(0, 6))._footprints()
+    footprint, _ = footprints(loaded(tmp_path, 1 << 40, blocks=(0, 6)))
     limit_bytes = footprint.min_ram_bytes(3) + 1
     assert loaded(tmp_path, limit_bytes, num_blocks=5).num_blocks == 3
     with pytest.raises(OutOfResources, match="5 blocks do not fit") as refused:

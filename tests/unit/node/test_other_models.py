@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from swarmnet_node import other_models as other_models_module
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.loading import NodeConfig
 from swarmnet_node.node import Hosting
-from swarmnet_node.other_models import ListedModels, ModelReader, listed, other_models
+from swarmnet_node.other_models import ListedModels, listed, other_models
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.reading import ModelReader, read_model
 from swarmnet_protocols.directory.host_announcements import load_of
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.joining.network import Network
@@ -77,7 +78,7 @@ class Group:
         rules = config.network.rules
         peers = self.swarm.peers(rules.pieces_hashes, rules.models)
         reader = ModelReader(ThreadPoolExecutor(1), peers)
-        loaded = LoadedModel.of(config, None, peers)
+        loaded = read_model(config, None, peers)
         found = other_models(config, reader, lambda _: None, loaded)
         assert found is not None
         return found
@@ -93,8 +94,8 @@ def group(tmp_path: Path) -> Iterator[Group]:
 
 
 def block_bytes(group: Group) -> int:
-    model = LoadedModel.of(group.config(num_blocks=1), None, group.swarm.peers({}))
-    return model._load(0, 1).weight_bytes
+    model = read_model(group.config(num_blocks=1), None, group.swarm.peers({}))
+    return model.load(0, 1).weight_bytes
 
 
 def test_a_node_hosts_as_many_blocks_of_another_model_as_fit(group: Group) -> None:
@@ -140,7 +141,7 @@ def test_only_models_that_the_swarm_file_lists_with_pieces_are_taken(group: Grou
     assert listed(rules) == {"alpha.gguf": alpha}
     config, peers = group.config(rules=rules), group.swarm.peers({})
     reader = ModelReader(ThreadPoolExecutor(1), peers)
-    loaded = LoadedModel.of(config, None, peers)
+    loaded = read_model(config, None, peers)
     assert other_models(config, reader, lambda _: None, loaded) is None
 
 
@@ -187,6 +188,6 @@ def test_a_load_out_of_range_or_of_one_client_counts_for_less(
 def test_a_node_whose_owner_forbids_it_has_no_other_models(group: Group, option: dict[str, Any]) -> None:
     config, peers = group.config(**option), group.swarm.peers({})
     reader = ModelReader(ThreadPoolExecutor(1), peers)
-    loaded = LoadedModel.of(group.config(), None, peers)
+    loaded = read_model(group.config(), None, peers)
     assert other_models(group.config(), reader, lambda _: None, loaded) is not None
     assert other_models(config, reader, lambda _: None, loaded) is None

@@ -8,9 +8,11 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from transformers import LlamaConfig
 
+from swarmnet_node import fitting
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
 from swarmnet_node.loading import LoadedModel, NodeConfig
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.reading import read_model
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
@@ -173,7 +175,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
         limits=options.pop("limits", OwnerLimits(schedule="mon 00:00-00:01")),
         **{"max_cache_bytes": MIB, **options},
     )
-    return LoadedModel.of(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
+    return read_model(config, None, SwarmPeers(config.network.rules.pieces_hashes, Timing()))
 
 
 def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_a_node_hosts_what_fits_and_says_why(tmp_path: Path, monkeypatch: pytest
 def test_ram_does_not_bound_the_blocks_on_an_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LoadedModel, "_block_needs", lambda own: SMALL)
+    monkeypatch.setattr(fitting, "block_needs", lambda own: SMALL)
     limits = OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=64 * GIB)
     assert loaded(tmp_path, monkeypatch, 0, limits=limits).num_blocks == 3
     limits = OwnerLimits(schedule="mon 00:00-00:01", max_ram_bytes=64 * MIB)

@@ -10,8 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from swarmnet_client.model.local_layers import LoadOptions, memory_notice
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.fitting import footprints
+from swarmnet_node.loading import NodeConfig
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.reading import read_model
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
@@ -96,7 +98,7 @@ def test_a_node_tells_before_it_loads_and_counts_it_in_its_limit(tmp_path: Path)
     )
     said: list[str] = []
     peers = SwarmPeers(config.network.rules.pieces_hashes, Timing())
-    loaded = LoadedModel.of(config, None, peers, notice=said.append)
+    loaded = read_model(config, None, peers, notice=said.append)
     assert said == ["IQ3_S is computed in float32: blocks 0:3 take 2.4 MB of memory instead of 1.0 MB"]
-    footprint, _ = loaded._footprints()
+    footprint, _ = footprints(loaded)
     assert footprint.block_bytes == model.sizes(2).in_memory(4)
