@@ -34,7 +34,7 @@ from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.server import WeightServer
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
 from swarmnet_protocols.quantization.packed_experts import (
@@ -106,17 +106,16 @@ class ExpertNode(RunningNode):
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        background: list[asyncio.Task[None]] = []
         async with Services.on(self._dependencies.transport) as services:
             try:
                 await self._serve(await self._load(), services)
-                background += [
-                    asyncio.create_task(persist("the announcement", self._announcer.run), name="announce"),
-                    asyncio.create_task(persist("the catalog", self._listing.run), name="catalog"),
-                ]
-                yield
+                async with in_background(
+                    persist("the announcement", self._announcer.run),
+                    persist("the catalog", self._listing.run),
+                ):
+                    yield
             finally:
-                await cancel(*background, self._rearranging)
+                await cancel(self._rearranging)
                 await self._stop()
                 self._service = None
 

@@ -19,7 +19,7 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.reading import ModelReader
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ async def start(
             hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
-        watching = asyncio.create_task(_fail_with_transport(transport, node), name="transport")
-        stack.push_async_callback(cancel, watching)
+        await stack.enter_async_context(in_background(_fail_with_transport(transport, node)))
         yield node
 
 

@@ -21,7 +21,7 @@ from swarmnet_node.owner.limits import RELAY_BYTES_PER_S
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
 from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 
 if TYPE_CHECKING:
     from swarmnet_node.training.events import EventHandler
@@ -114,10 +114,11 @@ async def start(
             DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
         )
         listing = job_announcer(directory, dependencies.rng, config.job)
-        announcing = asyncio.create_task(persist("the catalog", listing.run), name="catalog")
-        stack.push_async_callback(cancel, announcing)
-        watching = asyncio.create_task(_fail_with_transport(transport, worker, stopped), name="p2pd")
-        stack.push_async_callback(cancel, watching)
+        await stack.enter_async_context(
+            in_background(
+                persist("the catalog", listing.run), _fail_with_transport(transport, worker, stopped)
+            )
+        )
         yield worker
 
 

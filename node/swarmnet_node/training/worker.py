@@ -41,7 +41,7 @@ from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, persist, race
+from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
@@ -193,16 +193,16 @@ class Worker:
             )
             dependencies = self._dependencies
             announcer = Announcer(dependencies.directory, dependencies.rng, self._announcements, ANNOUNCE_S)
-            announcing = asyncio.create_task(persist("the announcement", announcer.run), name="announce")
-            try:
-                await race(self._failed.wait(), self._run_rounds())
-                if self._failure is not None:
-                    await self._save()
-                    raise self._failure
-                done = {"round": self.round, "rounds": self._job.job.rounds}
-                self._emit({"event": "done"} | done | {"revision": self._replica.revision})
-            finally:
-                await cancel(announcing, self._pending.task if self._pending else None)
+            async with in_background(persist("the announcement", announcer.run)):
+                try:
+                    await race(self._failed.wait(), self._run_rounds())
+                    if self._failure is not None:
+                        await self._save()
+                        raise self._failure
+                finally:
+                    await cancel(self._pending and self._pending.task)
+            done = {"round": self.round, "rounds": self._job.job.rounds}
+            self._emit({"event": "done"} | done | {"revision": self._replica.revision})
 
     def stop(self) -> None:
         """Make ``run`` return after the current round."""
