@@ -104,7 +104,7 @@ class Stage:
         self.first = 0
         """The number of its first layer in the loaded stage. Above 0 if this stage is a part of
         it."""
-        self.method = trials.Method()
+        self.method = trials.ForwardMethod()
         """How it computes a forward. Trials choose the fastest method that is right."""
         self._backend = backend
         self._graphs: DecodeGraphs | None = None

@@ -37,7 +37,7 @@ _NO_RULE = AttentionRule(None, None, None, None)
 
 
 @dataclass(frozen=True)
-class Method:
+class ForwardMethod:
     """How a stage computes a forward: with transformers' own layers, unless it has faster ones."""
 
     llama_layers: LlamaLayers | None = None
@@ -47,7 +47,7 @@ class Method:
     is_fused: bool = False
     """Whether attention over an arena takes one call for all sequences."""
 
-    def part(self, start: int, end: int, backend: Backend) -> "Method":
+    def part(self, start: int, end: int, backend: Backend) -> "ForwardMethod":
         """Return the method for layers [start, end)."""
         if self.llama_layers is None:
             return self
@@ -59,7 +59,7 @@ class Method:
 class Triable(Protocol):
     """What trials need of a stage."""
 
-    method: Method
+    method: ForwardMethod
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
@@ -73,7 +73,7 @@ class Triable(Protocol):
 
 
 @dataclass(frozen=True)
-class Probed:
+class LayerNeeds:
     """What the layers of a model need. ``mixers`` are modules with recurrent states."""
 
     shapes: tuple[LayerShape, ...]
@@ -103,7 +103,7 @@ def check_ends(model: Any, hidden_size: int) -> None:
 
 
 @torch.inference_mode()
-def probe(model: Any, hidden_size: int) -> Probed:
+def probe(model: Any, hidden_size: int) -> LayerNeeds:
     """Compute one position. Raises ``ConfigError`` for layers that a stage cannot compute."""
     attention, states = GeometryProbe(), StateProbe(model.layers)
     zeros, positions = _one_position(model, hidden_size)
@@ -123,7 +123,7 @@ def probe(model: Any, hidden_size: int) -> Probed:
         raise _refusal(model)
     layers = [found.get(index, (NO_ATTENTION, _NO_RULE)) for index in range(len(model.layers))]
     geometry = StateGeometry(tuple(states.states.values()), hidden_size) if states.states else None
-    return Probed(
+    return LayerNeeds(
         tuple(shape for shape, _ in layers), tuple(rule for _, rule in layers), geometry, states.mixers
     )
 
@@ -146,12 +146,12 @@ def choose_method(stage: Triable, model: Any, rules: Sequence[AttentionRule], ba
     layers = LlamaLayers(model, rules, backend, stage.devices)
     if not layers.rotates_whole_heads(torch.empty(0, dtype=stage.dtype, device=stage.device)):
         return
-    slower, stage.method = stage.method, Method(layers)
+    slower, stage.method = stage.method, ForwardMethod(layers)
     if not agree(_try(stage, [[TRIAL_POSITIONS]]), expected):
         stage.method = slower
         return
     if step := _decode_step(layers, backend):
-        slower, stage.method = stage.method, Method(layers, step)
+        slower, stage.method = stage.method, ForwardMethod(layers, step)
         if not agree(_try(stage, [[2], [2], [1]]), expected):
             stage.method = slower
 

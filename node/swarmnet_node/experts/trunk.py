@@ -133,7 +133,7 @@ class Trunk:
                 await stack.enter_async_context(in_background(persist("the plan of experts", planner.run)))
             if options.cache is not None:
                 cache = open_cache(stage, start, options.cache)
-                cache.install(dispatcher and partial(_elsewhere, dispatcher, start))
+                cache.install(partial(_elsewhere, dispatcher, start) if dispatcher is not None else None)
                 stack.callback(cache.close)
             yield cls(service, dispatcher, cache)
 

@@ -200,7 +200,7 @@ class Worker:
                         await self._save()
                         raise self._failure
                 finally:
-                    await cancel(self._pending and self._pending.task)
+                    await cancel(self._pending.task if self._pending else None)
             done = {"round": self.round, "rounds": self._job.job.rounds}
             self._emit({"event": "done"} | done | {"revision": self._replica.revision})
 

@@ -53,4 +53,4 @@ def with_engine(
 
 
 def sequence_of(engine: Engine) -> SequenceCache:
-    return engine.register(engine.stage.new_sequence(), engine._system)
+    return engine.register(engine.stage.new_sequence(), engine._resources.system)

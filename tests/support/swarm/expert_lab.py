@@ -58,7 +58,7 @@ class ExpertLab:
     def blocks(self) -> Sequence[int]:
         """The blocks with routed experts."""
         whole = self.lab.reference.stage(0, self.model.manifest.blocks)
-        return sorted(whole.experts)
+        return sorted(whole.experts.modules)
 
     def everywhere(self, experts: Collection[int]) -> BlockExperts:
         return {block: frozenset(experts) for block in self.blocks}

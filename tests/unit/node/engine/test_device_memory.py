@@ -16,7 +16,6 @@ from swarmnet_node.reading import read_model
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.machine import devices
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
@@ -164,7 +163,7 @@ def test_two_cards_host_more_blocks_than_one() -> None:
 def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: Any) -> LoadedModel:
     """What a node of a tiny gguf model decides on a card with ``used`` bytes in use. Outside its
     hours it loads nothing."""
-    monkeypatch.setattr(devices, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
+    monkeypatch.setattr(fitting, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
     config = NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),
         network=Network(Rules(b"key", Admission.OPEN)),

@@ -32,7 +32,7 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
                 sequence = SequenceCache(GEOMETRY)
                 sequence.reserve(GROWTH_POSITIONS)
                 sequence.length = GROWTH_POSITIONS
-                await use(engine, engine.register(sequence, engine._system))
+                await use(engine, engine.register(sequence, engine._resources.system))
 
     asyncio.run(main())
 
@@ -40,9 +40,9 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
 def test_nothing_is_copied_beyond_the_limit() -> None:
     async def use(engine: Engine, sequence: SequenceCache) -> None:
         with pytest.raises(OutOfResources):
-            await engine.fork([(sequence, GROWTH_POSITIONS)] * 2, engine._system)
+            await engine.fork([(sequence, GROWTH_POSITIONS)] * 2, engine._resources.system)
         assert engine.cache_bytes == SEQUENCE_BYTES
-        await engine.fork([(sequence, GROWTH_POSITIONS)], engine._system)
+        await engine.fork([(sequence, GROWTH_POSITIONS)], engine._resources.system)
         assert engine.cache_bytes == 2 * SEQUENCE_BYTES
 
     with_sequence(2, use)
@@ -63,15 +63,15 @@ def test_copies_are_reserved_before_they_are_made(monkeypatch: pytest.MonkeyPatc
 
     async def use(engine: Engine, sequence: SequenceCache) -> None:
         task: asyncio.Task[Any] = asyncio.create_task(
-            engine.fork([(sequence, GROWTH_POSITIONS)], engine._system)
+            engine.fork([(sequence, GROWTH_POSITIONS)], engine._resources.system)
         )
         await asyncio.to_thread(copying.wait, 5.0)
         with pytest.raises(OutOfResources):
-            engine._system.reserve(Resource.CACHE)
+            engine._resources.system.reserve(Resource.CACHE)
         go_on.set()
         await task
         with pytest.raises(OutOfResources):
-            engine._system.reserve(Resource.CACHE)
+            engine._resources.system.reserve(Resource.CACHE)
         assert threading.current_thread().name not in threads
 
     with_sequence(2, use)
