@@ -170,7 +170,9 @@ class Engine:
         self.position_s = 0.0
         """Seconds for one position in a forward of many, averaged. 0 until the first such
         forward."""
-        self._forward_s = 0.0
+        # Nearly 0, which means unmeasured: the first forward is usually a prompt. If it counted
+        # whole, steps of one token would wait that long for each other.
+        self._forward_s = 1e-9
         """Seconds for one forward, averaged."""
         self._pass_position_s = 0.0
         """Seconds for one position of a pass, averaged."""
@@ -437,6 +439,8 @@ class Engine:
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
         clock = asyncio.get_running_loop().time
+        # A client between two tokens has no work at this moment. It stays active for RECENT_S, so
+        # that it keeps its counter and the limit for shared forwards holds.
         self._active |= {work.scope: clock() for work in self._steps}
         self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
         self._shares.set_active({scope.owner for scope in self._active})
@@ -457,6 +461,7 @@ class Engine:
             self._drop([part.work for part in parts], error)
             return
         self._account(sum(tokens for _, tokens in picked), self._elapsed_s(started))
+        # Once more with the present time: a forward of a long prompt may take longer than RECENT_S.
         self._active |= {part.work.scope: clock() for part in parts}
         for part in parts:
             part.work.behind -= part.again
@@ -514,9 +519,7 @@ class Engine:
         self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)
         if tokens >= SHORT_TOKENS:
             self.position_s = averaged(self.position_s, elapsed_s / tokens, SMOOTHING)
-        # Start from 0: the first forward is usually a prompt. Otherwise steps of one token would
-        # wait that long for each other.
-        self._forward_s += SMOOTHING * (elapsed_s - self._forward_s)
+        self._forward_s = averaged(self._forward_s, elapsed_s, SMOOTHING)
 
     def _finish(self, work: _StepWork) -> None:
         self._steps.remove(work)

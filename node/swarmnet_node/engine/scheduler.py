@@ -134,8 +134,10 @@ def schedule(
     """
     if not waiting:
         return []
+    # A client that is not in ``served`` has just come. It counts as the furthest behind.
     least = min(served.values(), default=0.0)
     ahead = [served.get(work.client, least) - least for work in waiting]
+    # Sorting is stable: clients that are equally far keep the order of arrival.
     order = sorted(range(len(waiting)), key=ahead.__getitem__)
     part = waiting[order[0]].part
     share = max(1, max_tokens // PREFILL_SHARE)
@@ -148,10 +150,14 @@ def schedule(
     allowed = {work.client: int(max_tokens - lead) for work, lead in zip(waiting, ahead, strict=True)}
     batch: list[tuple[int, int]] = []
     total = 0
+    # Short work first, up to what is reserved for long work. Long work may then fill the batch if
+    # it is alone, and otherwise adds its share: a longer forward would delay every short answer.
     for indices, limit in (short, max_tokens - (share if long else 0)), (long, max_tokens):
         until = min(limit, total + share) if indices is long and total else limit
         for index in indices:
             work = waiting[index]
+            # The oldest work of the first client gets at least the quotient, whatever the batch
+            # holds already.
             taken = 0 if index == order[0] else total
             allowance = max(allowed[work.client], max_tokens // AHEAD_SHARE - taken)
             tokens = min(work.tokens, until - total, allowance)

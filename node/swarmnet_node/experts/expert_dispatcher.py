@@ -191,6 +191,7 @@ class ExpertDispatcher:
         ``Refusal`` if no peer within reach has an expert and the host has no memory for it.
         """
         self.counters.blocks += 1
+        # Work of the last forwards breaks ties between equal peers, so that each gets its share.
         self._work[block] = {
             peer: WORK_LEFT * seconds
             for peer, seconds in self._work.get(block, {}).items()
@@ -203,10 +204,15 @@ class ExpertDispatcher:
         left: set[Pair] = {(row, expert) for expert in rows for row in rows[expert].tolist()}
         give_up_at = math.inf
         try:
+            # Each turn asks for whatever nobody computes, waits for news, and counts the answers. A
+            # pair may be asked for twice, so the first finite answer removes it from ``left``.
             while left:
+                # Before the links are read: a change during ``_ask`` must end the wait below.
                 seen = self.links.changes
                 self._ask(block, hidden, left, asks, failed, doubted)
                 orphans = left.difference(*(ask.pairs for ask in asks))
+                # Whoever can be asked returned outputs that are not finite. So the rows are to
+                # blame, not the peers: a single host would compute NaN for them, too.
                 if too_large := orphans & doubted.keys():
                     for row, expert in too_large:
                         found[expert].add([row], torch.full_like(hidden[:1], math.nan))
@@ -215,10 +221,13 @@ class ExpertDispatcher:
                 if orphans:
                     experts = {expert for _, expert in orphans}
                     if await self._loaded(block, experts):
+                        # The host computes all rows of these experts, even rows that have arrived.
                         left = {pair for pair in left if pair[1] not in experts}
-                        for expert in experts:  # the host computes all rows of these experts
+                        for expert in experts:
                             del found[expert]
                         continue
+                    # Peers come and go. The first time that an expert has none starts the clock, so
+                    # that a series of short gaps cannot hold a forward forever.
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
                 if left:
                     await self._progress(asks, give_up_at, seen)
@@ -231,6 +240,7 @@ class ExpertDispatcher:
                 if orphans & left and self._loop.time() >= give_up_at:
                     raise self._missing({block: frozenset(expert for _, expert in orphans & left)})
         finally:
+            # Slower peers of hedged requests would go on computing for nobody.
             if asks:
                 await cancel(*(ask.answer for ask in asks))
         return {expert: parts.outputs(rows[expert].tolist()) for expert, parts in found.items()}

@@ -45,6 +45,7 @@ class SessionSequences:
         step overwrites its sequence, the cache is moved instead of copied.
         """
         uses = Counter(row.source for row in rows)
+        # Free first: the copies below may need this room.
         self._release(
             self.caches.pop(row.sequence)
             for row in rows
@@ -52,6 +53,9 @@ class SessionSequences:
         )
         before = dict(self.caches)
         overwritten = {row.sequence for row in rows}
+        # A beam search permutes its sequences at almost every step. Each cache that has one heir
+        # just changes its number; only a cache with several heirs, or one that goes on under its
+        # own number, is copied.
         copied = [
             row.sequence
             for row in rows
@@ -78,6 +82,7 @@ class SessionSequences:
         self.caches.update(after)
         kept = {id(cache) for cache in self.caches.values()}
         self._release(cache for cache in before.values() if id(cache) not in kept)
+        # A client that goes back after a rejected draft sends positions that are here already.
         for row in rows:
             start = self.prefix_positions + row.start
             if self.caches[row.sequence].length > start:

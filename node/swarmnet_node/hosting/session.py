@@ -424,6 +424,7 @@ class HostedSession:
             request, payload = await link.receive()
             if not request.HasField("step"):
                 raise ProtocolViolation("a link carries steps")
+            # A replay repeats steps whose times the client has.
             if not request.step.replay:
                 self._step_times.received(request.step.seq)
             try:
@@ -434,8 +435,11 @@ class HostedSession:
                 raise
             if link.peer == self.stream.peer and not step.replay and not self.slot.stands_by:
                 self._times.arrived(step.rows, clock())
+            # Waiting here, not in ``_apply``, stops reading. Flow control then slows the sender.
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
+            # Count it before it waits for room below: the expected wait of other sessions includes
+            # it.
             steps.positions += step.positions
             size_bytes = step.values.nbytes
             try:
@@ -473,11 +477,15 @@ class HostedSession:
                 return
             try:
                 self._outbox.log.check(step)
+                # Admission looked at the queue before the prompt was here. Refusing now is cheap;
+                # later steps are never refused, because work would be lost.
                 if step.seq == 1 and not step.replay:
                     self._parts.check_wait(self.stream.peer, self)
                 is_rebuilt = step.replay and not self._sequences.caches
                 computed = step.with_values(await self._compute(step))
                 self._step_times.mark(step.seq, Moment.COMPUTED)
+                # Log before sending. If the link fails meanwhile, the next one continues from the
+                # log, so the step is neither lost nor computed twice.
                 self._outbox.append(computed)
                 if self._is_last and not step.replay:
                     await self._answer(computed)
