@@ -38,13 +38,13 @@ from swarmnet_protocols.routing.relocation import (
     Look,
     Relocation,
     Remembered,
-    Span,
     blocks_to_leave,
     is_confirmed,
     may_switch,
     should_relocate,
     staying,
 )
+from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim
 
 _log = logging.getLogger(__name__)

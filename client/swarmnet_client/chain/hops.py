@@ -20,6 +20,7 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
@@ -341,7 +342,7 @@ def displaced(hops: Sequence[LiveHop], new: Sequence[LiveHop]) -> list[LiveHop]:
 
 
 def _excludes(one: Hop, other: Hop) -> bool:
-    if one.start < other.end and other.start < one.end:
+    if overlap(one, (other.start, other.end)):
         return True
     return one.peer == other.peer and (one.end == other.start or other.end == one.start)
 

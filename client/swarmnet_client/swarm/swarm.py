@@ -60,6 +60,7 @@ from swarmnet_protocols.routing.chain_search import (
 )
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.routing.measured_speed import Speeds
+from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.timing import Timing
 
 EXPLORE = 0.05
@@ -299,7 +300,7 @@ class Swarm:
             for each in self._announced.known
             if each.missing_experts
             and (not trusted or each.peer in trusted)
-            and any(each.start < end and start < each.end for start, end in missing)
+            and any(overlap(each, span) for span in missing)
         )
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 

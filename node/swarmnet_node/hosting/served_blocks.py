@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-
-Span = tuple[int, int]
+from swarmnet_protocols.routing.spans import Span
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.coordinates import Coordinate, distance
 from swarmnet_protocols.routing.host_info import HostInfo
+from swarmnet_protocols.routing.spans import overlap
 
 UNKNOWN_DELAY_S = 0.15
 """One-way seconds assumed for a peer without a measured delay. High, so that measured peers are
@@ -315,9 +316,7 @@ def find_chain(
     view = replace(
         view, block_s={peer: block_s / spare.get(peer, 1.0) for peer, block_s in view.block_s.items()}
     )
-    usable = {
-        host.peer: host for host in view.hosts if host.online and host.start < span[1] and host.end > span[0]
-    }
+    usable = {host.peer: host for host in view.hosts if host.online and overlap(host, span)}
     banned = [usable.pop(peer) for peer in view.banned if peer in usable]
     allowed = list(usable.values())
     opened = [_as_host(hop) for hop in view.hops]
@@ -361,7 +360,7 @@ def failed_links(
 
 
 def _has_some(host: HostInfo, spans: Sequence[tuple[int, int]]) -> bool:
-    return any(host.start < end and host.end > start for start, end in spans)
+    return any(overlap(host, span) for span in spans)
 
 
 def uncovered(hosts: Iterable[HostInfo], span: tuple[int, int]) -> list[tuple[int, int]]:

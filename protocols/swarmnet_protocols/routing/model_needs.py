@@ -20,6 +20,7 @@ from statistics import median
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.outlook import Outlook
+from swarmnet_protocols.routing.spans import clipped
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 OTHER_HOSTS = 2
@@ -180,6 +181,6 @@ def _spare_together(spare: Sequence[Claim], counts: Sequence[int], *, first: Pee
     for claim in sorted(spare, key=lambda claim: (claim.peer != first, claim.peer)):
         if _is_spare(claim, left):
             found.add(claim.peer)
-            for block in range(max(claim.start, 0), min(claim.end, len(left))):
+            for block in range(*clipped(claim, len(left))):
                 left[block] -= 1
     return found

@@ -38,10 +38,10 @@ from swarmnet_protocols.routing.model_needs import (
 )
 from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.placement import choose_span, draw
+from swarmnet_protocols.routing.spans import Span, clipped
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 T = TypeVar("T")
-Span = tuple[int, int]
 
 LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's
@@ -226,9 +226,7 @@ def blocks_to_leave(look: Look, relocation: Relocation, *, kept: Span = (0, 0)) 
     other hosts there.
     """
     mine, blocks = look.mine, look.own.blocks
-    left = [
-        block for block in range(max(mine.start, 0), min(mine.end, blocks)) if not kept[0] <= block < kept[1]
-    ]
+    left = [block for block in range(*clipped(mine, blocks)) if not kept[0] <= block < kept[1]]
     if not relocation.fills_gap:
         return left
     claimed = holders(staying(look, relocation), blocks)
@@ -391,8 +389,7 @@ def shrink(outlook: Outlook, mine: Claim, length: int) -> Relocation:
 def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
     """Tell whether all blocks of ``mine`` outside [start, end) have another staying host."""
     return all(
-        start <= block < end or outlook.holders[block] > 1
-        for block in range(max(mine.start, 0), min(mine.end, outlook.blocks))
+        start <= block < end or outlook.holders[block] > 1 for block in range(*clipped(mine, outlook.blocks))
     )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.spans import clipped
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 SEEN_S = 300.0
@@ -205,7 +206,7 @@ def covering(claims: Iterable[Claim], counts: Sequence[int], *, least: int, most
     for claim in claims:
         if len(found) == most:
             break
-        span = range(max(claim.start, 0), min(claim.end, len(counts)))
+        span = range(*clipped(claim, len(counts)))
         if claim.peer not in found and any(counts[block] < least for block in span):
             found[claim.peer] = None
             for block in span:

@@ -23,6 +23,7 @@ from itertools import accumulate, pairwise
 from statistics import median
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.spans import clipped
 
 MAX_SPEED = 10.0
 """Highest speed that counts, in multiples of the median of all claims. With a false speed, a host
@@ -84,7 +85,7 @@ def holders(claims: Iterable[Claim], blocks: int) -> list[int]:
     changes = [0] * (blocks + 1)
     shared = defaultdict[str, list[tuple[int, int]]](list)
     for claim in claims:
-        start, end = max(claim.start, 0), min(claim.end, blocks)
+        start, end = clipped(claim, blocks)
         if start < end and claim.place:
             shared[claim.place].append((start, end))
         elif start < end:
@@ -118,7 +119,7 @@ class Supply:
         """First block of a span → end of the span → summed speed of its hosts."""
         bounds = {0, blocks}
         for claim in claims:
-            start, end = max(claim.start, 0), min(claim.end, blocks)
+            start, end = clipped(claim, blocks)
             if start < end and claim.blocks_per_s > 0:
                 bounds.update((start, end))
                 ends = self._by_start.setdefault(start, {})
