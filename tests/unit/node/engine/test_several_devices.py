@@ -102,7 +102,7 @@ def test_caches_are_on_the_devices_of_their_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("names", ["cpu,cpu", "cuda:0,cuda:0", "cuda:0,cpu"])
 def test_only_several_gpus_are_several_devices(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "pick_device", torch.device)
-    with pytest.raises(ConfigError, match="not several GPUs"):
+    with pytest.raises(ConfigError, match="only different CUDA devices"):
         pick_devices(names)
     assert pick_devices("cuda:0,cuda:1") == [torch.device("cuda:0"), torch.device("cuda:1")]
     assert pick_devices("cpu") == [torch.device("cpu")]
