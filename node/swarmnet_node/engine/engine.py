@@ -288,8 +288,16 @@ class Engine:
         return self.max_cache_bytes - self.cache_bytes
 
     async def run_on_torch_thread(self, work: Callable[[], T]) -> T:
-        """Run short ``work`` on the torch thread between two forwards. Raises its errors."""
-        return await self._call(work)
+        """Run ``work`` on the torch thread between two forwards. Raises its errors.
+
+        Raises ``ResourceLimitReached`` if the device runs out of memory.
+        """
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        # Not in an except clause: the error's frames would keep the tensors alive that were
+        # computed before it.
+        self.graph_cache.shrink(0)
+        raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
     async def fork(self, sources: Sequence[tuple[SequenceCache, int]], scope: Scope) -> list[SequenceCache]:
         """Register and return copies of (sequence, number of its first positions to copy).
@@ -456,7 +464,7 @@ class Engine:
                 self.counters.wait_s.observe(started - part.work.since)
                 part.work.started()
         try:
-            results = await self._call(partial(_compute, parts))
+            results = await self.run_on_torch_thread(partial(_compute, parts))
         except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
             self._drop([part.work for part in parts], error)
             return
@@ -476,7 +484,7 @@ class Engine:
             return
         started = self.stopwatch()
         try:
-            result = await self._call(work.prepare())
+            result = await self.run_on_torch_thread(work.prepare())
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return
@@ -487,18 +495,6 @@ class Engine:
         self._pass_position_s = averaged(self._pass_position_s, elapsed_s / work.positions, SMOOTHING)
         if not work.done.done():
             work.done.set_result(result)
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Call ``work`` on the torch thread.
-
-        Raises ``ResourceLimitReached`` if the device runs out of memory.
-        """
-        with contextlib.suppress(torch.OutOfMemoryError):
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Not in an except clause: the error's frames would keep the tensors alive that were
-        # computed before it.
-        self.graph_cache.shrink(0)
-        raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 
     def _remove_pass(self, work: _PassWork) -> None:
         if work in self._passes:
