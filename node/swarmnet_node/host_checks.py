@@ -19,6 +19,7 @@ from ipaddress import ip_address
 import torch
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import PASS, PING
@@ -113,7 +114,7 @@ class HostChecker:
         left, extra = MAX_CALLS, 1
         for _ in range(ROUNDS):
             called = self.sightings.to_call(model, now=_now(), rng=self._rng, most=left, extra=extra)
-            answers = await asyncio.gather(*(self.call(hosts[peer]) for peer in called))
+            answers = await all_of(*(self.call(hosts[peer]) for peer in called))
             # Call as many others as did not answer.
             left, extra = left - len(called), answers.count(False)
             if not extra or not left:
@@ -140,9 +141,7 @@ class HostChecker:
                 break
             chosen = [claim for claim in left if claim.peer in peers]
             left = [claim for claim in left if claim.peer not in peers]
-            results = await asyncio.gather(
-                *(self._computes(claim, claims[claim], asked, make) for claim in chosen)
-            )
+            results = await all_of(*(self._computes(claim, claims[claim], asked, make) for claim in chosen))
             found += [claim for claim in results if claim is not None]
         return found
 

@@ -51,7 +51,7 @@ from swarmnet_node.hosting.session import (
 from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import all_of, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
@@ -165,7 +165,7 @@ class Host:
         nothing.
         """
         self.leaving = True
-        await asyncio.gather(*(session.announce_leaving() for session in self.sessions))
+        await all_of(*(session.announce_leaving() for session in self.sessions))
         since = asyncio.get_running_loop().time()
 
         def is_free() -> bool:
@@ -208,7 +208,7 @@ class Host:
             async with self._changed:
                 await self._changed.wait_for(lambda: not left() and not (is_former and self._passes[engine]))
 
-        await asyncio.gather(*(session.announce_leaving(moves=True) for session in left()))
+        await all_of(*(session.announce_leaving(moves=True) for session in left()))
         try:
             async with asyncio.timeout(within_s):
                 await drained()
