@@ -396,8 +396,8 @@ def test_outputs_of_a_standby_are_not_answers(reference: Reference) -> None:
     began = HostedSession.__init__
     lied: list[HostedSession] = []
 
-    def begin(session: HostedSession, parts: Any, wanted: pb.Open, *others: Any) -> None:
-        began(session, parts, wanted, *others)
+    def begin(session: HostedSession, parts: Any, blocks: Any, wanted: pb.Open, *others: Any) -> None:
+        began(session, parts, blocks, wanted, *others)
         if wanted.standby:
             lied.append(session)
             session._is_last = True
