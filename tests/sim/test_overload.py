@@ -312,7 +312,7 @@ def test_a_session_that_only_claims_to_continue_is_refused(
             await swarm.refresh()
             with pytest.raises(HostsBusy):
                 await answer(lab, swarm)
-        host = lab.nodes["a"]._host
+        host = lab.nodes["a"].host
         assert host is not None
         return host.counters.refused["overloaded"]
 
