@@ -39,7 +39,7 @@ class Stranger:
 
     @property
     def store(self) -> AdapterStore:
-        host = self.lab.nodes["a"]._host
+        host = self.lab.nodes["a"].host
         assert host is not None
         return host.adapters
 
@@ -263,7 +263,7 @@ def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Refer
 
 def test_a_host_that_leaves_accepts_no_adapters(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
-        host = stranger.lab.nodes["a"]._host
+        host = stranger.lab.nodes["a"].host
         assert host is not None
         await host.leave()
         await assert_refused(stranger.bring(part_of()), refusal_pb2.REASON_LEAVING)
@@ -283,7 +283,7 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
             "a",
             lab.hosting((0, 6), limits=ClientLimits(adapter_bytes_per_client=limit, adapters_per_client=5)),
         )
-        host = lab.nodes["a"]._host
+        host = lab.nodes["a"].host
         assert host is not None
         await asyncio.sleep(1.0)
 

@@ -231,7 +231,7 @@ def test_a_host_that_never_keeps_an_uploaded_adapter_is_replaced(reference: Refe
 
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a": (0, 6)})
-        host = lab.nodes["a"]._host
+        host = lab.nodes["a"].host
         assert host is not None
         asked = asyncio.Event()
         opened = counted(lab, "open", "a")

@@ -240,14 +240,14 @@ def test_a_host_that_lies_about_activations_convicts_no_neighbour(
         liar = lab.nodes[framing]
 
         def lie(received: ReceivedDigests, sequence: int, count: int) -> bytes:
-            mine = [session._received for session in liar._host.sessions]
+            mine = [session._received for session in liar.host.sessions]
             return bytes(32) if received in mine else digest(received, sequence, count)
 
         values = ActivationLog.values
 
         def forge(log: ActivationLog, sequence: int, count: int) -> Any:
             found = values(log, sequence, count)
-            mine = [session._outbox.log for session in liar._host.sessions]
+            mine = [session._outbox.log for session in liar.host.sessions]
             return found + 1 if log in mine and found is not None else found
 
         if framing == "c1":
@@ -293,7 +293,7 @@ def test_a_host_that_does_not_report_its_outputs_is_replaced(
             "digest",
             lambda received, sequence, count: (
                 b""
-                if received in [session._received for session in silent._host.sessions]
+                if received in [session._received for session in silent.host.sessions]
                 else digest(received, sequence, count)
             ),
         )

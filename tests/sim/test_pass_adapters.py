@@ -139,7 +139,7 @@ def test_the_client_uploads_an_adapter_again_to_a_host_that_lost_it(
     refused: list[int] = []
 
     def prepare(lab: Lab) -> None:
-        host = lab.nodes["a"]._host
+        host = lab.nodes["a"].host
         assert host is not None
         store = host.adapters
 

@@ -34,7 +34,7 @@ def states(seed: int, positions: int = sum(COUNTS)) -> torch.Tensor:
 
 
 def engine_of(lab: Lab, name: str) -> Engine:
-    engine = lab.nodes[name]._engine
+    engine = lab.nodes[name].engine
     assert engine is not None
     return engine
 

@@ -222,7 +222,7 @@ def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
 ) -> None:
     async def scenario(lab: Lab) -> Outcome:
         def prepare() -> None:
-            engine = lab.nodes["b"]._engine
+            engine = lab.nodes["b"].engine
             assert engine is not None
             monkeypatch.setattr(engine, "compute_pass", never)
 
