@@ -149,11 +149,11 @@ class Faults:
 
     def _refuse(self, name: str, _: Delivery) -> None:
         """Take no new session, and go on with those that there are."""
-        if (host := self.lab.nodes[name]._host) is not None:
+        if (host := self.lab.nodes[name].host) is not None:
             host.limits = replace(host.limits, max_wait_s=-1.0)
 
     def _shed(self, name: str, _: Delivery) -> None:
-        if (host := self.lab.nodes[name]._host) is not None:
+        if (host := self.lab.nodes[name].host) is not None:
             host.shed()
 
     def _move(self, name: str, _: Delivery) -> None:

@@ -170,7 +170,7 @@ def test_clients_with_and_without_adapters_get_their_own_outputs(reference: Refe
         adapters = [*(each.adapter for each in all_tuned), None, None]
         answers = await asyncio.gather(*(talk(*each) for each in enumerate(adapters)))
         assert answers == expected
-        engine = lab.nodes["a"]._engine
+        engine = lab.nodes["a"].engine
         assert engine is not None
         assert engine.counters.forwards < 10 * TOKENS / 2, "their tokens were hardly ever in one batch"
 
@@ -211,7 +211,7 @@ def test_the_client_uploads_a_lost_adapter_again_to_a_session_host(reference: Re
 
     async def scenario(lab: Lab) -> None:
         await start(lab, LAYOUTS["2 hops"])
-        host = lab.nodes["b"]._host
+        host = lab.nodes["b"].host
         assert host is not None
         uploads, opened = counted(lab, "upload", "b"), counted(lab, "open", "b")
         lab.once(
@@ -319,7 +319,7 @@ def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Referen
 def test_a_session_that_ends_while_it_is_copied_leaves_nothing(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, LAYOUTS["1 hop"])
-        engine = lab.nodes["a"]._engine
+        engine = lab.nodes["a"].engine
         assert engine is not None
         async with lab.client() as swarm:
             async with open_chain(lab, swarm, None) as chain:

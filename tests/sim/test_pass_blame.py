@@ -145,7 +145,7 @@ def test_a_host_whose_numbers_overflow_at_others_is_replaced(
         for name, blocks in REPLICAS.items():
             await lab.start(name, lab.hosting(blocks))
         await asyncio.sleep(1.0)
-        engine = lab.nodes[lies.liar]._engine
+        engine = lab.nodes[lies.liar].engine
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Liar(engine.stage, lies.of))
         # Clients prefer this host.
@@ -201,7 +201,7 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
         for name in ("a", "b"):
             await lab.start(name, lab.hosting((0, 6)))
         await asyncio.sleep(1.0)
-        engine = lab.nodes["a"]._engine
+        engine = lab.nodes["a"].engine
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Full(engine.stage, no_memory))
 
