@@ -1,11 +1,10 @@
-"""Runs and pauses a node as its owner's limits say.
+"""Runs and pauses a node as its owner's limits say, and reports why it is paused.
 
-Keeps the node below its memory limit, and reports why it is paused. The states of a supervised
-node:
+The states of a supervised node:
 
 1. **Loading.** The limits let it run, so it loads its blocks. A pause or ``finish`` stops the
    loading.
-2. **Serving.** The node hosts its blocks, and :class:`Governor` keeps its memory below the limit.
+2. **Serving.** The node hosts its blocks, and ``memory_limit.py`` keeps its memory below the limit.
    The supervisor reads clock, battery and idle time every ``OBSERVE_S``.
 3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause. Sessions have
    ``PAUSE_GRACE_S`` to move to other hosts.
@@ -17,69 +16,32 @@ node:
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.engine.memory_account import (
-    DEVICE_SHARES,
-    P2PD_BYTES,
-    SHARES,
-    Footprint,
-    check_headroom,
-    resource_limits,
-)
-from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosting.host import Host
+from swarmnet_node.memory_limit import MemoryLimit
 from swarmnet_node.node import HostableModels, Hosting, Node
-from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reason_to_pause
+from swarmnet_node.owner.limits import Machine, Observed, OwnerLimits, reason_to_pause
 from swarmnet_node.running_node import Dependencies, Ending
-from swarmnet_protocols.errors import OutOfResources, SwarmnetError
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, persist, race
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import control_pb2, report_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 _log = logging.getLogger(__name__)
 
-GOVERN_S = 0.5
-"""Seconds between two measurements of resident memory, if it is limited."""
-RELEASE_ABOVE = 0.97
-"""Share of the memory limit at which freed memory is returned to the system."""
 OBSERVE_S = 5.0
 """Seconds between two reads of clock, battery and idle time."""
-SPARE_BYTES = 256 << 20
-"""Memory of the machine that stays free when a node loads other blocks next to its own."""
 PAUSE_GRACE_S = 2.5
 """Seconds that sessions have to move away before a pause frees the memory. The whole pause must
 take at most 5 s."""
-
-
-class Machine(Protocol):
-    """The owner's machine."""
-
-    def observe(self, limits: OwnerLimits) -> Observed:
-        """Return the facts that ``limits`` depend on now. May take seconds, so call it on another
-        thread."""
-
-    def usage(self) -> MonthlyUsage: ...
-
-    def ram_bytes(self) -> int:
-        """Return the resident memory of the node and p2pd."""
-
-    def enforce(self, limits: OwnerLimits) -> None:
-        """Apply limits now and after a restart."""
-
-    def free_bytes(self) -> int:
-        """Return the memory of the machine that is available to this process."""
-
-    def release(self) -> None:
-        """Return freed memory to the system. May take seconds."""
 
 
 class Supervisor(Ending):
@@ -97,15 +59,13 @@ class Supervisor(Ending):
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._switch_listeners: list[Callable[[NodeStatus], None]] = []
         self._dependencies = dependencies
+        self._memory = MemoryLimit(machine, self.limits)
         self._hosting = self._watched(hosting) if isinstance(hosting, Hosting) else hosting
         self._former: Hosting | None = None
         """The hosting before a switch to another model. None once the other model serves."""
         self._machine = machine
         self._limits = limits
         self._node = _node(dependencies, self._hosting)
-        self._footprint: Footprint | None = None
-        """The memory needs of the blocks, measured before clients came. None until the node has
-        served."""
         self._is_loading = False
         self._has_moved = False
         """Whether the node ended to serve other blocks, and does not serve them yet."""
@@ -202,17 +162,9 @@ class Supervisor(Ending):
         Raises ``ConfigError`` or ``OutOfResources`` for limits that cannot be kept; the old limits
         stay.
         """
-        if limits.max_ram_bytes is not None and limits.max_ram_bytes != self._limits.max_ram_bytes:
-            engine = self._node.engine
-            held = 0 if engine is None or engine.stage.is_on_accelerator else engine.cache_bytes
-            try:
-                check_headroom(limits.max_ram_bytes, self._machine.ram_bytes() - held)
-            except OutOfResources:
-                hosting, footprint = self._hosting, self._footprint
-                may_drop = isinstance(hosting, Hosting) and hosting.may_move
-                if not may_drop or footprint is None or not footprint.block_bytes:
-                    raise
-                footprint.check(limits.max_ram_bytes, 1)  # the node drops the others
+        hosting = self._hosting
+        may_drop = isinstance(hosting, Hosting) and hosting.may_move
+        self._memory.check(limits, self._node.engine, may_drop=may_drop)
         self._machine.enforce(limits)
         self._limits = limits
         self._limits_changed.set()
@@ -288,9 +240,12 @@ class Supervisor(Ending):
             self._is_loading = False
             # Return memory that loading used temporarily.
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
+            resources = self._dependencies.transport.resources
             governing = (
                 asyncio.create_task(
-                    persist("the watch over limits", partial(self._govern, node, self._hosting)),
+                    persist(
+                        "the watch over limits", partial(self._memory.govern, node, self._hosting, resources)
+                    ),
                     name="govern",
                 )
                 if isinstance(node, Node) and isinstance(self._hosting, Hosting)
@@ -348,7 +303,8 @@ class Supervisor(Ending):
                 model_reason=switch.reason,
                 memory=former.memory.after_switch(now),
             )
-            self._hosting, self._footprint = self._watched(hosting), None
+            self._memory.forget_blocks()
+            self._hosting = self._watched(hosting)
             self._node = _node(self._dependencies, self._hosting)
         finally:
             self._is_loading = False
@@ -363,60 +319,14 @@ class Supervisor(Ending):
     def _watched(self, hosting: Hosting) -> Hosting:
         return replace(
             hosting,
-            has_room=self._has_room,
-            fitting=partial(self._fitting, hosting.most_blocks),
+            has_room=self._memory.has_room,
+            fitting=partial(self._memory.fitting, hosting.most_blocks),
             on_move=self._notify_of_move,
-        )
-
-    def _has_room(self, more_bytes: int) -> bool:
-        """Return whether ``more_bytes`` fit into the machine's memory and below the owner's
-        limit."""
-        limit_bytes = self._limits.max_ram_bytes
-        within_limit = (
-            limit_bytes is None or self._machine.ram_bytes() + more_bytes <= limit_bytes * RELEASE_ABOVE
-        )
-        return within_limit and more_bytes + SPARE_BYTES <= self._machine.free_bytes()
-
-    def _fitting(self, most: int, held: int) -> int:
-        """Return how many blocks the limits allow a node that has ``held``."""
-        if self._footprint is None:
-            return held
-        return self._footprint.blocks_allowed(
-            held,
-            most=most,
-            max_ram_bytes=self._limits.max_ram_bytes,
-            free_bytes=self._machine.free_bytes() - SPARE_BYTES,
         )
 
     def _notify_of_move(self) -> None:
         for listener in self._move_listeners:
             listener(self.status())
-
-    async def _govern(self, node: Node, hosting: Hosting) -> NoReturn:
-        """Limit the memory of clients while ``node`` runs.
-
-        Over the limit, end one session at each measurement.
-        """
-        if node.engine is None:
-            raise RuntimeError("the node does not serve")
-        cache = hosting.experts.cache if hosting.experts is not None else None
-        footprint = self._footprint = footprint_beside(node.engine.stage, self._machine.ram_bytes())
-        bare_bytes = footprint.runtime_bytes + P2PD_BYTES + (0 if cache is None else cache.max_bytes)
-        governor = Governor(self._dependencies.transport.resources, hosting, bare_bytes)
-        while True:
-            limit_bytes = self._limits.max_ram_bytes
-            if limit_bytes is not None:
-                # The node drops blocks beyond the limit once their sessions have left. Do not count
-                # them until then.
-                limit_bytes += node.blocks_to_drop * footprint.block_bytes
-            rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
-            if node.engine is not None:
-                governor.adjust(node.engine, limit_bytes, rss_bytes)
-            if limit_bytes is not None and rss_bytes > limit_bytes * RELEASE_ABOVE:
-                await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
-                if self._machine.ram_bytes() > limit_bytes and node.host is not None:
-                    node.host.shed()
-            await asyncio.sleep(OBSERVE_S if limit_bytes is None else GOVERN_S)
 
     async def _rest(self) -> None:
         """Stay paused until the node may run again, or must end."""
@@ -474,67 +384,3 @@ class Supervisor(Ending):
 
 def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node | ExpertNode:
     return Node(dependencies, hosting) if isinstance(hosting, Hosting) else ExpertNode(dependencies, hosting)
-
-
-def footprint_beside(stage: Stage, ram_bytes: int) -> Footprint:
-    """Return the memory needs of the blocks of ``stage``.
-
-    ``ram_bytes``: resident memory of this process, including p2pd and these blocks.
-    """
-    block_bytes = 0 if stage.is_on_accelerator else stage.weight_bytes // stage.blocks
-    runtime_bytes = ram_bytes - P2PD_BYTES - stage.blocks * block_bytes
-    return Footprint(runtime_bytes, block_bytes, stage.widths, stage.dtype.itemsize)
-
-
-class Governor:
-    """Keeps one ``Node`` below its memory limit.
-
-    Sets how much KV cache, log and adapter memory clients may use.
-    """
-
-    def __init__(self, resources: ResourceManager, hosting: Hosting, bare_bytes: int) -> None:
-        """``bare_bytes``: resident memory without clients and blocks, with all experts that will be
-        loaded."""
-        self._resources = resources
-        self._configured: Mapping[Resource, int] = {
-            Resource.CACHE: hosting.max_cache_bytes,
-            Resource.LOG: hosting.limits.total_log_bytes,
-            Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
-            Resource.PASSES: hosting.limits.passes,
-        }
-        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].system
-        self._bare_bytes = bare_bytes
-        self._is_limited = False
-
-    def adjust(self, engine: Engine, max_ram_bytes: int | None, rss_bytes: int) -> None:
-        """Limit KV caches, logs and adapters to the memory that is left, and passes likewise.
-
-        ``rss_bytes``: resident memory now.
-        """
-        if max_ram_bytes is None:
-            if self._is_limited:
-                self._set(engine, self._configured)
-                self._resources.limit(Resource.MEMORY, system=self._message_bytes)
-            self._is_limited = False
-            return
-        stage = engine.stage
-        is_elsewhere = stage.is_on_accelerator
-        footprint = footprint_beside(stage, rss_bytes)
-        fixed_bytes = self._bare_bytes + stage.blocks * footprint.block_bytes
-        held = dict(self._resources.system.used)
-        held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes
-        shares = DEVICE_SHARES if is_elsewhere else SHARES
-        found = resource_limits(max_ram_bytes, rss_bytes, held, footprint, fixed_bytes, shares)
-        # Graphs of passes take what caches leave free.
-        free_bytes = found.get(Resource.CACHE, self._configured[Resource.CACHE]) - held[Resource.CACHE]
-        found[Resource.PASSES] = free_bytes // footprint.graph_bytes(stage.blocks)
-        limits = {resource: min(limit, self._configured[resource]) for resource, limit in found.items()}
-        self._set(engine, {**self._configured, **limits})
-        if not self._is_limited:
-            self._resources.limit(Resource.MEMORY, system=footprint.message_bytes)
-        self._is_limited = True
-
-    def _set(self, engine: Engine, limits: Mapping[Resource, int]) -> None:
-        engine.limit_caches(limits[Resource.CACHE])
-        for resource in (Resource.LOG, Resource.ADAPTER_BYTES, Resource.PASSES):
-            self._resources.limit(resource, system=limits[resource])

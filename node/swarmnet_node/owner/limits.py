@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import get_args, get_type_hints
+from typing import Protocol, get_args, get_type_hints
 
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
@@ -122,6 +122,28 @@ class Observed:
     idle_s: float | None
     """Seconds since keyboard or mouse was last used. None if unknown, or if no limit needs it."""
     on_battery: bool
+
+
+class Machine(Protocol):
+    """The owner's machine."""
+
+    def observe(self, limits: OwnerLimits) -> Observed:
+        """Return the facts that ``limits`` depend on now. May take seconds, so call it on another
+        thread."""
+
+    def usage(self) -> MonthlyUsage: ...
+
+    def ram_bytes(self) -> int:
+        """Return the resident memory of the node and p2pd."""
+
+    def enforce(self, limits: OwnerLimits) -> None:
+        """Apply limits now and after a restart."""
+
+    def free_bytes(self) -> int:
+        """Return the memory of the machine that is available to this process."""
+
+    def release(self) -> None:
+        """Return freed memory to the system. May take seconds."""
 
 
 def reason_to_pause(

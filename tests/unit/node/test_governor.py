@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from swarmnet_node.engine.engine import Engine
+from swarmnet_node.memory_limit import Governor
 from swarmnet_node.node import Hosting
-from swarmnet_node.supervisor import Governor
 from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
 
