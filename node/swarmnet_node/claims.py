@@ -17,7 +17,7 @@ from swarmnet_protocols.routing.sightings import ModelClaims, sharing
 from swarmnet_protocols.routing.throughput import Claim
 
 HOSTS_READ = 512
-"""Announcements of other hosts, about, that a node reads to choose its blocks."""
+"""About how many announcements of other hosts a node reads to choose its blocks."""
 _NOT_SERVING = ("leaving", "paused", INCOMPATIBLE)
 
 

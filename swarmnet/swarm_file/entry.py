@@ -1,5 +1,5 @@
-"""Entering a swarm by its file, an invite or its name, which give an ``Entry``; and the swarm files
-that a data directory stores.
+"""Entering a swarm by its file, an invite or its name. Each gives an ``Entry``. Also the swarm
+files that a data directory stores.
 
 A data directory stores one folder for each swarm with an authority (``swarm_dir``): the newest
 swarm file that was used, the certificate, the revocations, and an issuer's database. ``store_file``
@@ -57,7 +57,7 @@ class Entry:
 
     file: SwarmFile
     bootstrap: tuple[str, ...]
-    """Addresses that the swarm file and the owner name."""
+    """Addresses that the swarm file names, then those that the owner names."""
     identity_path: Path
     folder: Path | None
     """``swarm_dir`` with the certificate and the revocations; None for a swarm without an

@@ -42,8 +42,8 @@ class ClientAdapter:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Changes with the LoRA parameters and, except for changes by fused optimizers, with their
-        values."""
+        """Differs after other LoRA parameters, or other values of them. It does not see values that
+        a fused optimizer has written."""
         return tuple(
             (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
             for name, parts in self.pairs.items()
@@ -140,8 +140,8 @@ def _lora_refusal(name: str, why: str) -> ConfigError:
 
 
 def prefix_tensors(cache: Cache, config: Any) -> dict[str, torch.Tensor]:
-    """The keys and values [key heads, n, head size] of every block, float32 on the CPU, part of the
-    cache's graph.
+    """The keys and values [key heads, n, head size] of every block, float32 on the CPU. Gradients
+    flow through them into ``cache``.
 
     Raises ``ConfigError`` for a cache that is not the same prefix for every row and every block.
     """

@@ -156,7 +156,7 @@ class Encoder:
             so_far = self._render(checked[: number + 1])
             content = message["content"].strip()
             start = whole.find(content, len(before))
-            # From where the message begins: the text may also be part of the mark that ends it.
+            # Not the last occurrence: the mark after the message may contain the same text.
             alone = so_far.find(content, len(before))
             closing = so_far[alone + len(content) :]
             end = start + len(content) + len(closing)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 class HostedPass:
     """An admitted pass. Passes do not depend on earlier passes.
 
-    The autograd graph of a forward pass may save its backward pass work.
+    The autograd graph of a forward pass may be kept. It saves the backward pass a second forward.
     """
 
     def __init__(

@@ -244,7 +244,8 @@ class Admissions:
     async def _fetch_swarm_files(self) -> None:
         """Ask bootstrap peers for a newer swarm file.
 
-        In a swarm with an allow-list, no renewal would bring it.
+        A renewed certificate comes with the swarm file, but with an allow-list there is none to
+        renew.
         """
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
@@ -372,6 +373,6 @@ def _is_final(error: SwarmnetError) -> TypeGuard[Refused]:
 def _interleaved(*lists: Iterable[str]) -> list[str]:
     """Return the first item of each list, then the second of each, and so on.
 
-    So no list waits for the end of a longer one.
+    So the first address of each issuer comes before the second of any.
     """
     return [each for turn in zip_longest(*lists) for each in turn if each is not None]

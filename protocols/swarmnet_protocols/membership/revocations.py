@@ -28,7 +28,8 @@ MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
 KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
 """Seconds that an entry stays on a list. An issuer without the list may renew a revoked
-certificate, or redeem a revoked invite, until its end. The new certificate lives as long again."""
+certificate, or redeem a revoked invite, until its end. The new certificate then lives up to
+``MAX_LIFETIME_S`` more."""
 
 _KIND = b"swarmnet-revocations-1"
 

@@ -51,7 +51,7 @@ class PackedTensor:
 
     segments: tuple[Segment, ...]
     inputs: torch.Tensor | None = None
-    """The column of the matrix that each column of the segments is, [columns]; None if they are in
+    """For each column of the segments, its column in the matrix, [columns]. None if both have one
     order."""
 
     @classmethod
@@ -84,7 +84,7 @@ class PackedTensor:
         if any(matrix.inputs is not None for matrix in matrices):
             raise ValueError("columns in different orders")
         if len(segments) != len(matrices) or len({(each.format, each.data.shape) for each in segments}) != 1:
-            raise ValueError("matrices of several shapes or formats take turns")
+            raise ValueError("only matrices of one shape and one format can take turns")
         data = torch.stack([each.data for each in segments], 1)
         return cls.of(segments[0].format, data.view(-1, data.shape[-1]))
 

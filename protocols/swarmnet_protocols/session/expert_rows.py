@@ -160,5 +160,5 @@ def decode_experts(sets: Sequence[pb.ExpertSet]) -> BlockExperts:
         or len(blocks) > MAX_EXPERT_BLOCKS
         or not all(is_bits(each.experts) for each in sets)
     ):
-        raise ProtocolViolation("no sets of experts")
+        raise ProtocolViolation("invalid sets of experts")
     return {each.block: from_bits(each.experts) for each in sets}

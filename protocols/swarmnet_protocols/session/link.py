@@ -103,9 +103,9 @@ class LinkSender:
         Opens a new stream whenever the path improves. Calls ``is_linked`` whenever ``target`` has
         accepted a link.
 
-        Raises what opening a stream and ``ActivationLog.attach`` and ``next`` raise. Also raises
-        ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, and ``StreamEnded`` if the
-        link ends twice.
+        Raises ``Refused``, ``DeadlineExceeded`` if the next hop falls silent, and ``StreamEnded``
+        if the link ends twice; and the errors of ``LINK.open``, ``ActivationLog.attach`` and
+        ``ActivationLog.next``.
         """
         may_end = True
         while True:

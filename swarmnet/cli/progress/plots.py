@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# An axis uses the largest unit of which its range has at least two.
+# An axis uses the largest unit that fits at least twice into its range.
 _TOKENS = ((1e9, "billion tokens"), (1e6, "million tokens"), (1e3, "thousand tokens"), (1, "tokens"))
 _BYTES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes"))
 _TIMES = ((3600, "hours"), (60, "minutes"), (1, "seconds"))

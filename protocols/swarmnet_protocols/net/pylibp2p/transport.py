@@ -72,10 +72,10 @@ class PyLibp2pTransport(P2pdTransport):
                 unused.enter_context(ours)
 
                 async def handle() -> None:
-                    unused.pop_all()  # the pipe closes it
+                    unused.pop_all()  # from now on, the pipe closes the socket
                     await transport.endpoint.handle(await adopt(ours), peer, protocol_id, address)
 
-                # A task that is cancelled before its first step runs nothing of it.
+                # If the task is cancelled before its first step, handle() never runs.
                 transport.endpoint.start(handle()).add_done_callback(lambda _: unused.close())
 
             host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, accept)

@@ -1,7 +1,7 @@
 """Recurrent states of gguf files: gated delta nets, Mamba, and short convolutions.
 
-Sources are llama.cpp's converter (conversion/qwen.py, falcon_h1.py), for what a file has, and its
-graphs (src/models), for what that means.
+llama.cpp's converter (conversion/qwen.py, falcon_h1.py) shows what a file has. Its graphs
+(src/models) show what that means.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,8 @@ def log_of_decay(values: "Array") -> "Array":
 
 
 def _layer_types(header: Header) -> list[str]:
-    """Which blocks are recurrent. Without a list, every n-th is not (src/models/qwen35.cpp)."""
+    """Which blocks are recurrent. In a file without a list, all are but every n-th
+    (src/models/qwen35.cpp)."""
     interval = header.own.get("full_attention_interval", 4)
     recurrent = header.own.get("attention.recurrent_layers")
     if not isinstance(recurrent, tuple):
@@ -114,7 +115,7 @@ def untied(header: Header) -> bool:
     """Embeddings and head have different multipliers, which a file has multiplied into each."""
     if "output.weight" not in header.shapes:
         raise ConfigError(
-            "the file has no tensor 'output.weight', and no key tells the scale of a head that is tied",
+            "the file has no tensor 'output.weight', and no key for the scale of a tied head",
             hint=HINT,
         )
     return False
