@@ -4,8 +4,8 @@ The life of a plan:
 
 1. The trunk counts which experts its routers choose (``routing/experts/use.py``).
 2. From time to time it computes where experts should be (``routing/experts/placement.py``).
-3. It asks peers for the next few moves (``routing/experts/moves.py``), if their owners let hosts
-   choose. One peer loads an expert before another peer drops it.
+3. It asks peers for the next few moves (``routing/experts/moves.py``). Peers whose owners fixed the
+   experts keep them. One peer loads an expert before another peer drops it.
 """
 
 import asyncio
@@ -44,12 +44,12 @@ would outweigh other requests."""
 MAX_FORWARDS = 256
 """Most forwards of each block that one plan counts: the newest."""
 MIN_ROW_S = 1e-7
-"""Shortest time in seconds of a row that is believed, because the plan divides by it. Even a GPU
-takes longer for one row of a small expert."""
+"""Seconds for one row, if a peer announces less. The plan divides by this time. Even a GPU takes
+longer for one row of a small expert."""
 MAX_COPIES = 1 << 15
-"""Most copies of experts in one plan: about a second of one core. A model of 58 blocks with 256
-experts each has 14,848. If peers claim more than twice as many, each plan takes some of the
-blocks."""
+"""Most copies of experts in one plan, which then takes one core about a second. A model of 58
+blocks with 256 experts each has 14,848. If peers claim more than twice as many, each plan takes
+some of the blocks."""
 
 
 class ExpertPlanner:
@@ -59,7 +59,8 @@ class ExpertPlanner:
         self._dispatcher = dispatcher
         self._rng = rng
         self._missing = {block: sorted(dispatcher.wanted[block]) for block in sorted(dispatcher.wanted)}
-        """The experts of each block to place. Counts number them from 0."""
+        """The experts of each block to place. ``_counts`` and plans use their indices in these
+        lists."""
         sizes = {len(experts) for experts in self._missing.values()}
         self._counts = ExpertUse(len(self._missing), sizes.pop()) if len(sizes) == 1 else None
         self._number = {
@@ -143,7 +144,7 @@ class ExpertPlanner:
     def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
         """Return the blocks of the next plan: blocks with missing experts, then others in turn.
 
-        A plan takes at most ``MAX_COPIES`` copies, but always one block.
+        They have at most ``MAX_COPIES`` copies together. One block is planned in any case.
         """
         every, missing = list(self._missing), self._dispatcher.links.missing()
         turned = every[self._turn :] + every[: self._turn]
@@ -171,15 +172,16 @@ class ExpertPlanner:
             number = np.full(int(max(chosen.max(), experts[-1])) + 1, -1)
             number[experts] = np.arange(len(experts))
             numbered = number[chosen]
-            # The trunk computes the other experts of a row itself.
+            # A row may also choose experts that the trunk has, so rows differ in how many experts
+            # of peers they choose.
             of_peers = (numbered >= 0).sum(axis=1)
             ordered = -np.sort(-numbered, axis=1)
             for size in range(1, numbered.shape[1] + 1):
                 counts.add(ordered[of_peers == size, None, :size], at)
 
     def _numbered(self, link: ExpertLink, blocks: Sequence[int]) -> frozenset[Expert]:
-        """Return the experts of a peer in ``blocks``, numbered as in this plan: by index of block
-        and expert."""
+        """Return the experts of a peer in ``blocks``, as pairs of an index in ``blocks`` and one in
+        ``_missing``."""
         return frozenset(
             (at, self._number[block][expert])
             for at, block in enumerate(blocks)

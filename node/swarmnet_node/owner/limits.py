@@ -39,7 +39,8 @@ class OwnerLimits:
     no_battery: bool = False
     cores: int | None = None
     relay_bytes_per_s: float = RELAY_BYTES_PER_S
-    """Bytes per second forwarded for peers that cannot be dialled, if this node can. 0 for none."""
+    """Bytes per second forwarded for peers that cannot be dialled, if others can dial this node. 0
+    for none."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""

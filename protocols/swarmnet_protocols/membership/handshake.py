@@ -14,15 +14,16 @@ states:
    its certificate, rules or revocation lists change, and every ``revocation_refresh_s``. A side
    that lacks a list fetches it under ``REVOCATIONS``.
 4. **Admitted without a handshake stream.** Each peer keeps ``MAX_STREAMS`` handshake streams. When
-   one closes to make room, its peer stays admitted, because one of its streams may be on its way. A
-   new stream to it needs a new handshake.
+   one closes to make room, its peer stays admitted, because it may just have opened another stream.
+   A stream in the other direction needs a new handshake.
 5. **Expelled.** The certificate has ended or was revoked, or the peer sent an invalid revocation
    list. Each of its streams is refused with the reason, and a revoked peer gets the list that names
    it. Then it is unknown.
 
 Hello also names the serial of the sender's swarm file. A peer with an older file asks for the newer
 one in its own Hello, before it judges the sender. Only the newer file may name the key that signed
-the sender's certificate. The file proves itself, and only members get it.
+the sender's certificate. The file is signed by the authority, so it needs no trust in the sender.
+Only members get it.
 
 An admitted peer in state 3 without a stream is forgotten and becomes unknown. A public swarm has no
 certificates and no handshakes.
@@ -486,7 +487,7 @@ class Handshakes:
                 await lists.send(pb.RevocationsRequest(serials=self._serials()))
                 for _ in range(MAX_LISTS):
                     _, sealed = await lists.receive()
-                    # the signer is in the sender's older swarm file
+                    # The list may be of an issuer that only an older swarm file names.
                     with contextlib.suppress(NotAuthorised):
                         self.membership.add_revocations([bytes(sealed)])
         except (IntegrityError, ProtocolViolation) as error:

@@ -28,7 +28,7 @@ class Moves:
 def most_moves(experts: int, minutes: float = 1.0) -> int:
     """Return how many experts peers may load in ``minutes``, at least one.
 
-    ``experts`` counts all blocks of the model.
+    ``experts`` is the number of experts in all blocks of the model.
     """
     return max(1, math.floor(MOVES_A_MINUTE * experts * minutes))
 
@@ -47,10 +47,10 @@ def next_moves(
     ``wanted``.
 
     1. A peer drops an expert that it should not have, if another peer holds and keeps it.
-    2. A peer with memory loads an expert that it should have. Experts without any holder are all
-       loaded. At most ``most`` others are.
-    3. If full peers could only exchange experts with each other, a third peer with free memory
-       loads one of the experts until its place is free.
+    2. A peer with free memory loads an expert that it should have. This goes first to experts
+       without a holder, then to at most ``most`` others.
+    3. Full peers may have only exchanges with each other left. Then a third peer with free memory
+       takes one of these experts for a while, so that its holder can drop it.
     """
     held = {peer.peer: set(present.get(peer.peer, ())) for peer in peers}
     goal = {peer.peer: wanted.get(peer.peer, frozenset()) for peer in peers}

@@ -9,13 +9,14 @@ the trunk of the block. Let
 - x_ip the share of the rows of i that peer p computes. The trunk computes all of them if it holds
   i; otherwise the holders have equal shares.
 
-The estimated cost of a block is
+The estimated cost of a block is the sum of
 
-    sum over other peers p of (sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp)  +  PENALTY * (time
-    of each p above TARGET times the mean)
+- messages: sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp, over all peers p but the trunk,
+- PENALTY * max(0, time of p / (TARGET * mean time) - 1), over all peers p,
+- ALONE * the share of experts that the trunk lacks and only one peer holds.
 
-Counts of pairs do not tell how many peers a row of k experts needs. If n of its experts are on one
-peer, the true count is 1. The estimate n - PAIR * n (n - 1) / 2 is near 1 up to n = 4.
+Counts of pairs do not tell exactly how many messages a row needs. If n of its experts are on one
+peer, it needs one message. The estimate n - PAIR * n (n - 1) / 2 is near 1 up to n = 4.
 
 Placement has two phases. First, experts get copies as in DeepSeek's EPLB: the expert with the most
 rows per copy gets one more, and the heaviest experts are placed first. Then copies change places
@@ -45,23 +46,25 @@ PENALTY = 4.0
 ALONE = 0.05
 """Cost if no expert has a second holder, in messages per row of a block."""
 RIVALS = 3
-"""Number of experts that are tried for one more copy, or for one copy less at a peer."""
+"""Number of experts that may get a further copy in one step. Also the number of experts of which a
+full peer may drop a copy for it."""
 KICKS = 20
 """Number of random restarts of each block. A restart makes two random exchanges once no single
 change improves the placement."""
 TRIED = 8
-"""Changes of each kind that are fully evaluated in each step, by largest estimated gain."""
+"""Number of changes of each kind that are fully evaluated in each step: those with the largest
+estimated gain."""
 MOST_COPIES = 256
-"""Most copies of a block whose exchanges are compared, by most to gain. Time and memory grow with
-the square of this number. Without the bound, 64 peers that claim all of 128 experts took 45 s and
-3.2 GB."""
+"""Most copies of a block whose exchanges are compared: those that may gain most. Time and memory
+grow with the square of this number. Without the bound, 64 peers that claim all of 128 experts took
+45 s and 3.2 GB."""
 _LEAST = 1e-4
 """Least gain of a change that is made, in messages per row of a block."""
 
 Floats = NDArray[np.float64]
 Holds = NDArray[np.bool_]
 Copies = tuple[tuple[int, int], ...]
-"""Pairs (expert, peer) of one block, by their places."""
+"""Pairs (expert, peer) of one block, both by number."""
 
 
 def place_experts(
@@ -193,7 +196,8 @@ class _Block:
         self._quotas = np.where(self._fixed, hold.sum(0), quotas)
         speeds = np.array([peer.rows_per_s for peer in peers])
         self._most = TARGET * speeds / speeds.sum()
-        """Share of the rows that each peer computes in ``TARGET`` times the mean time."""
+        """The share of all rows that each peer may compute without penalty: it takes ``TARGET``
+        times the mean time for them."""
         self._trunk = trunks[0] if trunks else None
 
     # ---- the cost -------------------------------------------------------------------------------
@@ -211,7 +215,8 @@ class _Block:
         return self._cost(hold, self._met(_meet(self._remote(hold))))
 
     def _met(self, meet: Holds) -> float:
-        """Return the share of rows whose pair of experts meets at a peer, summed over all pairs."""
+        """Return, summed over the pairs of experts that a peer holds together, the share of rows
+        that chose both."""
         return float((self._together * meet).sum()) / 2
 
     def _cost(self, hold: Holds, met: float) -> float:
@@ -305,7 +310,8 @@ class _Block:
                 break
             self.hold[expert, self._trunk] = True
         least = len(order) - (int(self._quotas.sum()) - int(self._quotas[self._trunk]))
-        for expert in order[::-1]:  # the other peers have no room for these
+        # The other peers have no room for the rest: the trunk takes those with the fewest rows.
+        for expert in order[::-1]:
             if self.hold[:, self._trunk].sum() >= least:
                 break
             self.hold[expert, self._trunk] = True
@@ -322,7 +328,7 @@ class _Block:
         return int(peer)
 
     def _copy(self) -> _Change | None:
-        """Return the best further copy of an expert with many rows per copy.
+        """Return the best change that gives an expert with many rows per copy one copy more.
 
         It goes into free memory, or replaces a copy of an expert with few rows.
         """
@@ -372,7 +378,7 @@ class _Block:
         if len(experts) > MOST_COPIES:
             most = np.argsort(-self._hopes(experts, homes, saved, shares, loads), kind="stable")[:MOST_COPIES]
             experts, homes = experts[most], homes[most]
-        is_real = experts >= 0  # the others stand for free memory: experts without rows
+        is_real = experts >= 0  # -1 stands for free memory, and counts as an expert without rows
         rows = np.where(is_real, self._rows[experts] * shares[experts, homes], 0.0)
         pairs = PAIR * self._together[np.ix_(experts, experts)] * (is_real[:, None] & is_real[None, :])
         near = np.where(is_real[:, None], saved[experts], 0.0)
@@ -408,7 +414,8 @@ class _Block:
     ) -> Floats:
         """Return what each copy could gain at the best other home; infinite for free memory.
 
-        Copy i is ``experts[i]`` at ``homes[i]``. Every copy may need free memory.
+        Copy i is ``experts[i]`` at ``homes[i]``. Free memory is never left out, because any copy
+        may move there.
         """
         rows = self._rows[experts] * shares[experts, homes]
         relief = self._excess_of(homes, loads[homes]) - self._excess_of(homes, loads[homes] - rows)
@@ -460,7 +467,7 @@ class _Block:
         return self._best(changes)
 
     def _excess_of(self, peers: NDArray[np.int64], loads: Floats) -> Floats:
-        """Return ``_excess`` of one peer for each number in ``loads``."""
+        """``_excess`` where each load belongs to the peer at the same place of ``peers``."""
         excess: Floats = PENALTY * np.maximum(loads / self._most[peers] - 1.0, 0.0)
         return excess
 
@@ -482,8 +489,8 @@ class _Block:
     def _cost_after(self, drops: Copies, loads: Copies, meet: Holds, met: float) -> float:
         """Return the cost after a change.
 
-        ``meet`` and ``met`` are the values before it. Only the rows of changed experts are computed
-        again.
+        ``meet`` and ``met`` are the values before the change. Of ``meet``, only what concerns the
+        changed experts is computed again.
         """
         hold = self.hold.copy()
         for expert, peer in drops:
@@ -505,7 +512,8 @@ def _meet(hold: Holds) -> Holds:
 
 
 def _largest(gains: Floats) -> list[int]:
-    """Return the places of the ``TRIED`` largest possible gains in the flattened array."""
+    """Return the indices of the ``TRIED`` largest gains in the flattened array, without those of
+    -inf, which stand for impossible changes."""
     flat = gains.ravel()
     count = min(TRIED, len(flat))
     if not count:

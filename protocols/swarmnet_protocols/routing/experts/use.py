@@ -38,7 +38,7 @@ class ExpertUse:
     def add(self, chosen: NDArray[np.integer], first_block: int = 0) -> None:
         """Count rows of consecutive blocks from ``first_block`` on.
 
-        ``chosen`` is ``[rows, blocks of a span, k]``. The k experts of a row and block differ.
+        ``chosen`` is ``[rows, blocks of a span, k]``. No row may choose an expert of a block twice.
         Raises ``ValueError`` for blocks or experts that the model does not have.
         """
         if chosen.ndim != 3 or not 0 <= first_block <= first_block + chosen.shape[1] <= self.blocks:
@@ -46,7 +46,9 @@ class ExpertUse:
         if not chosen.size:
             return
         if chosen.min() < 0 or chosen.max() >= self.experts:
-            raise ValueError(f"an expert of [{chosen.min()}, {chosen.max()}], of {self.experts}")
+            raise ValueError(
+                f"experts {chosen.min()} to {chosen.max()} are chosen, but a block has {self.experts}"
+            )
         before: NDArray[np.int64] | None = None
         for place in range(chosen.shape[1]):
             block, of_block = first_block + place, chosen[:, place].astype(np.int64)
@@ -59,8 +61,8 @@ class ExpertUse:
             before = of_block
 
     def part(self, blocks: Sequence[int]) -> "ExpertUse":
-        """Copy the counts of some blocks in ascending order, without the counts from block to
-        block.
+        """Copy ``rows`` and ``together`` of some blocks, given in ascending order. ``following``
+        stays 0.
         """
         found = ExpertUse(len(blocks), self.experts)
         found.rows, found.together = self.rows[blocks], self.together[blocks]
