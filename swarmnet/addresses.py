@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 ADDRESSES_NAME = "addresses"
 FOLLOW_S = 10.0
-"""Seconds between two looks at this peer's addresses: others may read an old one for so long."""
+"""Seconds between two looks at this peer's addresses. The file may be wrong for as long."""
 MAX_ADDRESSES = 64
 """Most addresses read from the `addresses` file of a data directory."""
 

@@ -53,11 +53,11 @@ def ask_once(
     asking: bool,
     as_json: bool = False,
 ) -> None:
-    """Show ``facts``, unless the owner has agreed in ``data_dir`` before; with ``asking``, at a
-    terminal, ask the owner.
+    """Show ``facts``, and with ``asking`` ask the owner at the terminal. Do nothing if ``data_dir``
+    says that the owner agreed before.
 
     With ``as_json`` the facts are an event, and nothing is asked. Raises ``typer.Abort`` if the
-    owner refuses, ``typer.BadParameter`` if consent is needed and cannot be asked for: at a
+    owner refuses. Raises ``typer.BadParameter`` if consent is needed and cannot be asked for: at a
     terminal with ``as_json``, or without a terminal for a question ``of_scripts``.
     """
     agreed = data_dir / AGREED_NAME

@@ -187,8 +187,8 @@ def trace_events(
 
 
 def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[bytes, float]]:
-    """Return the sessions of a route → session → seconds to add to that hop's times to get the
-    client's."""
+    """Return the offset of each hop's clock on each route: seconds to add to its times to get the
+    client's. The keys are the sessions of the route, then the session of the hop."""
     by_route: dict[tuple[bytes, ...], list[TracedStep]] = {}
     for step in steps:
         by_route.setdefault(tuple(stay.session for stay in step.route), []).append(step)

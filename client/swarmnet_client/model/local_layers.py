@@ -69,7 +69,8 @@ class LoadOptions:
 
 
 def memory_notice(local: LocalModel, options: LoadOptions) -> str:
-    """Return a sentence on the memory of local layers that do not stay packed; empty if they do."""
+    """Return a sentence on the memory of local layers that should stay packed but cannot; empty if
+    there are none."""
     sizes = local.sizes("local_layers")
     return sizes.notice("the embeddings and the head", options.dtype) if options.packed else ""
 
@@ -142,8 +143,8 @@ class LocalLayers:
 
     @property
     def can_rewind(self) -> bool:
-        """Whether caches can go back to any position: a recurrent state is computed again from a
-        snapshot."""
+        """Whether caches can go back to any position at no cost. Recurrent states cannot: they are
+        computed again from a snapshot."""
         return not self._model._is_stateful
 
     @torch.inference_mode()

@@ -44,8 +44,8 @@ change within a text, and step times change within a chain."""
 _PRIOR_COST = 0.05
 """Guess of the time of one more position, as a share of the time of a whole step."""
 _PRIOR_VARIANCE = 0.25
-"""Weight of the guess ``_PRIOR_COST`` against measurements. Measurements weigh as much as the
-variance of the number of positions in recent steps."""
+"""Weight of the guess ``_PRIOR_COST``. The measurements have as weight the variance of the number
+of positions in recent steps: the more sizes were seen, the less the guess counts."""
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
@@ -64,7 +64,8 @@ class Draft:
 
     tokens: tuple[int, ...] = ()
     match: int = 0
-    """Length of the match: as many tokens before the copied place equal the end of the sequence."""
+    """Length of the match: the number of tokens before the copied ones that equal the end of the
+    sequence."""
 
 
 class PromptLookup:
@@ -230,7 +231,8 @@ class Speculator:
         valid.
 
         The first choice that differs from the draft is the last valid one: later choices were made
-        after a wrong token. The first draft token counts for its rate even if it was not sent.
+        after a wrong token. The first draft token updates its acceptance rate even if it was not
+        sent: the model's choice tells whether it was right.
         """
         valid = 1
         while valid <= sent and chosen[valid - 1] == self._drafted[valid - 1][0]:

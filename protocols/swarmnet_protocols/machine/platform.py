@@ -88,7 +88,8 @@ if sys.platform == "win32":
 
 
 def folder_descriptor(folder: Path) -> int:
-    """Open a descriptor that can lock ``folder``, on Windows of ``FOLDER_LOCK`` in the folder.
+    """Open a descriptor that can lock ``folder``. On Windows, it is of the file ``FOLDER_LOCK`` in
+    the folder.
 
     Raises ``OSError``.
     """
@@ -139,7 +140,7 @@ def mode_for_others(status: os.stat_result, mask: int = stat.S_IRWXG | stat.S_IR
 def reclaim_port(end: socket.socket, *, is_shared: bool = False) -> None:
     """Let a socket use a port whose connections just ended, unless another socket listens there.
 
-    ``is_shared``: sockets that called ``share_port`` may have the same port, except on Windows.
+    ``is_shared``: the port may also belong to sockets that called ``share_port``. Not on Windows.
     """
     if sys.platform == "win32":  # SO_REUSEADDR would take the port of another process
         end.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)

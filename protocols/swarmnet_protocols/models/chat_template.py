@@ -28,8 +28,8 @@ from swarmnet_protocols.models.chat_template_process import LENGTH, MEMORY_BYTES
 MAX_CHARS = 8 << 20
 """Most characters of a rendered conversation, by default."""
 CPU_S = 2
-"""Seconds of processor time that one rendering may take, rounded up to whole seconds of the
-process."""
+"""Seconds of processor time that one rendering may take. The kernel counts whole seconds of the
+process, so a rendering may have up to one second more."""
 START_S = 120.0
 """Seconds that the process may take to start, also on a busy machine."""
 RENDER_S = 30.0
@@ -72,10 +72,10 @@ def render_chat(
     """Render ``messages`` with the chat template of ``tokenizer``, as
     ``apply_chat_template(tokenize=False)`` does.
 
-    Thread-safe. Blocks for some tenths of a millisecond; the first call, until the process has
-    started. Raises ``TemplateRefused`` if the template raises an error or leaves out what the user
-    wrote, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or ``max_chars``
-    characters.
+    Thread-safe. Blocks for some tenths of a millisecond. The first call also waits until the
+    process has started. Raises ``TemplateRefused`` if the template raises an error or leaves out
+    what the user wrote, and ``TemplateFailed`` if it exceeds ``CPU_S``, its memory limit, or
+    ``max_chars`` characters.
     """
     try:
         template = tokenizer.get_chat_template()

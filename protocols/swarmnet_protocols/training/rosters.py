@@ -218,7 +218,7 @@ def _listed_members(wire: pb.Roster) -> tuple[Candidate, ...]:
 
 def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[Candidate, ...]:
     if wire.members or wire.known != book.hash:
-        raise ProtocolViolation("a roster of addresses that this worker does not have")
+        raise ProtocolViolation("the roster refers to an address book that this worker does not have")
     weights = _expand(wire.weights, len(book.addresses))
     rates = _expand(wire.bytes_per_s, len(book.addresses))
     return tuple(

@@ -49,8 +49,8 @@ class Conversation:
         """The tokens of :meth:`encode`, and the number of oldest turns dropped so that
         ``answer_tokens`` fit after them.
 
-        Turns are dropped until half the context is free, because the hosts then compute all
-        remaining turns again.
+        After each drop, the hosts compute all remaining turns again. To make drops rare, half the
+        context is freed at once.
         """
         input_ids, dropped = self.encode(), 0
         limit = self.context - min(answer_tokens, self.context // 4)

@@ -40,7 +40,7 @@ class RunAnswer:
     """An answer as ``run --json`` prints it.
 
     ``token_ids``: the new tokens. ``trips``: steps sent through the chain; with speculation fewer
-    than new tokens. ``precisions``: the precisions of the hosts' weights, one of each. ``audited``:
+    than new tokens. ``precisions``: the different precisions of the hosts' weights. ``audited``:
     how often a host's output was recomputed by another. ``wrong_hosts``: hosts whose output
     differed.
     """
@@ -149,7 +149,7 @@ def generate(
             choice["top_p"] = sampling.top_p
     if sampling.min_new_tokens:
         choice["min_new_tokens"] = sampling.min_new_tokens
-    # A session adds up these numbers over its answers.
+    # Start from zero: a session otherwise sums them over all its answers.
     model.last_run.trips = 0
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
     model.last_run.audits, model.last_run.wrong = 0, []

@@ -1,9 +1,9 @@
 """Recurrent state: a sequence's state of fixed size in layers other than attention.
 
 These are layers of linear attention, state-space models and short convolutions. Such a layer has a
-*mixer*, transformers' own module, which reads and replaces its states through the cache that it is
-given. The states are the last inputs of its convolution, and the matrix or vector of its
-recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
+*mixer*, a module of transformers. A mixer reads and replaces its states by calls to a cache, which
+each forward passes to it. The states are the last inputs of its convolution, and the matrix or
+vector of its recurrence. Here that cache is a :class:`MixerCache` with the states of one sequence.
 
 Batches. :func:`split_mixers` makes a mixer compute the rows of a packed batch one after another. So
 a sequence has the same outputs alone and in a batch.
@@ -114,7 +114,7 @@ class SequenceStates:
     def restore(self, length: int) -> None:
         """Go back to the latest states after at most ``length`` positions.
 
-        ``self.length`` then says how many positions they include.
+        ``self.length`` is then the number of positions in these states.
         """
         if self.length <= length and not self.is_torn:
             return

@@ -69,9 +69,10 @@ class Replicator:
         now, refused = self._clock(), self.refused
         self._found = {topic: found for topic, found in self._found.items() if now < found.until}
         found = self._found.pop(record.topic, None)
-        if found is None or not self._is_enough(
+        reuses = found is not None and self._is_enough(
             await self._put(found.replicas, record, sealed), found.replicas
-        ):
+        )
+        if found is None or not reuses:
             keys = [DHTID.generate(source=key) for key in dht_keys(record.swarm, record.topic)]
             nearest = await find_nearest(self._node, keys)
             replicas = await self._put(nearest, record, sealed)
@@ -89,7 +90,7 @@ class Replicator:
         others = {peer for peers in replicas.values() for peer in peers} - {self._node.peer_id}
         is_hidden = not others and bool(self._node.protocol.routing_table.uid_to_peer_id)
         if is_hidden and topic not in self._hidden:
-            _log.warning("no other peer stores the record of %s: this peer is not found there", topic)
+            _log.warning("no other peer stores the record of %s: others cannot find this peer by it", topic)
             self._hidden.add(topic)
         elif not is_hidden and topic in self._hidden:
             _log.warning("the record of %s is stored on other peers again", topic)
@@ -148,7 +149,7 @@ class Replicator:
                         self.refused += peer != self._node.peer_id
 
     def _is_enough(self, kept: _Replicas, asked: _Replicas) -> bool:
-        """Return whether every key has enough replicas, and another peer than this one has some.
+        """Return whether every key has enough replicas, and at least one is on another peer.
 
         Enough is ``REPLICAS``, or all peers that were asked.
         """

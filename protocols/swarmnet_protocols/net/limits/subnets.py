@@ -1,4 +1,4 @@
-"""Subnet limits: at a limit on inbound streams or sessions, the largest subnet loses one.
+"""Subnet limits: at a limit on inbound streams or sessions, one of the largest subnet is evicted.
 
 Identities cost nothing, and addresses within a subnet cost little. So shares are counted by subnet
 first and by peer second. An attacker with many identities in one subnet evicts its own streams, and
@@ -88,8 +88,8 @@ class Occupancy(Generic[T]):
     def victim(self, may_evict: Callable[[T], bool]) -> T | None:
         """Return the holder to evict; None if none may be evicted.
 
-        The largest subnet loses one, of its largest peer, the first by rank. Subnets and peers
-        whose holders may not be evicted are skipped.
+        It is a holder of the largest peer in the largest subnet: the first by rank. Subnets and
+        peers whose holders may not be evicted are skipped.
         """
         subnets = self._subnets.values()
         for amount in sorted({subnet.amount for subnet in subnets}, reverse=True):
@@ -112,10 +112,11 @@ class Occupancy(Generic[T]):
 
 
 class SubnetLimits:
-    """Accepts inbound streams. When there are too many, the largest subnet loses one of an unknown
-    peer.
+    """Accepts inbound streams. When there are too many, a stream of an unknown peer in the largest
+    subnet is evicted.
 
-    Streams without a message are counted separately, and give way to each other first.
+    Streams of unknown peers that have not received a message have a limit of their own,
+    ``MAX_SILENT``. At that limit, one of them is evicted.
     """
 
     def __init__(self, resources: ResourceManager, timing: Timing) -> None:
@@ -154,10 +155,11 @@ class SubnetLimits:
 
 
 class SubnetSlots:
-    """Slots for inbound streams without an answer: as many as ``system`` has of ``resource``.
+    """Slots for inbound streams that wait for something. A slot takes one of ``resource`` from
+    ``system``.
 
     When all are taken, a new stream evicts the oldest stream of the subnet with the most slots.
-    Honest peers send their first message at once.
+    Honest peers send their first message at once, so they seldom lose a slot.
     """
 
     def __init__(self, system: Scope, resource: Resource) -> None:

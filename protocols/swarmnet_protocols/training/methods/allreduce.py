@@ -9,7 +9,7 @@ from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Se
 
 
 class AllReduceSettings(Settings):
-    """None."""
+    """This method has no settings."""
 
 
 class AllReduce(AllToAll):

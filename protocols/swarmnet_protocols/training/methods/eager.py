@@ -32,9 +32,9 @@ class Eager(OuterMethod):
     - θ steps on Δ̄ and is equal on all workers.
     - The worker's own offset steps on Δ_i(t)/M - Δ_i(t-1)/M.
 
-    Each own contribution is removed with the same M that it was added with. So workers do not drift
-    apart when M changes. There is no outer step after the first round, because there is no average
-    yet.
+    A contribution is added as Δ_i/M and removed a round later. Both use the M of its own round, so
+    that workers do not drift apart when M changes. There is no outer step after the first round,
+    because there is no average yet.
     """
 
     name = "eager"

@@ -223,13 +223,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "starcoder2",
         {
             "use_bias": lambda header: header.has("attn_q.bias"),
-            "sliding_window": 4096,  # of every published config; files do not say
+            "sliding_window": 4096,  # the value of all published models; no key gives it
         },
     ),
 }
 """Architectures by ``general.architecture``.
 
-Models for images and text run as text-only models; all axes of a position are then the same.
+Models for images and text run as text-only models. Their positions have several axes, which are
+equal for text.
 """
 
 
