@@ -103,7 +103,8 @@ def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:
 def _columns(
     rows: Sequence[ModelSample | PeerSample], step_s: int, columns: dict[str, Callable[[Any], Any]]
 ) -> dict[str, list[Any]]:
-    """One column for each function of a row, and ``at_s``; a row of None in each gap."""
+    """Return a column of times, ``at_s``, and a column for each function in ``columns``, applied to
+    each row. In each gap all columns but ``at_s`` have None."""
     found: dict[str, list[Any]] = {"at_s": [], **{name: [] for name in columns}}
     for row in rows:
         if found["at_s"] and row.at_s - found["at_s"][-1] > GAP * step_s:

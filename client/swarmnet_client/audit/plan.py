@@ -61,8 +61,8 @@ class Ledger:
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:
-        """Spend ``cost`` on an audit; a negative cost is given back. The third computation after a
-        mismatch may overdraw the budget."""
+        """Spend ``cost`` on an audit; a negative cost is given back. The budget may be overdrawn:
+        after a mismatch, a third host computes the same in any case."""
         self._credit -= cost
 
     def plan(self, hops: Sequence[Hop]) -> AuditPlan:

@@ -6,7 +6,7 @@ SHA-256 of the whole file::
     model-00002-of-00030.safetensors   the file; missing pieces are holes, which take no space
     lock                               locked by the processes that use the file
     present                            one bit a piece, set once it is verified and on disk
-    noted                              hashes of pieces as they arrived, if nobody else told them
+    noted                              hashes of arrived pieces, if no trusted table has them
 
 A bit is set only after its data has reached the disk. So a process or machine may stop at any
 moment: marked pieces are on disk, and the next start fetches the others.
@@ -36,7 +36,7 @@ from swarmnet_protocols.machine.platform import lock
 
 _PRESENT, _NOTED, _LOCK = "present", "noted", "lock"
 SYNC_BYTES = 64 << 20
-"""Bytes written between two updates of the bits. A killed process loses at most as many."""
+"""Bytes written between two updates of the bits. A killed process loses at most that many."""
 
 
 class PieceFile:
@@ -143,7 +143,7 @@ class PieceFile:
     # ---- writing --------------------------------------------------------------------------------
 
     def check(self, first: int, data: bytes | memoryview) -> int:
-        """Return how many whole pieces from ``first`` on ``data`` begins with.
+        """Return the number of whole pieces in ``data``, which begins with piece ``first``.
 
         Raises ``IntegrityError`` for a piece with another hash.
         """
@@ -162,7 +162,7 @@ class PieceFile:
         return hashlib.sha256(data).digest() == expected or (self.notes and expected == UNKNOWN)
 
     def write(self, first: int, data: bytes | memoryview) -> int:
-        """Verify and write the whole pieces at the beginning of ``data``, from ``first`` on.
+        """Verify and write the whole pieces in ``data``, which begins with piece ``first``.
 
         Returns their number. Raises ``IntegrityError``, and writes nothing, for a piece with
         another hash.
@@ -244,7 +244,8 @@ class PieceFile:
         return False
 
     def adopt(self, pieces: Iterable[int]) -> None:
-        """Mark pieces of ``write_head`` as present if their hashes, known by now, match."""
+        """Mark pieces that ``write_head`` wrote as present if they match their hashes, which are
+        known by now."""
         with self.path.open("rb") as file:
             for piece in pieces:
                 start, end = self._starts[piece : piece + 2]

@@ -44,7 +44,7 @@ sender that stops after the first one has made this peer reserve much memory for
 CHECK_S = 1.0
 """Seconds of waiting between two checks of a sender's rate."""
 STALL_S = 4.0
-"""Most seconds for each piece while others wait for memory.
+"""Most seconds that a sender has for each piece while other messages wait for memory.
 
 With more, slow senders hold up others for longer. With less, a link that falters loses its stream
 at a busy host."""
@@ -133,8 +133,8 @@ class FrameReader:
     ) -> None:
         """Create the reader.
 
-        ``send_window`` handles flow control frames and ``receive_window`` payloads that need
-        credit. Without a window, such frames are violations.
+        ``send_window`` handles the flow control frames of the other side. ``receive_window`` gives
+        credit for payloads that need it. Without a window, its frames are violations.
         """
         self._reader = reader
         self._protocol = protocol

@@ -48,8 +48,8 @@ class NativeLinear(Structure):
 def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[NativeSegment]":
     """Return a packed matrix, or a float32 one, as C reads it. The matrix must stay alive.
 
-    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU: C takes
-    their places from their sizes.
+    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU, because C
+    computes the address of a row from the size of the rows before it.
     """
     if isinstance(weight, torch.Tensor):
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
@@ -72,7 +72,8 @@ class Products:
     :func:`load_products`."""
 
     def __init__(self, library: ctypes.CDLL | None) -> None:
-        """``library``: the compiled products; None: torch and gguf compute them."""
+        """``library``: the compiled code. With None, torch and the package ``gguf`` compute the
+        products."""
         self._library = library
         self._local = threading.local()
         if library is not None:
@@ -105,7 +106,8 @@ class Products:
         return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], rows)
 
     def back(self, gradients: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-        """``gradients`` [..., rows] at the outputs of ``linear``: [..., columns] at its inputs."""
+        """Return the gradients [..., columns] of the inputs of ``linear``, given the ``gradients``
+        [..., rows] of its outputs."""
         rows, columns = weight.shape
         flat = gradients.reshape(-1, rows)
         found = flat.new_zeros(len(flat), columns)

@@ -4,7 +4,7 @@ This is Vivaldi (Dabek et al. 2004, "Vivaldi: A Decentralized Network Coordinate
 3.4; section 5.4 for heights). A peer has a position in a Euclidean space and a height, which is the
 delay of its access link. The estimated delay between peers i and j, in one-way seconds, is
 
-    distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j     (without a, if a makes it negative)
+    distance(i, j) = ||x_i - x_j|| + h_i + h_j + a_i + a_j     (if negative: without a_i and a_j)
 
 When peer i measures this delay as ``delay_s``, it moves as if a spring connected the two peers::
 

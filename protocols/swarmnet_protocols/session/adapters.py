@@ -38,7 +38,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 class BlockTensors:
     """An adapter's tensors for one block.
 
-    (down, up) of linear modules by path in the layer, and (key, value) of a prefix.
+    ``pairs``: path of a linear module in the layer → (down, up). ``prefix``: (key, value).
     """
 
     pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

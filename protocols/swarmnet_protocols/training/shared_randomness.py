@@ -18,7 +18,8 @@ _HALF = np.uint64(32)
 _BLOCK = 128
 """Signs from one counter value: the bits of four 32-bit words."""
 _CHUNK_BLOCKS = 1 << 12
-"""Blocks computed at a time. Larger, and intermediates leave the processor's cache."""
+"""Blocks computed at a time. With more, intermediate results would not fit the processor's
+cache."""
 
 
 def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np.uint64]:
@@ -41,7 +42,7 @@ def philox4x32(counters: NDArray[np.uint64], key: tuple[int, int]) -> NDArray[np
 
 
 def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, int], start: int = 0) -> None:
-    """Add scale z to ``values`` in place: float32 [n] on any device.
+    """Add ``scale`` * z to ``values`` in place: float32 [n] on any device.
 
     z is elements [start, start + n) of the sequence of random signs given by ``seed`` (64 bits) and
     ``stream`` (two 32-bit numbers). Element i is bit i % 32 of word i // 32 % 4 of Philox block i

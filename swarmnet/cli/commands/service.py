@@ -86,8 +86,8 @@ def status(
 
 
 def _check(command: list[str]) -> None:
-    """Raise the error of a command line that ``command`` would refuse, because systemd would
-    restart it again and again."""
+    """Raise an error if swarmnet would refuse the command line ``command``: systemd would start it
+    again and again."""
     from swarmnet_protocols.membership.invites import is_invite
 
     if command[0] not in RUN_FOR_LONG:

@@ -7,9 +7,9 @@ implementation, and call it in three ways:
 1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
    weights.
 2. transformers runs layers of any other shape. Their attention and LoRA updates go to the backend.
-3. Decoding adds few positions to each sequence, so the overhead of each operation shows next to the
-   time of reading weights. A backend may offer a :class:`DecodeStep`, which computes all layers of
-   a stage in one call.
+3. Decoding adds few positions to each sequence. Then the overhead of each operation is long
+   compared with the time to read its weights. So a backend may offer a :class:`DecodeStep`, which
+   computes all layers of a stage in one call.
 
 There are two backends: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds
 a decode step in C. Both read packed weights (``swarmnet_protocols.quantization``).
@@ -213,7 +213,7 @@ class Backend(Protocol):
         """Multiply: [T, inputs] to [T, outputs]."""
 
     def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
-        """Apply RMSNorm over the last dimension: [..., size] in and out.
+        """Apply RMSNorm over the last dimension of [..., size]. The shape stays.
 
         Zhang and Sennrich, 2019, equation 4.
         """
@@ -241,8 +241,8 @@ class Backend(Protocol):
         """
 
     def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
-        """Return whether ``ranged_attention`` takes several queries of a sequence, for tensors like
-        these."""
+        """Return whether ``ranged_attention`` accepts more than one query of a sequence, for
+        tensors like these."""
 
     def ranged_attention(
         self,

@@ -47,13 +47,15 @@ def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
 
 
 def is_part_of(folder: Path, real: Path) -> bool:
-    """Whether a file is in a model's folder, or a blob of it as a snapshot of the hub's cache.
+    """Whether a file is in a model's folder. If the folder is a snapshot in the hub's cache, also
+    whether it is a blob of the same repository.
 
-    Both are paths without links.
+    Both arguments are paths without links.
     """
     if real.is_relative_to(folder):
         return True
-    # By name: a folder of blobs that is itself a link elsewhere is not part of the repository.
+    # The folder of blobs is compared by name, not resolved: if it is a link to another place, it is
+    # not part of the repository.
     return folder.parent.name == "snapshots" and real.parent == folder.parent.parent / "blobs"
 
 

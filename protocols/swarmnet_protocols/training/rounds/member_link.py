@@ -67,7 +67,8 @@ class MemberLink:
     async def run(self) -> None:
         """Keep a stream open until drained.
 
-        Drops messages posted to a stream that broke: the state machine repeats them.
+        When a stream breaks, the messages still posted are dropped. The state machine of the round
+        posts them again.
         """
         while True:
             with contextlib.suppress(SwarmnetError):

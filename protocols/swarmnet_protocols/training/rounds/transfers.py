@@ -92,8 +92,8 @@ class PartialPayload:
     """A payload of announced size that arrives in parts.
 
     Its memory grows with the bytes that arrived, not with the announced size. ``timed_bytes``
-    arrived in ``timed_s`` seconds. Only parts that were sent right after the part before are timed,
-    so neither the first part nor paced ones.
+    arrived in ``timed_s`` seconds. The first part and paced parts are not timed: only a part that
+    was sent right after another one measures the link.
     """
 
     def __init__(self, size_bytes: int, hash: bytes, summary: bytes = b"") -> None:

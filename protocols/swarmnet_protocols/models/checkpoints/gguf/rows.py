@@ -31,7 +31,8 @@ class Header:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The keys of the architecture, without its name. Lists of one number are this number."""
+        """Values by key, for keys that begin with the architecture's name; here without that name.
+        A list in which all numbers are equal becomes that number."""
         prefix = f"{self.architecture}."
         return {
             key.removeprefix(prefix): _merged(value)
@@ -48,7 +49,7 @@ class Header:
         """
         count = self.own["block_count"] - self.own.get("nextn_predict_layers", 0)
         if not 0 < count <= MAX_BLOCKS:
-            raise ValueError(f"block_count less nextn_predict_layers is {count}, which is out of range")
+            raise ValueError(f"block_count - nextn_predict_layers is {count}, which is out of range")
         return range(count)
 
     @property
@@ -76,14 +77,15 @@ class Header:
 
 
 def _merged(value: Field) -> Field:
-    """The number that all blocks have; other lists as they are."""
+    """Return the number that a list has for all blocks. Other values are returned as they are."""
     same = isinstance(value, tuple) and len({*value}) == 1 and not isinstance(value[0], bool)
     return value[0] if same and isinstance(value, tuple) else value
 
 
 Setting = Callable[[Header], Any]
 LEFT_OUT = object()
-"""Takes the place of a setting that a row does not give for some files."""
+"""The value of a setting that a row gives for some files only. For the other files, the setting is
+made as if the row did not name it."""
 _REQUIRED = object()
 
 
@@ -108,9 +110,11 @@ class Weight:
     """How a weight of transformers is made of tensors of a block."""
 
     tensors: tuple[str, ...] = ()
-    """Names within the block, with their ends. Empty: the name that llama.cpp gives the weight."""
+    """Names of tensors within the block, with endings such as ``.weight``. Empty: the name that
+    llama.cpp gives the weight."""
     made: "Callable[..., Array] | None" = None
-    """Makes the weight of the config and the values of each tensor. None: the values as they are.
+    """Makes the weight. Its arguments are the config, then the values of each tensor. None: the
+    weight is the values as they are.
 
     A matrix stays packed if ``made`` only chooses rows of its tensors, or changes the order of
     columns.

@@ -193,7 +193,7 @@ def test_a_tied_head_of_falcon_h1_is_refused_for_its_scale_is_unknown(made: Make
 
 def test_a_number_of_blocks_that_no_model_has_is_refused_at_once(made: Maker) -> None:
     path = made.file("qwen3_5", made.model("qwen3_5"), keys={"block_count": 4_000_000_000})
-    with pytest.raises(ConfigError, match="block_count less nextn_predict_layers is 4000000000"):
+    with pytest.raises(ConfigError, match="block_count - nextn_predict_layers is 4000000000"):
         config_of(path)
 
 
