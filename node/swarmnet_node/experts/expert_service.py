@@ -4,10 +4,10 @@ The life of a stream:
 
 1. **Attached.** The host names its swarm and model, and takes a slot. The peer says which experts
    it has, and again whenever they change.
-2. **Computing.** The peer computes requests of all hosts in the order of arrival, and keeps nothing
-   of them. A host waits for the answer in the middle of a forward. So in a process that also hosts
-   blocks, requests run on another thread: otherwise two hosts that compute for each other would
-   deadlock.
+2. **Computing.** The peer computes requests of all hosts in the order of arrival, and stores no
+   rows. A host waits for the answer in the middle of a forward. So in a process that also hosts
+   blocks, requests run on another thread than forwards. Otherwise two hosts, each of which waits
+   for the other's experts, would deadlock.
 3. **Ended.** The host closes the stream, or the peer does. The peer closes it for a violation of
    the protocol. It also closes a stream without work when all slots are taken and the stream's
    subnet holds most of them.
@@ -79,7 +79,7 @@ class ExpertService:
         self._timing = timing
         self.row_s = 0.0
         self.capacity = 0
-        """Most experts that this peer holds. Announced with ``row_s``, both as in
+        """Most experts that this peer holds. ``row_s`` and ``capacity`` are announced; see
         ``ExpertHost``."""
         self.on_rearrange: Callable[[PeerId, BlockExperts, BlockExperts], None] = lambda *_: None
         """Called when a host asks this peer to load and drop experts."""
@@ -139,7 +139,8 @@ class ExpertService:
     def withhold(self) -> None:
         """Refuse to compute the withdrawn experts, but keep them in memory.
 
-        A peer that computes one of them from now on must have its own copy.
+        A peer that can still compute one of them then has a copy of its own, instead of asking this
+        peer.
         """
         self._is_withheld = True
 
@@ -151,7 +152,7 @@ class ExpertService:
         await self.withdraw({})
 
     async def compute(self, request: ExpertRows) -> torch.Tensor:
-        """Compute a request of this process. Return the outputs [pairs, D]."""
+        """Compute a request without a stream. Return the outputs [pairs, D]."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, self._compute, request)
 
     async def _note_change(self) -> None:

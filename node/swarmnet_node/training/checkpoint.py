@@ -2,7 +2,7 @@
 
 A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``), which
 transformers loads. It also has ``state/optimizer.safetensors``, ``state/outer.safetensors``, and
-``progress.json`` with the hashes of all files and of itself.
+``progress.json``, which has the hashes of all other files and of its own contents.
 
 1. **Saved.** The store writes a checkpoint under a temporary name, syncs it and renames it.
 2. **Loaded.** A worker resumes from the newest checkpoint whose hashes match. A checkpoint does not
@@ -47,7 +47,7 @@ _TEMPORARY = ".new-"
 
 @dataclass(frozen=True)
 class WorkerCheckpoint:
-    """The state of a worker after ``round`` rounds. ``revision`` of them were committed.
+    """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
     - ``parameters``: the agreed parameters, flat ``[n]`` float32.
     - ``optimizer``: AdamW's state.
@@ -181,8 +181,8 @@ def export_model(
     """Write the newest model of a job and its tokenizer into ``target``.
 
     Returns the tokenizer's name. Raises ``ConfigError`` if there is no checkpoint, or if ``target``
-    exists and may not be overwritten: only the folder of a model may. Raises ``OutOfResources`` if
-    the disk is full.
+    exists, unless it is the folder of a model and ``overwrite`` is true. Raises ``OutOfResources``
+    if the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")

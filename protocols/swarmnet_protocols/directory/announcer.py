@@ -24,8 +24,9 @@ from swarmnet_protocols.errors import SwarmnetError
 RETRY_S = 1.0
 """Seconds until the first retry of a failed announcement.
 
-The pause doubles with each failure, up to the usual period. Shorter, and peers flood a directory
-that recovers. Longer, and a newcomer whose first announcement failed stays unknown.
+The pause doubles with each failure, up to the usual period. With a shorter one, peers would flood a
+directory that is recovering. With a longer one, a newcomer whose first announcement failed would
+stay unknown.
 """
 
 

@@ -1,7 +1,7 @@
 """The peers whose membership handshake succeeded, and the handshake streams kept open with them.
 
-A peer is forgotten when it has no stream left. One whose handshake stream was closed to make room
-stays, because one of its streams may be on its way.
+A peer is forgotten when it has no stream left. If its handshake stream was closed to make room, it
+stays admitted, because it may just have opened another stream.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ handshake before their next stream."""
 MAX_STREAMS_PER_PEER = 4
 """Most handshake streams kept open with one peer."""
 MAX_WITHOUT_STREAM = 4096
-"""Most peers that stay admitted after their handshake stream was closed for ``MAX_STREAMS``. A
-stream of such a peer may be on its way."""
+"""Most peers that stay admitted after their handshake stream was closed to make room."""
 
 
 class AdmittedPeer:
@@ -60,7 +59,7 @@ class AdmittedPeers:
         self.streams: dict[Stream, AdmittedPeer] = {}
         """Handshake streams, oldest first."""
         self._without_stream: dict[PeerId, None] = {}
-        """Peers whose handshake stream was closed for ``MAX_STREAMS``, oldest first."""
+        """Peers whose handshake stream was closed to make room, oldest first."""
 
     def get(self, peer: PeerId) -> AdmittedPeer:
         """Return an admitted peer. Raises ``NotAuthorised`` for any other."""
@@ -80,10 +79,10 @@ class AdmittedPeers:
             self._evict_one_of(list(self.streams)[:-1])
 
     def _evict_one_of(self, streams: Sequence[Stream]) -> None:
-        """Close the oldest handshake stream of a peer with no other stream, or else the oldest of
-        all.
+        """Close one of ``streams``: the oldest whose peer has no stream of another protocol, or
+        else the oldest.
 
-        Its peer stays admitted.
+        The peer of the closed stream stays admitted.
         """
         stream = next((each for each in streams if not self.streams[each].streams), streams[0])
         self._without_stream[stream.peer] = None

@@ -3,8 +3,9 @@
 1. Both ends exchange Noise messages as payloads of a stream that the relay forwards.
 2. In the handshake each end signs its static Noise key with its identity key, as in libp2p's Noise.
    So the relay cannot impersonate either end.
-3. Afterwards one end of a socket pair carries the plain bytes of the stream, as p2pd's socket does
-   for a direct stream. Two tasks encrypt and decrypt between the other end and the relay.
+3. Afterwards each end has a pair of sockets. The stream's user reads and writes plain bytes on one,
+   as on p2pd's socket of a direct stream. Two tasks encrypt and decrypt between the other socket
+   and the relay.
 """
 
 import asyncio
@@ -151,7 +152,7 @@ async def _carry(stream: Stream, end: CircuitEnd, plain: Pipe) -> None:
     decrypting = asyncio.create_task(_decrypt(stream, end, plain))
     try:
         await asyncio.wait((encrypting, decrypting), return_when=asyncio.FIRST_COMPLETED)
-        plain.writer.close()  # after the reader has read what was decrypted
+        plain.writer.close()  # closes only once all decrypted bytes are written
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 await plain.closed()

@@ -34,9 +34,10 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
     """Choose ``length`` blocks for a host that joins the hosts of ``claims``.
 
     While some blocks have no host, only spans that leave the fewest gaps, in the fewest pieces, are
-    candidates. A host of any length then fits next to the new one. At most ``DRAWS`` candidates are
-    drawn with ``rng``. The one with the highest throughput wins; ties go to the span with the
-    slowest block. Raises ``ValueError`` unless 0 < length <= blocks.
+    candidates. So gaps stay in one piece, into which later hosts of any length fit. At most
+    ``DRAWS`` candidates are drawn with ``rng``. The one that gives the model the highest throughput
+    wins. Among equal ones, the one whose slowest block is slowest wins. Raises ``ValueError``
+    unless 0 < length <= blocks.
     """
     if not 0 < length <= blocks:
         raise ValueError(f"a span of {length} in a model of {blocks} blocks")
@@ -53,7 +54,8 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
         supply.add(start, start + length, -usual)
         is_equal = abs(after - best_after) <= ROUNDING * after
         slowest, best_slowest = min(rates[start : start + length]), min(rates[best : best + length])
-        if slowest < best_slowest if is_equal else after > best_after:
+        is_better = slowest < best_slowest if is_equal else after > best_after
+        if is_better:
             best, best_after = start, after
     reason = _reason(rates[best : best + length], before, best_after)
     return Choice(best, best + length, reason)
@@ -62,8 +64,8 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
 def draw(blocks: int, length: int, rng: random.Random) -> list[int]:
     """Draw ``DRAWS`` starts of spans of ``length`` blocks.
 
-    Starts beyond both ends are drawn, too, and then clamped. So the first and last blocks are
-    covered as often as the others.
+    Starts before the first block and behind the last span are drawn, too, and then moved to the
+    nearest span. So the first and last blocks are covered as often as the others.
     """
     return [min(max(rng.randrange(1 - length, blocks), 0), blocks - length) for _ in range(DRAWS)]
 

@@ -21,7 +21,7 @@ DIGEST_BYTES = hashlib.sha256().digest_size
 def digest(values: torch.Tensor) -> bytes:
     """Return the SHA-256 over the SHA-256 of each position of a CPU tensor [P, D].
 
-    The tensor is in the form that is sent.
+    The values must already be rounded to the wire format.
     """
     return hashlib.sha256(_position_digests(values)).digest()
 

@@ -25,8 +25,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Telling:
-    """An event as users see it. ``is_news``: keep ``sentence`` on the terminal. ``summary``: the
-    run so far, None to keep the last."""
+    """An event as users see it.
+
+    - ``is_news``: whether ``sentence`` stays on the terminal.
+    - ``summary``: a text about the run so far. None if the previous summary still holds.
+    """
 
     sentence: str
     is_news: bool = True
@@ -84,8 +87,8 @@ class Lines:
 
 @contextmanager
 def bars(console: "Console") -> Iterator[Display]:
-    """A bar for the run, one for each long step and a summary below them; events that are news are
-    printed above."""
+    """Show a bar for the run and one for each long step, and a summary below all bars. Events that
+    are news are printed above the bars."""
     from rich import progress as rich_progress
     from rich.console import RenderableType
     from rich.table import Column

@@ -128,7 +128,8 @@ def _attention_of_one(
 ) -> torch.Tensor:
     """Attend with one query to all keys.
 
-    Heads that share keys become queries of one head, so that no key is repeated.
+    Query heads that share a key head are treated as several queries of one head, so that no key is
+    copied.
     """
     rows, heads = query.shape[:2]
     grouped = query.reshape(rows, keys.shape[1], -1, query.shape[3])

@@ -28,9 +28,9 @@ class ErrorFeedback:
     decay: EF-SGD, Karimireddy et al., arXiv 1901.09847, algorithm 1.
 
     The residual e is one vector over all parameters, float32 [count]. A round exchanges a range of
-    it. From ``send`` to ``acknowledge`` the residual of this range belongs to the round, so only
-    one of two rounds in flight sends it. If a round delivers nothing, e is as before ``send``. The
-    method decides whether it sends the round's values again.
+    it. From ``send`` to ``acknowledge`` the residual of this range belongs to the round, so another
+    round in flight does not send it, too. If a round delivers nothing, e is restored to its value
+    before ``send``. The method decides whether it sends the round's values again.
     """
 
     def __init__(self, codec: Codec, count: int, decay: float = 1.0) -> None:
@@ -43,11 +43,11 @@ class ErrorFeedback:
     def send(self, round: int, start: int, values: torch.Tensor) -> torch.Tensor:
         """Return the contribution to ``round``: ``values`` with the residual added.
 
-        ``values``, float32 [n], begin at index ``start``. Contributions in flight to this round or
-        a later one count as not delivered, because the round is repeated.
+        ``values``, float32 [n], begin at index ``start``. If contributions to this round or a later
+        one are in flight, the worker repeats these rounds. So they count as not delivered.
         """
-        for again in [each for each in self._in_flight if each >= round]:
-            self.acknowledge(again, ())
+        for repeated in [each for each in self._in_flight if each >= round]:
+            self.acknowledge(repeated, ())
         part = self._residual[start : start + len(values)]
         residual = part.clone()
         part.zero_()

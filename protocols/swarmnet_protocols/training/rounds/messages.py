@@ -39,9 +39,9 @@ class RoundShape:
 
 @dataclass(frozen=True)
 class Prepare:
-    """The sender believes that attempt ``attempt``'s coordinator is the coordinator of the round.
+    """The sender follows the coordinator of attempt ``attempt``.
 
-    If the sender is this coordinator, it asks for a report.
+    If the sender is that coordinator, it asks for a report.
     """
 
     attempt: int
@@ -191,7 +191,8 @@ class Reduce:
 class Refute:
     """``member`` is dishonest: take nothing more from it in this round.
 
-    ``reason`` says why. ``is_proven``: the member is dishonest for good.
+    ``reason`` says why. ``is_proven``: there is a proof that convinces others, so the member is
+    also excluded from later rounds.
     """
 
     member: int

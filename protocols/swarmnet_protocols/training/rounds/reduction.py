@@ -56,7 +56,8 @@ class AggregationRules:
     screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
     """Returns k reasons for leaving a contribution out; "" to keep it.
 
-    Takes the same arguments as ``aggregate``. Repeated with the kept ones until all are kept.
+    Takes the same arguments as ``aggregate``. It is called again with the kept contributions until
+    it keeps all of them.
     """
     max_weight: float = 2.0**64
     """Largest weight of a contribution.
@@ -151,7 +152,7 @@ class SliceTerms:
         return self.codec.max_bytes(self.count)
 
     def result_bytes(self, contributors: int) -> int:
-        """Return the bytes of a result's payload from ``contributors`` members."""
+        """Return the size of a result's payload if ``contributors`` members contributed."""
         if self.is_bundled:
             return contributors * self.contribution_bytes
         return result_codec(self.codec).max_bytes(self.count)
@@ -199,7 +200,8 @@ def _aggregate_valid(
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
     """Return the accepted contributions, their aggregate, and why the others are left out.
 
-    The aggregate is [count], or [0, count] if none is accepted. The reasons are by member.
+    The aggregate has the shape [count]; if no contribution is accepted, it is empty, [0, count].
+    The reasons are by member.
     """
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
@@ -264,9 +266,9 @@ class ResultReader:
     def read(self, result: Result) -> torch.Tensor:
         """Return the values [count] of a result from another member.
 
-        Refuses a result with a contribution in this member's name that it did not make. Without
-        signatures, only the author of a contribution can check this. Raises ``ProtocolViolation``
-        for any result that does not belong to this slice.
+        Raises ``ProtocolViolation`` for a result that does not belong to this slice. Also for one
+        with a forged contribution, which this member did not make but which has its number. Without
+        signatures, only this member can notice that.
         """
         if result_hash(result.summary, result.payload) != result.hash:
             raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")
