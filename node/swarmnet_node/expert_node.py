@@ -60,7 +60,7 @@ class ExpertHosting(Hosted):
     """The experts that a node hosts.
 
     The node hosts ``experts``, or the ``capacity`` experts that the fewest peers have. ``load``
-    runs on the torch thread for the first experts, and on others later.
+    runs on the torch thread for the first experts, and on other threads for later ones.
     """
 
     hidden_size: int

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class NodeConfig:
     """The options of a node.
 
-    Names ``blocks`` [start, end), or ``num_blocks`` to be placed. With neither, the node hosts the
-    whole model.
+    The node hosts ``blocks`` [start, end), or ``num_blocks`` that it chooses. With neither, it
+    hosts the whole model.
     """
 
     model: str
@@ -45,8 +45,8 @@ class NodeConfig:
     """``auto``, a name in ``devices.DTYPES``, or one in ``quantize.PRECISIONS``."""
     max_cache_bytes: int = 1 << 30
     max_block_bytes: int | None = None
-    """Most bytes of the weights of all blocks, set by a switch to another model. None for no such
-    limit."""
+    """Most bytes of the weights of all blocks. Only a switch to another model sets it. None for no
+    such limit."""
     stay: bool = False
     """Whether the node keeps the blocks that it chose when it joined."""
     keep_model: bool = False
@@ -94,11 +94,11 @@ class LoadedModel:
     quantized: "Precision | None"
     """The precision that weights of 16 and 32 bits are rounded to. None keeps them."""
     preloaded: "list[Stage]"
-    """The stage, if it was loaded while the node connected. Used once: a pause loads blocks
-    again."""
+    """The stage, if it was loaded while the node connected. ``load`` uses it once: after a pause,
+    blocks are loaded again."""
     experts: "BlockExperts | None"
-    """The routed experts that the options name. Empty if still to be chosen. None for all of its
-    blocks."""
+    """The routed experts that the options name. Empty if the node is still to choose them. None for
+    all experts of its blocks."""
     has_blocks: bool
     """Whether the node hosts blocks, not only experts."""
     cache: "CacheOptions | None" = None

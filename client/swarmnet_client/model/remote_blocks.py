@@ -96,7 +96,7 @@ def run_blocks(
 
 
 class _Passes(torch.autograd.Function):
-    """Hidden states [P, D] of all sequences, in and out.
+    """Maps the blocks' inputs [P, D] of all sequences to their outputs [P, D].
 
     ``tensors`` are the adapter's, sorted by name; hosts have copies.
     """

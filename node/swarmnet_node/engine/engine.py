@@ -56,10 +56,10 @@ from swarmnet_protocols.net.limits.resources import (
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
-"""Most positions of one forward. More lets steps wait longer; fewer computes prompts more
-slowly."""
+"""Most positions of one forward. With more, steps would wait longer. With fewer, prompts would be
+computed more slowly."""
 GRAPH_CLIENT_SHARE = 2
-"""Divisor of the memory for caches: one client's graphs take at most the quotient."""
+"""The graphs of one client take at most one part in this many of the memory for caches."""
 RECENT_S = 1.0
 """Seconds after its last work while a sequence or session is expected to have more."""
 SMOOTHING = 0.1
@@ -158,7 +158,8 @@ class Engine:
     ) -> None:
         """Use :meth:`run`, which also runs the loop."""
         self.stage = stage
-        """The blocks for new work. A part of it may take its place; work that has begun goes on."""
+        """The stage that computes new work. It may be replaced by a part of it. Work that has begun
+        then ends on the old stage."""
         self.max_cache_bytes = max_cache_bytes
         self.counters = counters
         self.busy = BusyShare()
@@ -294,8 +295,8 @@ class Engine:
         """
         with contextlib.suppress(torch.OutOfMemoryError):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        # Not in an except clause: the error's frames would keep the tensors alive that were
-        # computed before it.
+        # Not in an except clause: there, the error's frames would keep the tensors of the failed
+        # work alive.
         self.graph_cache.shrink(0)
         raise ResourceLimitReached("this host's device has no memory left", RETRY_S)
 

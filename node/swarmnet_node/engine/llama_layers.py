@@ -76,7 +76,8 @@ class LlamaLayers:
     def __call__(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None
     ) -> torch.Tensor:
-        """Compute hidden states [T, D] of new positions [T], in and out."""
+        """Compute the outputs [T, D] of the last layer for new positions [T] with ``inputs``
+        [T, D]."""
         cosines, sines = self.rotary(inputs[None], positions[None])
         first, second = sines.chunk(2, -1)
         angles = cosines[None], torch.cat((-first, second), -1)[None]

@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 PREFILL_SHARE = 4
-"""Divisor of the batch: prefill gets at least the quotient, even while decoding could fill the
-batch. So neither starves the other."""
+"""Prefill gets at least one part in this many of a batch, even while decoding could fill all of it.
+So neither starves the other."""
 AHEAD_SHARE = 4
-"""Divisor of a batch's limit: clients that are ahead of their share may fill the batch up to the
-quotient. A forward of so few positions takes hardly longer than that of one."""
+"""Clients that are ahead of their share may fill the batch up to one part in this many of its
+limit. A forward of so few positions takes hardly longer than that of one."""
 MIN_CHARGE = 2
 """Smallest number of positions to charge a client for one forward. Single positions cost more time
 than the positions of a prompt."""
 MAX_AHEAD = 2
-"""Most batches that a client counts as ahead. With more, a client that asks for less would wait
-longer for its turn."""
+"""A client is ahead of its share by at most this many batches, whatever it has computed. With more,
+it would wait longer for its next turn."""
 SHORT_TOKENS = 32
-"""Positions of work that is short in every batch. Also the smallest limit of a batch that several
-sessions share."""
+"""Work of at most this many positions counts as short in every batch. Also the smallest limit of a
+batch that several sessions share."""
 SHARED_FORWARD_S = 0.1
 """Longest forward, in seconds, while several sessions have work. A step that arrives waits for
 it."""
@@ -109,8 +109,9 @@ def expected_wait_s(queued: Mapping[C, int], client: C, position_s: float) -> fl
     Their own computation does not count. ``queued``: the positions that wait now, by client.
     ``position_s``: as for ``shared_tokens``.
 
-    By the fair shares of ``schedule``, this client's waiting positions are computed first, and as
-    many of every other client. So no client makes another wait for everything that it has sent.
+    ``schedule`` gives clients equal shares. So before this client's next positions, its waiting
+    ones are computed, and of every other client about as many. No client waits for all that another
+    has sent.
     """
     own = queued.get(client, 0)
     others = sum(min(positions, own + OPENING_TOKENS) for each, positions in queued.items() if each != client)
@@ -156,8 +157,8 @@ def schedule(
         until = min(limit, total + share) if indices is long and total else limit
         for index in indices:
             work = waiting[index]
-            # The oldest work of the first client gets at least the quotient, whatever the batch
-            # holds already.
+            # The oldest work of the first client gets at least one part in AHEAD_SHARE, whatever
+            # the batch holds already.
             taken = 0 if index == order[0] else total
             allowance = max(allowed[work.client], max_tokens // AHEAD_SHARE - taken)
             tokens = min(work.tokens, until - total, allowance)
@@ -176,8 +177,9 @@ def batching_delay_s(waiting: int, expected: int, forward_s: float, lead: float 
 
     The result is 0 unless more sequences are ``expected``, so a single sequence never waits.
     Sequences that one host computes together reach the next host one message after another. A
-    forward with the first sequence alone would keep them apart in all later forwards. An expected
-    client that is behind would wait for one of the others' forwards in each of its steps.
+    forward with the first sequence alone would keep them apart in all later forwards. If it
+    leaves out a client that is behind its share, that client waits in each of its steps until a
+    forward of the others ends.
     """
     if not 0 < waiting < expected:
         return 0.0

@@ -102,8 +102,8 @@ class Stage:
         self.blocks = len(model.layers)
         self.weight_bytes = weight_bytes(model)
         self.first = 0
-        """The number of its first layer in the loaded stage. Above 0 if this stage is a part of
-        it."""
+        """Number of the first layer, counted in the loaded stage. A stage that is a part of the
+        loaded one may begin later than at 0."""
         self.method = trials.ForwardMethod()
         """How it computes a forward. Trials choose the fastest method that is right."""
         self._backend = backend

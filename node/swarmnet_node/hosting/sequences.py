@@ -41,8 +41,8 @@ class SessionSequences:
     async def place(self, rows: tuple[Row, ...]) -> None:
         """Give every row the KV cache that it starts from.
 
-        A cache that no row starts from is freed first. If only one row starts from a cache and the
-        step overwrites its sequence, the cache is moved instead of copied.
+        A cache that no row starts from is freed first. A cache is moved instead of copied if only
+        one row starts from it, and the step replaces the cache of the sequence that had it.
         """
         uses = Counter(row.source for row in rows)
         # Free first: the copies below may need this room.
