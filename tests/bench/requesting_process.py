@@ -18,7 +18,7 @@ import torch
 from swarmnet.swarm_file.entry import enter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.joining.network import client_listen, connect
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.session.steps import Row
@@ -32,7 +32,7 @@ def requesting(cache_dir: Path, swarm_file: Path, *bootstrap: str) -> AnsweringP
 
 
 async def load(
-    swarm: Swarm,
+    hosts: ModelHosts,
     spec: ChainSpec,
     *,
     streams: int,
@@ -53,7 +53,7 @@ async def load(
         while True:
             await asyncio.sleep(random.uniform(0, pause_s))
             began = time.perf_counter()
-            async with Chain.open(swarm, spec, lambda values: values) as chain:
+            async with Chain.open(hosts, spec, lambda values: values) as chain:
                 await chain.forward((Row(0, 0, prompt, 1, 0),), torch.randn(prompt, spec.hidden_size))
                 first_s = time.perf_counter() - began
                 for position in range(prompt, prompt + tokens - 1):
@@ -79,13 +79,13 @@ async def serve(cache_dir: Path, swarm_file: Path, bootstrap: list[str]) -> None
             transport,
             directory,
         ):
-            watching = Swarm.watch(
+            watching = ModelHosts.watch(
                 transport, directory, manifest.hash, rng=random.Random(0), timing=Timing(recover_s=60.0)
             )
-            async with watching as swarm:
+            async with watching as hosts:
                 print("{}", flush=True)
                 while question := await asyncio.to_thread(sys.stdin.readline):
-                    print(json.dumps(await load(swarm, spec, **json.loads(question))), flush=True)
+                    print(json.dumps(await load(hosts, spec, **json.loads(question))), flush=True)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ import torch
 from swarmnet.swarm_file.entry import enter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.joining.network import client_listen, connect
 from swarmnet_protocols.session.steps import Row
@@ -28,13 +28,13 @@ HIDDEN_SIZE = 576
 CHUNK_POSITIONS = 2048
 
 
-async def fill(swarm: Swarm, blocks: int, positions: int, *, keep: bool) -> None:
+async def fill(hosts: ModelHosts, blocks: int, positions: int, *, keep: bool) -> None:
     """Open and fill sessions one after another; a session that a host refuses for lack of room is
     given up."""
     spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, torch.float32)
     while True:
         try:
-            async with Chain.open(swarm, spec, lambda values: values) as chain:
+            async with Chain.open(hosts, spec, lambda values: values) as chain:
                 for start in range(0, positions, CHUNK_POSITIONS):
                     row = Row(0, start, CHUNK_POSITIONS, 1, 0)
                     await chain.forward((row,), torch.randn(CHUNK_POSITIONS, HIDDEN_SIZE))
@@ -51,16 +51,16 @@ async def load(arguments: argparse.Namespace, data_dir: Path) -> None:
         transport,
         directory,
     ):
-        watching = Swarm.watch(
+        watching = ModelHosts.watch(
             transport,
             directory,
             bytes.fromhex(arguments.manifest),
             rng=random.Random(0),
             timing=Timing(recover_s=30.0),
         )
-        async with watching as swarm, asyncio.TaskGroup() as group:
+        async with watching as hosts, asyncio.TaskGroup() as group:
             for _ in range(arguments.sessions):
-                group.create_task(fill(swarm, arguments.blocks, arguments.positions, keep=arguments.keep))
+                group.create_task(fill(hosts, arguments.blocks, arguments.positions, keep=arguments.keep))
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import torch
 from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.routing.relocation import Kind, Relocation
@@ -69,7 +69,7 @@ def tuned(request: pytest.FixtureRequest, reference: Reference) -> Tuned:
 
 
 def open_chain(
-    lab: Lab, swarm: Swarm, adapter: Adapter | None, *, max_length: int = 512
+    lab: Lab, swarm: ModelHosts, adapter: Adapter | None, *, max_length: int = 512
 ) -> AbstractAsyncContextManager[Chain]:
     spec = ChainSpec(6, 32, max_length, torch.float32, adapter=adapter)
     return Chain.open(swarm, spec, lab.reference.embed)

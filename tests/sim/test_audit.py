@@ -16,7 +16,7 @@ from swarmnet_client.chain import auditor, supervisor
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
@@ -37,7 +37,7 @@ def names(lab: Lab, peers: Iterable[str]) -> list[str]:
     return [known[peer] for peer in peers]
 
 
-def prefer(swarm: Swarm, first: Iterable[str]) -> None:
+def prefer(swarm: ModelHosts, first: Iterable[str]) -> None:
     """Route through these hosts as long as they may be used, so that a test need not wait for
     chance."""
     route = swarm.route
@@ -62,7 +62,7 @@ def prefer(swarm: Swarm, first: Iterable[str]) -> None:
 
 
 async def used(
-    lab: Lab, liars: Iterable[str], look: Callable[[Swarm, Chain], None], prompt: list[int] = PROMPT
+    lab: Lab, liars: Iterable[str], look: Callable[[ModelHosts, Chain], None], prompt: list[int] = PROMPT
 ) -> list[int]:
     """An answer of ``STEPS`` steps through ``liars`` first, after which ``look`` looks."""
     await asyncio.sleep(1.0)
@@ -96,9 +96,9 @@ def test_a_host_of_a_chain_with_wrong_outputs_is_found_in_200_steps(
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH, [liar], FORGERS[lie])
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert names(lab, chain.report.wrong) == [liar]
-            assert lab.peer_id(liar) not in [host.peer for host in swarm.hosts]
+            assert lab.peer_id(liar) not in [host.peer for host in swarm.known]
             assert lab.peer_id(liar) not in [peer for peer, _, _ in chain.report.route]
 
         await used(lab, [liar], look)
@@ -119,7 +119,7 @@ def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Ref
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH, ["c1"], lie)
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert names(lab, chain.report.wrong) == ["c1"]
 
         await used(lab, ["c1"], look)
@@ -141,7 +141,7 @@ def test_the_last_hop_returns_outputs_of_first_positions() -> None:
     assert [row.first for row in auditor.add_audited_outputs(rows)] == [4, 1, 0]
 
 
-@defence("a convicted host is not used", off=replacing(Swarm, "convict", nothing))
+@defence("a convicted host is not used", off=replacing(ModelHosts, "convict", nothing))
 def test_a_convicted_host_is_not_used_even_if_it_is_the_only_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a1": (0, 6), "a2": (0, 6)})
@@ -151,7 +151,7 @@ def test_a_convicted_host_is_not_used_even_if_it_is_the_only_one(reference: Refe
             for name in "a1", "a2":
                 swarm.convict(lab.peer_id(name))
             await swarm.refresh()
-            assert not swarm.hosts
+            assert not swarm.known
 
     simulate(reference, scenario)
 
@@ -161,7 +161,7 @@ def test_honest_hosts_are_audited_and_not_accused(reference: Reference, number: 
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH)
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.audits >= 3
             assert not chain.report.wrong
             assert chain.report.failovers == 0
@@ -188,7 +188,7 @@ def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Re
         for name in "b8", "b9":
             await lab.start(name, lying(lab.hosting((2, 4)), precision="int4"))
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.precisions == ["f32", "int4"]
             assert chain.report.audits
             assert not chain.report.wrong
@@ -215,7 +215,7 @@ def test_a_lying_witness_convicts_no_honest_host(reference: Reference, liar: str
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, THREE_OF_EACH, [liar])
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.audits
             assert not chain.report.wrong
             assert not swarm.banned
@@ -255,7 +255,7 @@ def test_a_host_that_lies_about_activations_convicts_no_neighbour(
         else:
             monkeypatch.setattr(ActivationLog, "values", forge)
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert not chain.report.wrong
             assert chain.report.failovers  # neither goes on beside the other
 
@@ -268,7 +268,7 @@ def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Re
     async def scenario(lab: Lab) -> list[int]:
         await start(lab, {"a1": (0, 2), "b1": (2, 4), "c1": (4, 6)})
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.audits == 0
             assert chain.report.failovers == 0
 
@@ -298,7 +298,7 @@ def test_a_host_that_does_not_report_its_outputs_is_replaced(
             ),
         )
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert not chain.report.wrong
             assert "b1" not in names(lab, [peer for peer, _, _ in chain.report.route])
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.experts import expert_dispatcher, expert_link
 from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
 from swarmnet_node.experts.expert_service import ExpertService
@@ -51,7 +51,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return load_experts_reference(request.param, tmp_path_factory.mktemp(request.param))
 
 
-async def answer(lab: Lab, swarm: Swarm, prompt: list[int]) -> list[int]:
+async def answer(lab: Lab, swarm: ModelHosts, prompt: list[int]) -> list[int]:
     async with lab.chain(swarm) as chain:
         return await lab.generate(chain, prompt, TOKENS)
 
@@ -196,7 +196,7 @@ def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Refere
         # Until a peer has them again, clients do not choose the trunk.
         async with lab.client("second") as swarm:
             await asyncio.sleep(20)
-            assert not [host for host in swarm.hosts if host.peer == lab.peer_id("trunk")]
+            assert not [host for host in swarm.known if host.peer == lab.peer_id("trunk")]
         await experts.peer("replacement", experts.everywhere(range(4)))
         await asyncio.sleep(20)
         assert trunk.experts.dispatcher is not None

@@ -13,8 +13,8 @@ from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import RetryPolicy
 from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
-from swarmnet_client.swarm import swarm
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts import model_hosts
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.hosting import client_limits, host
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.host import Host
@@ -69,7 +69,7 @@ async def sending_prompts(lab: Lab, clients: dict[str, int]) -> AsyncIterator[No
             await asyncio.gather(*asking, return_exceptions=True)
 
 
-async def answer(lab: Lab, swarm: Swarm, wait_s: float = 0.0) -> list[int]:
+async def answer(lab: Lab, swarm: ModelHosts, wait_s: float = 0.0) -> list[int]:
     async with lab.chain(swarm, wait_s=wait_s) as chain:
         return await lab.generate(chain, PROMPT, TOKENS)
 
@@ -202,7 +202,9 @@ def test_hosts_that_always_say_they_are_busy_do_not_prolong_the_wait(reference: 
     assert wait_s - 2 < simulate(reference, scenario) < wait_s
 
 
-@defence("a client does not flood a busy host with requests", off=replacing(swarm, "MIN_OVERLOADED_S", 0.0))
+@defence(
+    "a client does not flood a busy host with requests", off=replacing(model_hosts, "MIN_OVERLOADED_S", 0.0)
+)
 def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> None:
     async def scenario(lab: Lab) -> int:
         node = await lab.start("a", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))

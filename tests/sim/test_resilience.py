@@ -232,7 +232,7 @@ def test_a_dead_host_leaves_the_routes_of_its_clients_and_then_of_all(reference:
             routes = [swarm.route((0, BLOCKS)) for _ in range(50)]
             assert all(hop.peer != dead for route in routes for hop in route)
             await asyncio.sleep(lab.timing.record_s)
-            assert dead not in [host.peer for host in swarm.hosts]
+            assert dead not in [host.peer for host in swarm.known]
 
     simulate(reference, scenario)
 
@@ -297,6 +297,6 @@ def test_a_host_announces_its_addresses_at_once_when_they_change(
             monkeypatch.setattr(transport, "addresses", lambda: [moved])
             await asyncio.sleep(2 * lab.timing.address_check_s)
             await swarm.refresh()
-            assert [host.addresses for host in swarm.hosts] == [(moved,)]
+            assert [host.addresses for host in swarm.known] == [(moved,)]
 
     simulate(reference, scenario)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swarmnet_client.chain import failures
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import NoRoom, OutOfResources
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.session.steps import Row
@@ -35,7 +35,9 @@ def computed(lab: Lab) -> dict[str, int]:
 
 
 @defence(
-    "no host computes a prompt that never fits", off=replacing(Swarm, "room", lambda *_: math.inf), knows=True
+    "no host computes a prompt that never fits",
+    off=replacing(ModelHosts, "room", lambda *_: math.inf),
+    knows=True,
 )
 @pytest.mark.parametrize("knows", [True, False], ids=["hosts known", "hosts not known yet"])
 def test_a_prompt_that_never_fits_is_refused_before_any_computation(

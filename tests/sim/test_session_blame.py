@@ -8,7 +8,7 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.session.adapters import Adapter
 from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
@@ -37,7 +37,7 @@ async def start(lab: Lab, layout: Mapping[str, tuple[int, int]]) -> None:
     await asyncio.sleep(1.0)  # the directory shows them all
 
 
-async def assert_ends_at_once(lab: Lab, swarm: Swarm, spec: ChainSpec, what: str) -> ConfigError:
+async def assert_ends_at_once(lab: Lab, swarm: ModelHosts, spec: ChainSpec, what: str) -> ConfigError:
     """The request ends and no host is blamed: the same hosts are asked again."""
     async with Chain.open(swarm, spec, lab.reference.embed) as chain:
         started = asyncio.get_running_loop().time()

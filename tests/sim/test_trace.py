@@ -14,7 +14,7 @@ from swarmnet_client.chain import trace
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, Trace, trace_events
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.protocol_ids import SESSION
@@ -36,7 +36,7 @@ DELAY_US = 10_000
 FORWARD_S = 0.02
 
 
-def traced_chain(lab: Lab, swarm: Swarm, trace: Trace) -> Any:
+def traced_chain(lab: Lab, swarm: ModelHosts, trace: Trace) -> Any:
     return Chain.open(swarm, ChainSpec(6, 32, 1024, torch.float32, trace=trace), lab.reference.embed)
 
 

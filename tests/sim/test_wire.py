@@ -8,7 +8,7 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.session.wire_tensors import position_bytes
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.sim.test_audit import names, used
@@ -71,7 +71,7 @@ def test_honest_hosts_with_eight_bits_are_audited_and_not_accused(reference: Ref
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH)
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.audits >= 3
             assert not chain.report.wrong
             assert not swarm.banned
@@ -85,7 +85,7 @@ def test_a_host_that_lies_behind_eight_bits_is_found(reference: Reference) -> No
     async def scenario(lab: Lab) -> None:
         await start(lab, THREE_OF_EACH, ["b1"])
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert names(lab, chain.report.wrong) == ["b1"]
 
         await used(lab, ["b1"], look)
@@ -113,7 +113,7 @@ def test_hosts_of_sixteen_bits_exchange_sixteen_and_are_audited(reference: Refer
         for name, span in THREE_OF_EACH.items():
             await lab.start(name, lying(lab.hosting(span), rounded, precision="bf16/bf16"))
 
-        def look(swarm: Swarm, chain: Chain) -> None:
+        def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.precisions == ["bf16/bf16"]
             assert chain.report.audits >= 3
             assert not chain.report.wrong

@@ -18,9 +18,9 @@ from typing import Any
 from swarmnet_client.batching.sequences import KEPT_POSITIONS, Answer, Request, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
-from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -260,7 +260,7 @@ class BatchingEngine:
     local: LocalModel
     tokenizer: Any
     batcher: Batcher
-    swarm: Swarm
+    hosts: ModelHosts
     context: int
     """Most positions that the model takes."""
     end_ids: frozenset[int]
@@ -271,20 +271,20 @@ class BatchingEngine:
     def max_length(self) -> int:
         """Most positions of a prompt and its answer: the model's, or fewer where the hosts have no
         room for them."""
-        return int(min(self.context, self.swarm.room((0, self.local.manifest.blocks))))
+        return int(min(self.context, self.hosts.room((0, self.local.manifest.blocks))))
 
     @property
     def missing(self) -> list[tuple[int, int]]:
         """Ranges of blocks without a known host."""
-        online = [host for host in self.swarm.hosts if host.online]
+        online = [host for host in self.hosts.known if host.online]
         return uncovered(online, (0, self.local.manifest.blocks))
 
 
 @asynccontextmanager
 async def open_engine(
-    local: LocalModel, swarm: Swarm, options: LoadOptions, limits: BatchLimits, *, speculate: bool = True
+    local: LocalModel, hosts: ModelHosts, options: LoadOptions, limits: BatchLimits, *, speculate: bool = True
 ) -> AsyncIterator[BatchingEngine]:
-    """An engine for the CausalLM of ``local`` over ``swarm``, while the context is open.
+    """An engine for the CausalLM of ``local`` over ``hosts``, while the context is open.
 
     ``speculate``: decode speculatively, if the model's caches can go back.
     """
@@ -305,16 +305,16 @@ async def open_engine(
             options.wire,
         )
         tokenizer = local.tokenizer()
-        await swarm.refresh()
+        await hosts.refresh()
         async with Batcher.run(
             LmHead(local_layers, computing),
-            lambda: Chain.open(swarm, spec, local_layers.embed, local_layers.logits),
+            lambda: Chain.open(hosts, spec, local_layers.embed, local_layers.logits),
             limits,
             draft_model,
-            lambda: swarm.room((0, spec.blocks)),
+            lambda: hosts.room((0, spec.blocks)),
         ) as batcher:
             ends = frozenset(local.end_ids(tokenizer))
-            yield BatchingEngine(local, tokenizer, batcher, swarm, local.max_positions, ends, speculates)
+            yield BatchingEngine(local, tokenizer, batcher, hosts, local.max_positions, ends, speculates)
     finally:
         computing.shutdown(wait=False)
         if draft_model is not None:

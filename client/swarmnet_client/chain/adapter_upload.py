@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
@@ -32,10 +32,10 @@ class AdapterUploads:
     """The hosts that have parts of one adapter. Without an adapter there are no parts."""
 
     def __init__(
-        self, swarm: Swarm, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
+        self, hosts: ModelHosts, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
     ) -> None:
         """``progressed`` is called whenever a host has received some of the bytes."""
-        self.swarm = swarm
+        self.hosts = hosts
         self._adapter = adapter
         self._progressed = progressed
         self._hashes: dict[_Location, bytes] = {}
@@ -67,13 +67,13 @@ class AdapterUploads:
         async with self._uploading[location]:
             if location not in self._hashes:
                 self._hashes[location] = await upload_adapter(
-                    self.swarm, hop, self._adapter, self._progressed
+                    self.hosts, hop, self._adapter, self._progressed
                 )
             return self._hashes[location]
 
 
 async def upload_adapter(
-    swarm: Swarm, hop: Hop, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
+    hosts: ModelHosts, hop: Hop, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
 ) -> bytes:
     """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash;
     empty without an adapter.
@@ -85,14 +85,14 @@ async def upload_adapter(
     if part is None:
         return b""
     upload = pb.Upload(
-        swarm=swarm.id,
-        manifest=swarm.manifest,
+        swarm=hosts.swarm_id,
+        manifest=hosts.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
         adapter=part.hash,
         size_bytes=len(part.data),
     )
-    timing = swarm.timing
-    client = await ADAPTER.open(swarm.transport, hop.peer, timing, addresses=hop.addresses)
+    timing = hosts.timing
+    client = await ADAPTER.open(hosts.transport, hop.peer, timing, addresses=hop.addresses)
     sending: asyncio.Task[None] | None = None
     try:
         async with asyncio.timeout(timing.stall_s) as limit:

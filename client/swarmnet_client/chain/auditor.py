@@ -22,7 +22,7 @@ from swarmnet_client.audit.verdict import Read, Verdict, judge
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.passes import ask_pass
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import Hop
@@ -105,15 +105,15 @@ class Auditor:
 
     def __init__(
         self,
-        swarm: Swarm,
+        hosts: ModelHosts,
         spec: ChainSpec,
         supervisor: ChainSupervisor,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
     ) -> None:
-        self._swarm = swarm
-        self._ledger = swarm.ledger
+        self._hosts = hosts
+        self._ledger = hosts.ledger
         self._spec = spec
         self._supervisor = supervisor
         self._report = report
@@ -259,7 +259,7 @@ class Auditor:
         """The transcript of a hop for a sequence; None if the hop does not answer."""
         is_last = live.hop.end == self._spec.blocks
         try:
-            shown = await live.show(watched.sequence, count, within_s=self._swarm.timing.chunk_s)
+            shown = await live.show(watched.sequence, count, within_s=self._hosts.timing.chunk_s)
             shape = None if is_last else (count, self._spec.hidden_size)
             return shown.checked(shape, self._spec.wire_of(live.hop.precision))
         except (SwarmnetError, TimeoutError):
@@ -315,13 +315,13 @@ class Auditor:
 
     async def _pass(self, hop: Hop, values: torch.Tensor) -> torch.Tensor:
         begin = pb.Begin(
-            swarm=self._swarm.id,
-            manifest=self._swarm.manifest,
+            swarm=self._hosts.swarm_id,
+            manifest=self._hosts.manifest,
             span=pb.Span(start=hop.start, end=hop.end),
             counts=[len(values)],
             wire=wire_code(self._spec.dtype),
         )
-        (outputs,) = await ask_pass(self._swarm, hop, begin, (values,), [values.shape])
+        (outputs,) = await ask_pass(self._hosts, hop, begin, (values,), [values.shape])
         return outputs
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
@@ -331,5 +331,5 @@ class Auditor:
         precision would differ by more than the tolerance.
         """
         in_chain = {live.hop.peer for live in self._supervisor.hops}
-        without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._swarm.banned})
-        return witnesses(self._swarm.hosts, hop, without, self._ledger.rng)
+        without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._hosts.banned})
+        return witnesses(self._hosts.known, hop, without, self._ledger.rng)

@@ -21,7 +21,7 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionStream
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Buffer
@@ -44,24 +44,24 @@ class Chain:
 
     def __init__(
         self,
-        swarm: Swarm,
+        hosts: ModelHosts,
         spec: ChainSpec,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
     ) -> None:
         self.report = ChainReport()
-        self._swarm = swarm
+        self._hosts = hosts
         self._spec = spec
         self._steps_s: list[float] = []
         self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size)
-        self._supervisor = ChainSupervisor(swarm, spec, self._in_flight, self.report, embed, self._receive)
-        self._auditor = Auditor(swarm, spec, self._supervisor, self.report, embed, read)
+        self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._receive)
+        self._auditor = Auditor(hosts, spec, self._supervisor, self.report, embed, read)
 
     @classmethod
     @asynccontextmanager
     async def open(
         cls,
-        swarm: Swarm,
+        hosts: ModelHosts,
         spec: ChainSpec,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
@@ -74,7 +74,7 @@ class Chain:
         """
         if spec.trace is not None:
             spec.trace.begin_chain(spec.blocks)
-        chain = cls(swarm, spec, embed, read)
+        chain = cls(hosts, spec, embed, read)
         supervising = asyncio.create_task(chain._supervise(), name="chain")
         auditing = asyncio.create_task(chain._auditor.run(), name="audits")
         try:
@@ -134,10 +134,10 @@ class Chain:
         lengths = {**self.lengths, **{row.sequence: row.end for row in rows}}
         positions = sum(lengths.values()) + self._spec.prefix_positions * len(lengths)
         blocks = 0, self._spec.blocks
-        if positions > self._swarm.room(blocks) and any(row.count > row.outputs for row in rows):
+        if positions > self._hosts.room(blocks) and any(row.count > row.outputs for row in rows):
             with suppress(SwarmnetError):  # announcements may be old
-                await self._swarm.refresh()
-            self._swarm.check_room(positions, blocks)
+                await self._hosts.refresh()
+            self._hosts.check_room(positions, blocks)
         self._supervisor.need(positions)
 
     async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
@@ -183,7 +183,7 @@ class Chain:
         """
         self._steps_s.append(step_s)
         if len(self._steps_s) == MEASURED_STEPS and self.report.route:
-            self._swarm.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
+            self._hosts.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
             self._steps_s.clear()
 
     # ---- outputs --------------------------------------------------------------------------------

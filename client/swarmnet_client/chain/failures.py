@@ -10,7 +10,7 @@ outputs. So the client is blamed if independent hosts refuse for the same reason
 from collections.abc import Sequence
 from enum import Enum, auto
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import (
     ConfigError,
     IncompatibleVersion,
@@ -73,8 +73,8 @@ class Blame:
     """Attributes the failures of one piece of work: a session between two answers, or a batch of
     passes."""
 
-    def __init__(self, swarm: Swarm) -> None:
-        self._swarm = swarm
+    def __init__(self, hosts: ModelHosts) -> None:
+        self._hosts = hosts
         self._suspects = Suspects()
 
     def attribute(
@@ -97,7 +97,7 @@ class Blame:
         fault: no single host, or none that can be replaced, can have caused all refusals.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
-            self._swarm.overloaded(hop.peer, error.retry_after_s, continues=continues)
+            self._hosts.overloaded(hop.peer, error.retry_after_s, continues=continues)
             return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
         suspects, may_be_client = [hop], reason in CLIENT_FAULTS
@@ -108,7 +108,7 @@ class Blame:
             suspects, may_be_client = [hop, sent_by], False
         banned = self._narrow(error, reason, suspects) if may_be_client else suspects
         for each in banned:
-            self._swarm.failed(each.peer)
+            self._hosts.failed(each.peer)
         return suspects
 
     def _narrow(
@@ -118,11 +118,11 @@ class Blame:
         does."""
         left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
-            self._swarm.answered(peer)
-        if any(self._swarm.can_replace(hop) for hop in suspects if hop.peer in left):
+            self._hosts.answered(peer)
+        if any(self._hosts.can_replace(hop) for hop in suspects if hop.peer in left):
             return [hop for hop in suspects if hop.peer in left]
         for peer in left:
-            self._swarm.answered(peer)
+            self._hosts.answered(peer)
         raise ConfigError(
             f"the hosts refuse what this client sends: {error}", hint=CLIENT_FAULTS[reason]
         ) from error

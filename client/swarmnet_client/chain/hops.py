@@ -14,7 +14,7 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.trace import Trace
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
@@ -377,10 +377,10 @@ async def open_hop(
     request = pb.Open(
         session=session,
         epoch=epoch,
-        swarm=uploads.swarm.id,
-        manifest=uploads.swarm.manifest,
+        swarm=uploads.hosts.swarm_id,
+        manifest=uploads.hosts.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
-        next=_peer(target, uploads.swarm.record_of(target.peer)) if target else None,
+        next=_peer(target, uploads.hosts.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
         standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
@@ -397,22 +397,22 @@ async def open_hop(
 
 
 async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
-    client = await _ask(uploads.swarm, hop, pb.SessionRequest(open=request))
+    client = await _ask(uploads.hosts, hop, pb.SessionRequest(open=request))
     now = asyncio.get_running_loop().time()
     return LiveHop(hop, request.session, client, heard_at=now, progress_at=now, stands_by=request.standby)
 
 
-async def resume(swarm: Swarm, live: LiveHop) -> SessionStream:
+async def resume(hosts: ModelHosts, live: LiveHop) -> SessionStream:
     """Open another stream for a hop's session, over the present path. Raises as ``open_hop``.
 
     The host then ends the previous stream with ``Moved``.
     """
-    return await _ask(swarm, live.hop, pb.SessionRequest(resume=pb.Resume(session=live.session)))
+    return await _ask(hosts, live.hop, pb.SessionRequest(resume=pb.Resume(session=live.session)))
 
 
-async def _ask(swarm: Swarm, hop: Hop, request: pb.SessionRequest) -> SessionStream:
+async def _ask(hosts: ModelHosts, hop: Hop, request: pb.SessionRequest) -> SessionStream:
     """A session stream on which the host answered ``request`` with ``Opened``."""
-    client = await SESSION.open(swarm.transport, hop.peer, swarm.timing, addresses=hop.addresses)
+    client = await SESSION.open(hosts.transport, hop.peer, hosts.timing, addresses=hop.addresses)
     try:
         await client.send(request)
         reply, _ = await client.receive()

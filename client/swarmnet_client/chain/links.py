@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, Sender
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.routing.chain_search import Hop
@@ -27,7 +27,7 @@ class ChainLinks:
     made or breaks.
     """
 
-    swarm: Swarm
+    hosts: ModelHosts
     spec: ChainSpec
     steps: LinkSender
     lost: Callable[[NextHop, SwarmnetError], Awaitable[None]]
@@ -66,7 +66,7 @@ class ChainLinks:
         sender.linked_to(opened, target.epoch)
         _log.debug("a hop is linked", extra=target.log_fields | {"sender": sender.peer})
         if isinstance(sender, LiveHop):
-            record = self.swarm.record_of(target.peer)
+            record = self.hosts.record_of(target.peer)
             await sender.relink(target.epoch, target, record, self.steps.outbox.log.lengths)
         else:
             replaced = sender.sending
@@ -81,7 +81,7 @@ class ChainLinks:
         _log.debug("a standby is fed", extra=target.log_fields | {"sender": sender.peer})
         if not isinstance(sender, LiveHop):
             return asyncio.create_task(self._send_steps(standby.hop, target, is_standby=True))
-        await sender.tee(target, self.swarm.record_of(target.peer))
+        await sender.tee(target, self.hosts.record_of(target.peer))
         return None
 
     def promote(

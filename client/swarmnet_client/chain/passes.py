@@ -19,7 +19,7 @@ import torch
 from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -117,14 +117,14 @@ class RemoteBatch:
     - ``ConfigError`` when independent hosts refuse what the client sends.
     """
 
-    def __init__(self, swarm: Swarm, spec: ChainSpec, counts: Sequence[int]) -> None:
+    def __init__(self, hosts: ModelHosts, spec: ChainSpec, counts: Sequence[int]) -> None:
         """Raises ``OutOfResources`` for a sequence that is too long."""
         self.report = ChainReport()
-        self._swarm = swarm
+        self._hosts = hosts
         self._spec = spec
         self._parts = split(counts, spec.prefix_positions)
         self._walked: list[list[HopPass]] = []
-        self._hosts = PassClient(swarm, spec, self.report)
+        self._passes = PassClient(hosts, spec, self.report)
 
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
         """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not
@@ -183,7 +183,7 @@ class RemoteBatch:
         self, values: torch.Tensor, counts: tuple[int, ...], *, keep_graphs: bool
     ) -> tuple[list[HopPass], torch.Tensor]:
         """Send a microbatch through all blocks. Start over when outputs of hosts are in doubt."""
-        retries = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._hosts.timing.recover_s)
         while True:
             try:
                 return await self._walk((0, self._spec.blocks), values, counts, keep_graphs=keep_graphs)
@@ -206,15 +206,15 @@ class RemoteBatch:
         """
         hop_passes: list[HopPass] = []
         reached = span[0]
-        retries = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._hosts.timing.recover_s)
         while reached < span[1]:
             try:
                 precision = before[-1].precision if before else None
-                hop = self._swarm.route((reached, span[1]), precision=precision)[0]
+                hop = self._hosts.route((reached, span[1]), precision=precision)[0]
                 hop_pass = HopPass(
-                    hop, before, counts, values, self._swarm.new_session() if keep_graphs else b""
+                    hop, before, counts, values, self._hosts.new_session() if keep_graphs else b""
                 )
-                outputs = await self._hosts.forward(hop_pass)
+                outputs = await self._passes.forward(hop_pass)
             except InDoubt:
                 raise
             except SwarmnetError as error:
@@ -231,7 +231,7 @@ class RemoteBatch:
         """Go backward through the passes. When outputs are in doubt, first go forward again on
         other hosts.
         """
-        retries = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._hosts.timing.recover_s)
         while True:
             try:
                 return await self._walk_back(walked, gradients)
@@ -247,11 +247,11 @@ class RemoteBatch:
         """
         hop_passes, after = list(walked), list[HopPass]()
         adapter_gradients: dict[str, torch.Tensor] = {}
-        retries = RetryPolicy(self._swarm.timing.recover_s)
+        retries = RetryPolicy(self._hosts.timing.recover_s)
         while hop_passes:
             hop_pass = hop_passes[-1]
             try:
-                gradients, part = await self._hosts.backward(hop_pass, gradients, after)
+                gradients, part = await self._passes.backward(hop_pass, gradients, after)
             except GraphGone:
                 hop_passes[-1] = replace(hop_pass, graph=b"")
                 continue
@@ -277,7 +277,7 @@ class RemoteBatch:
             raise explain(error) from error
         await asyncio.sleep(retries.pause_s(error))
         if isinstance(error, NoRoute):
-            await self._swarm.refresh()
+            await self._hosts.refresh()
 
 
 class PassClient:
@@ -286,16 +286,16 @@ class PassClient:
     A pass is not run on a host that failed in the meantime.
     """
 
-    def __init__(self, swarm: Swarm, spec: ChainSpec, report: ChainReport) -> None:
-        self._swarm = swarm
+    def __init__(self, hosts: ModelHosts, spec: ChainSpec, report: ChainReport) -> None:
+        self._hosts = hosts
         self._spec = spec
         self._report = report
-        self._uploads = AdapterUploads(swarm, spec.adapter)
+        self._uploads = AdapterUploads(hosts, spec.adapter)
         self._rooms: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(PASSES_PER_HOST)
         )
         self._failures: Counter[PeerId] = Counter()
-        self._blame = Blame(swarm)
+        self._blame = Blame(hosts)
 
     async def forward(self, hop_pass: HopPass) -> torch.Tensor:
         """Return the outputs [P, D] of a forward pass.
@@ -310,7 +310,7 @@ class PassClient:
         async def question(adapter: bytes) -> torch.Tensor:
             begin = self._begin(hop_pass, adapter, backward=False)
             (outputs,) = await ask_pass(
-                self._swarm, hop_pass.hop, begin, (hop_pass.inputs,), [hop_pass.inputs.shape]
+                self._hosts, hop_pass.hop, begin, (hop_pass.inputs,), [hop_pass.inputs.shape]
             )
             return outputs
 
@@ -333,7 +333,7 @@ class PassClient:
 
         async def question(adapter: bytes) -> list[torch.Tensor]:
             begin = self._begin(hop_pass, adapter, backward=True)
-            return await ask_pass(self._swarm, hop_pass.hop, begin, tensors, shapes)
+            return await ask_pass(self._hosts, hop_pass.hop, begin, tensors, shapes)
 
         made_by = [*hop_pass.before, *(hop for each in after for hop in (*each.before, each.hop))]
         gradients, *column = await self._answer(hop_pass.hop, question, made_by)
@@ -345,8 +345,8 @@ class PassClient:
 
     def _begin(self, hop_pass: HopPass, adapter: bytes, *, backward: bool) -> pb.Begin:
         return pb.Begin(
-            swarm=self._swarm.id,
-            manifest=self._swarm.manifest,
+            swarm=self._hosts.swarm_id,
+            manifest=self._hosts.manifest,
             span=pb.Span(start=hop_pass.hop.start, end=hop_pass.hop.end),
             counts=hop_pass.counts,
             backward=backward,
@@ -372,20 +372,24 @@ class PassClient:
                     raise InDoubt(str(error)) from error
                 raise
         if self._failures[hop.peer] == failures:  # otherwise it is a suspect of another pass
-            self._swarm.answered(hop.peer)
+            self._hosts.answered(hop.peer)
         return answer
 
 
 async def ask_pass(
-    swarm: Swarm, hop: Hop, begin: pb.Begin, tensors: Sequence[torch.Tensor], shapes: Sequence[torch.Size]
+    hosts: ModelHosts,
+    hop: Hop,
+    begin: pb.Begin,
+    tensors: Sequence[torch.Tensor],
+    shapes: Sequence[torch.Size],
 ) -> list[torch.Tensor]:
     """Have ``hop`` compute the pass ``begin`` from ``tensors``; returns tensors of ``shapes``.
 
     Raises ``GraphGone``, what opening a stream raises, and what ``request_pass`` raises.
     """
     try:
-        stream = await PASS.open(swarm.transport, hop.peer, swarm.timing, addresses=hop.addresses)
-        return await request_pass(stream, begin, tensors, shapes, swarm.timing)
+        stream = await PASS.open(hosts.transport, hop.peer, hosts.timing, addresses=hop.addresses)
+        return await request_pass(stream, begin, tensors, shapes, hosts.timing)
     except Refused as refusal:
         if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
             raise GraphGone(str(refusal)) from refusal

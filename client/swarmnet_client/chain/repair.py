@@ -36,7 +36,7 @@ from swarmnet_client.chain.links import ChainLinks
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.routing.chain_search import Hop
@@ -58,7 +58,7 @@ class ChainRepair:
     Whoever finds a hop wrong ends the hop and notes the error here.
     """
 
-    swarm: Swarm
+    hosts: ModelHosts
     spec: ChainSpec
     in_flight: StepsInFlight
     report: ChainReport
@@ -73,8 +73,8 @@ class ChainRepair:
     _deadline: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
-        self.blame = Blame(self.swarm)
-        self._retries = RetryPolicy(self.swarm.timing.recover_s)
+        self.blame = Blame(self.hosts)
+        self._retries = RetryPolicy(self.hosts.timing.recover_s)
 
     @property
     def continues(self) -> bool:
@@ -93,18 +93,18 @@ class ChainRepair:
     def answered(self) -> None:
         """The chain answered a step: forget earlier failures."""
         self._retries.answered()
-        self.blame = Blame(self.swarm)
+        self.blame = Blame(self.hosts)
 
     def extend_deadline(self) -> None:
         """A host has received some of the adapter: start the deadline of the repair again."""
         if self._deadline is not None:
-            self._deadline.reschedule(asyncio.get_running_loop().time() + self.swarm.timing.recover_s)
+            self._deadline.reschedule(asyncio.get_running_loop().time() + self.hosts.timing.recover_s)
 
     async def run(self) -> None:
         """Make the chain whole. Raises the error for the user when that is not possible."""
         clock = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(self.swarm.timing.recover_s) as self._deadline:
+            async with asyncio.timeout(self.hosts.timing.recover_s) as self._deadline:
                 if missing := self._gaps():
                     _log.debug("a chain has gaps", extra={"blocks": missing, "reason": str(self.last_error)})
                     self.report.failovers += bool(self.report.route)
@@ -127,13 +127,13 @@ class ChainRepair:
         except TimeoutError:
             raise self._explain(self._gaps()) from self.last_error
         self.report.set_route([live.hop for live in self.hops])
-        self.swarm.chain_opened(self.hops[0].peer, self.hops[-1].peer)
+        self.hosts.chain_opened(self.hops[0].peer, self.hops[-1].peer)
 
     def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
         """The error for a chain that cannot be repaired."""
-        no_route = partial(self.swarm.no_route, missing, continues=self.continues)
+        no_route = partial(self.hosts.no_route, missing, continues=self.continues)
         error = explain(self.last_error or no_route())
-        is_unhosted = isinstance(self.last_error, Unreachable) or not self.swarm.hosts
+        is_unhosted = isinstance(self.last_error, Unreachable) or not self.hosts.known
         return no_route() if is_unhosted and type(error) is Unreachable else error
 
     # ---- the hops -------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class ChainRepair:
             await asyncio.sleep(pause_s)
         with contextlib.suppress(SwarmnetError, TimeoutError):
             async with asyncio.timeout(directory_s):
-                await self.swarm.refresh()
+                await self.hosts.refresh()
 
     async def _try_to_fill(self, failures: Sequence[Unfilled], pause_s: float) -> Unfilled | None:
         """Open the hops of the best route. Returns why that failed, or None."""
@@ -216,7 +216,7 @@ class ChainRepair:
             return Unfilled.NO_ROUTE
         # A dial may take a timeout, so a host that failed is dialled only after the directory was
         # read.
-        if not failures and self.swarm.is_doubtful(route, [live.hop for live in self.hops]):
+        if not failures and self.hosts.is_doubtful(route, [live.hop for live in self.hops]):
             if is_full(self.last_error):
                 await asyncio.sleep(pause_s)
             return Unfilled.DOUBTFUL
@@ -226,11 +226,11 @@ class ChainRepair:
         """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or
         ``HostsBusy``."""
         blocks = 0, self.spec.blocks
-        self.swarm.check_room(self.positions, blocks)
-        return self.swarm.route(
+        self.hosts.check_room(self.positions, blocks)
+        return self.hosts.route(
             blocks,
             precision=self.precision,
-            avoid=self.swarm.without_room(self.positions),
+            avoid=self.hosts.without_room(self.positions),
             continues=self.continues,
             hops=[live.hop for live in self.hops],
         )
@@ -282,7 +282,7 @@ class ChainRepair:
 
         A chain that has answered is worth the time of a repair.
         """
-        recover_s = self.swarm.timing.recover_s
+        recover_s = self.hosts.timing.recover_s
         most_s = max(self.spec.wait_s, recover_s if self.continues else 0.0)
         now = asyncio.get_running_loop().time()
         if not self._retries.may_wait(busy.retry_after_s, most_s, now):

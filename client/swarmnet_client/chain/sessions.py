@@ -11,7 +11,7 @@ from functools import partial
 
 from swarmnet_client.chain.adapter_upload import AdapterUploads
 from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream, open_hop, resume
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel
 from swarmnet_protocols.routing.chain_search import Hop
@@ -31,7 +31,7 @@ class HopSessions:
     - ``ended`` is called when a session ends with an error.
     """
 
-    swarm: Swarm
+    hosts: ModelHosts
     spec: ChainSpec
     uploads: AdapterUploads
     receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
@@ -61,7 +61,7 @@ class HopSessions:
 
         Raises ``ConfigError`` if no host would take the chain's adapter.
         """
-        planned = [(hop, self.swarm.new_session()) for hop in route]
+        planned = [(hop, self.hosts.new_session()) for hop in route]
         following: list[NextHop | None] = [
             NextHop(hop.peer, hop.addresses, session, epoch) for hop, session in planned[1:]
         ]
@@ -87,7 +87,7 @@ class HopSessions:
             except SwarmnetError as error:
                 failed(hop, error)
                 return None
-            live.announced = self.swarm.span_of(hop.peer)
+            live.announced = self.hosts.span_of(hop.peer)
             answered.append(live)
             _log.debug("a session is open", extra=live.target(epoch).log_fields | {"role": role.name})
             task = asyncio.create_task(self._attend(live))
@@ -143,7 +143,7 @@ class HopSessions:
             await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
                 return False
-            live.stream = await resume(self.swarm, live)
+            live.stream = await resume(self.hosts, live)
         except SwarmnetError as error:
             _log.info("the session on %s stays on its path: %s", live.peer, error)
             return False
@@ -159,7 +159,7 @@ class HopSessions:
         """
         stream = live.stream
         stream.on_heartbeat = partial(self.heartbeat, live)
-        beating = asyncio.create_task(live.send_heartbeats(stream, self.swarm.timing.client_silence_s / 4))
+        beating = asyncio.create_task(live.send_heartbeats(stream, self.hosts.timing.client_silence_s / 4))
         try:
             return await self.receive(live, stream)
         finally:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from swarmnet_client.chain.hops import ChainSpec, LiveHop, Sender, SessionRole
 from swarmnet_client.chain.links import ChainLinks
 from swarmnet_client.chain.sessions import HopSessions
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
@@ -114,7 +114,7 @@ class _Place:
 class Standbys:
     """The standbys of one chain. ``changed`` is set when one is opened or ends."""
 
-    swarm: Swarm
+    hosts: ModelHosts
     spec: ChainSpec
     sessions: HopSessions
     links: ChainLinks
@@ -245,19 +245,19 @@ class Standbys:
         try:
             while place.standby is None and not (place.live.leaving and place.failures >= ATTEMPTS):
                 if place.failures:
-                    timing = self.swarm.timing
+                    timing = self.hosts.timing
                     backoff_s = timing.heartbeat_s * 2.0 ** min(place.failures, 10)
                     await asyncio.sleep(min(backoff_s, timing.stall_s))
                 if place.live.leaving:  # the blocks of its host may be others now
                     with contextlib.suppress(SwarmnetError):
-                        await self.swarm.refresh()
+                        await self.hosts.refresh()
                 try:
                     route = self._route(place, precision)
                 except NoRoute:
                     route = []
                 if not route or (place.is_spare and len(route) > 1):
                     place.refusing.clear()
-                    await asyncio.sleep(self.swarm.timing.refresh_s)
+                    await asyncio.sleep(self.hosts.timing.refresh_s)
                     continue
                 await self._open(place, route)
         finally:
@@ -266,18 +266,18 @@ class Standbys:
             self.changed.set()
 
     def _route(self, place: _Place, precision: str | None) -> list[Hop]:
-        hop, announced = place.live.hop, self.swarm.span_of(place.live.peer)
+        hop, announced = place.live.hop, self.hosts.span_of(place.live.peer)
         # A host that has moved may have some of the blocks still, for new sessions.
         has_moved = place.live.leaving and announced not in (None, place.live.announced)
-        return self.swarm.route(
+        return self.hosts.route(
             (hop.start, hop.end),
             ends=(
                 place.sender.peer,
                 place.after.peer if place.after else None,
             ),
             precision=precision,
-            avoid=frozenset({*place.refusing, *self.swarm.banned} | ({hop.peer} if not has_moved else set()))
-            | self.swarm.without_room(self._positions),
+            avoid=frozenset({*place.refusing, *self.hosts.banned} | ({hop.peer} if not has_moved else set()))
+            | self.hosts.without_room(self._positions),
         )
 
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:
@@ -306,7 +306,7 @@ class Standbys:
         """Ban a host that does not open a session, or ended it, unless it only has no room for a
         standby."""
         if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
-            self.swarm.failed(hop.peer)
+            self.hosts.failed(hop.peer)
 
     def session_ended(self, standby: Standby, live: LiveHop, error: SwarmnetError) -> None:
         """The session on one of a standby's hosts ended."""

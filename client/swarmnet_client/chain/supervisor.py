@@ -39,7 +39,7 @@ from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.swarm.swarm import CONVICTED_S, Swarm
+from swarmnet_client.hosts.model_hosts import CONVICTED_S, ModelHosts
 from swarmnet_protocols.errors import (
     ConfigError,
     OutOfResources,
@@ -77,7 +77,7 @@ class ChainSupervisor:
 
     def __init__(
         self,
-        swarm: Swarm,
+        hosts: ModelHosts,
         spec: ChainSpec,
         in_flight: StepsInFlight,
         report: ChainReport,
@@ -93,7 +93,7 @@ class ChainSupervisor:
             mark(step.seq, Moment.EMBEDDED)
             return rendered
 
-        self._swarm = swarm
+        self._hosts = hosts
         self._spec = spec
         self._in_flight = in_flight
         self._report = report
@@ -103,15 +103,15 @@ class ChainSupervisor:
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""
-        uploads = AdapterUploads(swarm, spec.adapter, self._adapter_progressed)
-        self._sessions = HopSessions(swarm, spec, uploads, receive, self._take_heartbeat, self.session_ended)
+        uploads = AdapterUploads(hosts, spec.adapter, self._adapter_progressed)
+        self._sessions = HopSessions(hosts, spec, uploads, receive, self._take_heartbeat, self.session_ended)
         sender = LinkSender(
-            swarm.transport, in_flight.outbox, spec.dtype, swarm.timing, render=render, mark=mark
+            hosts.transport, in_flight.outbox, spec.dtype, hosts.timing, render=render, mark=mark
         )
-        self._links = ChainLinks(swarm, spec, sender, self._client_link_lost)
-        self._standbys = Standbys(swarm, spec, self._sessions, self._links, self._trouble)
+        self._links = ChainLinks(hosts, spec, sender, self._client_link_lost)
+        self._standbys = Standbys(hosts, spec, self._sessions, self._links, self._trouble)
         self._repair = ChainRepair(
-            swarm, spec, in_flight, report, self._sessions, self._links, self._standbys
+            hosts, spec, in_flight, report, self._sessions, self._links, self._standbys
         )
 
     async def run(self) -> NoReturn:
@@ -134,7 +134,7 @@ class ChainSupervisor:
         is_more, self._repair.positions = positions > self._repair.positions, positions
         if not is_more:
             return
-        lacking = self._swarm.without_room(positions)
+        lacking = self._hosts.without_room(positions)
         for live in self._repair.hops:
             if live.peer in lacking:
                 self._drop(live, OutOfResources(f"{live.peer} has no room for {positions} positions"))
@@ -150,7 +150,7 @@ class ChainSupervisor:
         while True:
             leaves = any(math.isfinite(live.leaving_since) for live in self._repair.hops)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(RESTS_S if leaves else self._swarm.timing.stall_s / 4):
+                async with asyncio.timeout(RESTS_S if leaves else self._hosts.timing.stall_s / 4):
                     await self._trouble.wait()
             # Cleared before anything is looked at, so that what happens meanwhile is seen in the
             # next turn.
@@ -188,7 +188,7 @@ class ChainSupervisor:
         ``stall_s``."""
         sent = self._in_flight.outbox.log.last
         now = asyncio.get_running_loop().time()
-        stall_s = self._swarm.timing.stall_s
+        stall_s = self._hosts.timing.stall_s
         for live in self._repair.hops:
             if live.applied < sent and now - live.progress_at > stall_s:
                 self._fail(live, Unreachable(f"{live.peer} has not computed for {stall_s:g} s"))
@@ -278,9 +278,9 @@ class ChainSupervisor:
             standby = self._standbys.with_hop(sender)
         if standby is not None:
             if isinstance(sender, LiveHop):
-                self._swarm.separate(sender.peer, receiver.peer)
+                self._hosts.separate(sender.peer, receiver.peer)
             else:
-                self._swarm.failed(receiver.peer)
+                self._hosts.failed(receiver.peer)
             self._standbys.discard(standby)
             return
         _log.debug(
@@ -291,10 +291,10 @@ class ChainSupervisor:
         if sender.next is not receiver or not receiver.alive:
             return
         silent_s = asyncio.get_running_loop().time() - receiver.heard_at
-        if isinstance(sender, LiveHop) and silent_s < self._swarm.timing.silence_s / 2:
+        if isinstance(sender, LiveHop) and silent_s < self._hosts.timing.silence_s / 2:
             # Both answer, so one of them lies or the path is broken. Only a second accuser costs
             # the receiver its place.
-            is_repeated = self._swarm.separate(sender.peer, receiver.peer)
+            is_repeated = self._hosts.separate(sender.peer, receiver.peer)
             self._drop(sender, error)
             if is_repeated:
                 self._drop(receiver, error)
@@ -304,7 +304,7 @@ class ChainSupervisor:
     def _fail(self, live: LiveHop, error: SwarmnetError) -> None:
         """Replace a hop and ban its host for a while."""
         if live.alive:
-            self._swarm.failed(live.peer)
+            self._hosts.failed(live.peer)
             self._drop(live, error)
 
     def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
@@ -351,7 +351,7 @@ class ChainSupervisor:
 
     def answered(self, last: LiveHop) -> None:
         """The chain answered a step: forget earlier failures."""
-        self._swarm.answered(last.peer)
+        self._hosts.answered(last.peer)
         self._repair.answered()
 
     def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
@@ -381,7 +381,7 @@ class ChainSupervisor:
         """Replace two neighbours. One of them lies about the data between them; which one is
         unknown.
         """
-        self._swarm.separate(one.peer, other.peer)
+        self._hosts.separate(one.peer, other.peer)
         self._fail(one, error)
         self._fail(other, error)
 
@@ -391,7 +391,7 @@ class ChainSupervisor:
         The KV caches of the hops behind come from those outputs.
         """
         error = Unreachable(f"{live.peer} gave wrong outputs")
-        self._swarm.convict(live.peer)
+        self._hosts.convict(live.peer)
         self._report.wrong.append(live.peer)
         _log.warning(
             "host %s gave wrong outputs for blocks %d:%d, according to two other hosts. "

@@ -28,6 +28,8 @@ from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.trace import Trace
+from swarmnet_client.hosts.model_hosts import ModelHosts, Traffic
+from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel
@@ -36,8 +38,6 @@ from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
 from swarmnet_client.model.speculation import StepTimes
 from swarmnet_client.model.speculative_decoding import SpeculativeDecoding, may_speculate
-from swarmnet_client.swarm.runtime import Runtime
-from swarmnet_client.swarm.swarm import Swarm, Traffic
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
@@ -114,7 +114,7 @@ class SwarmModel:
     @property
     def traffic(self) -> Traffic:
         """Bytes sent to and received from hosts since the model was opened."""
-        return self._runtime.swarm.traffic
+        return self._runtime.hosts.traffic
 
     @contextmanager
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
@@ -235,7 +235,7 @@ def load(
     local = resolve_in_swarm(name, lambda: network, cache_dir=cache_dir, max_disk_bytes=max_disk_bytes)
     if text := memory_notice(local, options):
         notice(text)
-    runtime = Runtime(lambda: Swarm.connect(local, network))
+    runtime = Runtime(lambda: ModelHosts.connect(local, network))
     try:
         model = wrap(local, runtime, options)
         if options.draft:

@@ -15,8 +15,8 @@ from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.client_adapter import ClientAdapter
-from swarmnet_client.swarm.runtime import Runtime
 from swarmnet_protocols.session.adapters import Adapter
 
 T = TypeVar("T")
@@ -62,11 +62,11 @@ class RemoteBlocks:
         """Open a chain for sequences of at most ``max_length`` positions. Hosts apply
         ``adapter``."""
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
-        return Chain.open(self._runtime.swarm, spec, self._embed, self._read)
+        return Chain.open(self._runtime.hosts, spec, self._embed, self._read)
 
     def batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """A batch of sequences of these lengths, for a forward and backward passes."""
-        batch = RemoteBatch(self._runtime.swarm, dataclasses.replace(self.spec, adapter=adapter), counts)
+        batch = RemoteBatch(self._runtime.hosts, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch
 

@@ -237,8 +237,8 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
+    from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_client.model.local_layers import LoadOptions, memory_notice
-    from swarmnet_client.swarm.swarm import Swarm
     from swarmnet_protocols.machine.aio import race
 
     interrupts = Interrupts.catch()
@@ -251,9 +251,9 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     options = replace(options, draft=serving.draft)
     limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
-        swarm = await stack.enter_async_context(Swarm.connect(local, network))
+        hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
         engine = await stack.enter_async_context(
-            open_engine(local, swarm, options, limits, speculate=serving.speculate)
+            open_engine(local, hosts, options, limits, speculate=serving.speculate)
         )
         gateway = Gateway(engine, serving.quota)
         stack.callback(gateway.close)
@@ -261,7 +261,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
         endpoint = await stack.enter_async_context(serve_http(app, serving.host, serving.port))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, serving)
-        await race(stop.wait(), swarm.transport.died(), endpoint.failed())
+        await race(stop.wait(), hosts.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
             raise NetworkStopped

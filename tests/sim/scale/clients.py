@@ -18,8 +18,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from swarmnet_client.swarm.pings import PINGED_HOSTS, drawn
-from swarmnet_client.swarm.swarm import Exclusions
+from swarmnet_client.hosts.model_hosts import Exclusions
+from swarmnet_client.hosts.pings import PINGED_HOSTS, drawn
 from swarmnet_node.engine.counters import BUSY_S
 from swarmnet_protocols.directory.host_announcements import WANTED
 from swarmnet_protocols.errors import NoRoute

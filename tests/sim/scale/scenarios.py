@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import asdict, dataclass, field
 from statistics import mean
 
-from swarmnet_client.swarm.pings import drawn
+from swarmnet_client.hosts.pings import drawn
 from swarmnet_protocols.net import PeerId
 from tests.sim.scale.clients import Clients, Hosted, first_by_id
 from tests.sim.scale.costs import client_refresh_bytes, traffic_per_node

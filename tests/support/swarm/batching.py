@@ -10,10 +10,10 @@ import torch
 
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.batching.sequences import Answer, Request
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
 from swarmnet_client.model.sampling import Sampling
-from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.models import LocalModel
 from tests.support.swarm.swarm_lab import Lab
 
@@ -27,14 +27,14 @@ def head_of(local: LocalModel) -> LmHead:
 @asynccontextmanager
 async def batcher(
     lab: Lab, limits: BatchLimits | None = None, client: str = "client", draft_model: DraftModel | None = None
-) -> AsyncIterator[tuple[Batcher, Swarm]]:
+) -> AsyncIterator[tuple[Batcher, ModelHosts]]:
     async with (
-        lab.client(client) as swarm,
+        lab.client(client) as hosts,
         Batcher.run(
-            head_of(lab.reference.local), lambda: lab.chain(swarm), limits or BatchLimits(), draft_model
+            head_of(lab.reference.local), lambda: lab.chain(hosts), limits or BatchLimits(), draft_model
         ) as running,
     ):
-        yield running, swarm
+        yield running, hosts
 
 
 def request(ids: list[int], tokens: int, **sampling: Any) -> Request:

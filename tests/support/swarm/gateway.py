@@ -131,10 +131,10 @@ async def gateway(
     keys: dict[str, str] | None = None,
 ) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
-        swarm = await stack.enter_async_context(lab.client())
+        hosts = await stack.enter_async_context(lab.client())
         engine = await stack.enter_async_context(
             open_engine(
-                lab.reference.local, swarm, LoadOptions.picked("float32", "cpu"), limits or BatchLimits()
+                lab.reference.local, hosts, LoadOptions.picked("float32", "cpu"), limits or BatchLimits()
             )
         )
         engine.tokenizer.chat_template = TEMPLATE
@@ -145,7 +145,7 @@ async def gateway(
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
         await stack.enter_async_context(http)
         # until the nodes' announcements have been read
-        await asyncio.sleep(swarm.timing.refresh_s + 1)
+        await asyncio.sleep(hosts.timing.refresh_s + 1)
         yield Caller(served, app, http)
 
 

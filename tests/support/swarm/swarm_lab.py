@@ -16,7 +16,7 @@ import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.node import Hosting, Node
@@ -241,12 +241,12 @@ class Lab:
             raise
 
     @asynccontextmanager
-    async def client(self, name: str = "client") -> AsyncIterator[Swarm]:
+    async def client(self, name: str = "client") -> AsyncIterator[ModelHosts]:
         identity = peer(name)
         async with AsyncExitStack() as stack:
             transport = await stack.enter_async_context(self._transport(name, identity, Role.CLIENT))
             directory = MemoryDirectory(self.board, identity, SWARM, self.memberships.get(name))
-            watching = Swarm.watch(
+            watching = ModelHosts.watch(
                 transport,
                 directory,
                 self.manifest,
@@ -256,11 +256,11 @@ class Lab:
             yield await stack.enter_async_context(watching)
 
     def chain(
-        self, swarm: Swarm, *, max_length: int = 512, standby: bool | None = None, wait_s: float = 0.0
+        self, hosts: ModelHosts, *, max_length: int = 512, standby: bool | None = None, wait_s: float = 0.0
     ) -> Any:
         blocks = self.reference.local.manifest.blocks
         spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby, wait_s=wait_s)
-        return Chain.open(swarm, spec, self.reference.embed, self.reference.logits)
+        return Chain.open(hosts, spec, self.reference.embed, self.reference.logits)
 
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None

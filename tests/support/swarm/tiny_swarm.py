@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.model.model import wrap
-from swarmnet_client.swarm.runtime import Runtime
-from swarmnet_client.swarm.swarm import Swarm
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.models.tiny import VOCABULARY
 from tests.support.network.memory_network import LinkProfile
@@ -40,8 +40,8 @@ class TinySwarm:
         """The model opened by another peer, on the same loop."""
         shared: Any = self.model._runtime
         stack = AsyncExitStack()
-        swarm = self.model.run(stack.enter_async_context(self.lab.client(name)))
-        runtime: Any = SimpleNamespace(swarm=swarm, run=shared.run, close=lambda: None)
+        hosts = self.model.run(stack.enter_async_context(self.lab.client(name)))
+        runtime: Any = SimpleNamespace(hosts=hosts, run=shared.run, close=lambda: None)
         model = wrap(self.reference.local, runtime, FORM)
         try:
             yield model
@@ -84,13 +84,13 @@ def tiny_swarm(
     labs: list[Lab] = []
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[Swarm]:
+    async def connect() -> AsyncIterator[ModelHosts]:
         async with Lab(reference, link=LinkProfile(delay_s=0.0001)) as lab:
             labs.append(lab)
             for number, span in enumerate(spans):
                 await lab.start(str(number), lab.hosting(span))
-            async with lab.client() as swarm:
-                yield swarm
+            async with lab.client() as hosts:
+                yield hosts
 
     runtime = Runtime(connect)
     with wrap(reference.local, runtime, replace(FORM, labels=labels)) as model:

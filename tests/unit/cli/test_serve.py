@@ -26,7 +26,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the gateway's engine that does nothing, on a swarm that does not change."""
 
     @asynccontextmanager
-    async def swarm(*_: object) -> AsyncIterator[Any]:
+    async def hosts(*_: object) -> AsyncIterator[Any]:
         yield SimpleNamespace(transport=SimpleNamespace(died=asyncio.Event().wait))
 
     @asynccontextmanager
@@ -34,7 +34,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
         yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512)
 
-    monkeypatch.setattr("swarmnet_client.swarm.swarm.Swarm.connect", swarm)
+    monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.connect", hosts)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
     monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
 

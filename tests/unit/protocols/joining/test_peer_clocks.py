@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.joining import peer_clocks
 from swarmnet_protocols.joining.network import Trust
@@ -75,15 +75,15 @@ def test_a_client_without_hosts_is_told_of_its_clock() -> None:
         identity = Identity.from_seed(b"client")
         async with network.transport(identity.peer_id) as client:
             directory = MemoryDirectory(MemoryBoard(network, lambda: NOW), identity, bytes(32))
-            swarm = Swarm(client, directory, bytes(32), random.Random(0), Timing(), Trust())
+            hosts = ModelHosts(client, directory, bytes(32), random.Random(0), Timing(), Trust())
 
             async def ahead() -> str:
                 return "the clock is ahead"
 
-            swarm.check_clock = ahead
-            await swarm.refresh()
+            hosts.check_clock = ahead
+            await hosts.refresh()
             with pytest.raises(NoRoute) as refused:
-                swarm.route((0, 2))
+                hosts.route((0, 2))
             return refused.value.hint
 
     assert virtual_time.run(main()) == "the clock is ahead"

@@ -10,14 +10,14 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from swarmnet_client.swarm.swarm import Swarm
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised, SwarmnetError
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.platform import new_event_loop
 from swarmnet_protocols.machine.threads import stay_serial
 
 T = TypeVar("T")
-Connect = Callable[[], AbstractAsyncContextManager[Swarm]]
+Connect = Callable[[], AbstractAsyncContextManager[ModelHosts]]
 
 
 class Runtime:
@@ -27,7 +27,7 @@ class Runtime:
     def __init__(self, connect: Connect) -> None:
         """Connect; raises what connecting raises."""
         self._connect = connect
-        self._started: Future[Swarm] = Future()
+        self._started: Future[ModelHosts] = Future()
         self._over: Future[NoReturn] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
@@ -35,7 +35,7 @@ class Runtime:
         self._thread = threading.Thread(target=self._main, name="swarmnet-client", daemon=True)
         self._thread.start()
         try:
-            self.swarm = self._started.result()
+            self.hosts = self._started.result()
         finally:
             torch.set_num_threads(threads)
 
@@ -78,11 +78,11 @@ class Runtime:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with self._connect() as swarm:
-                self._started.set_result(swarm)
+            async with self._connect() as hosts:
+                self._started.set_result(hosts)
                 refused: NotAuthorised | None = None
                 try:
-                    await race(self._stop.wait(), swarm.transport.died())
+                    await race(self._stop.wait(), hosts.transport.died())
                 except NotAuthorised as error:
                     refused = error
                 finally:

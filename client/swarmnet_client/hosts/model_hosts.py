@@ -3,19 +3,19 @@
 A client knows of each host:
 
 1. Its blocks, addresses and claimed speed: from its announcement in the directory, read every
-   ``refresh_s`` (:meth:`Swarm.refresh`).
+   ``refresh_s`` (:meth:`ModelHosts.refresh`).
 2. Its delay and load: from pings (:class:`PingMonitor`).
 3. Its measured speed: from the decode steps of chains that it was part of (:class:`Speeds`).
 4. Whether it is excluded: from failures, audits, and links that broke (:class:`Exclusions`).
 5. Whether it is one of the client's entry guards (:class:`EntryGuards`), and whether its user
    trusts it (:class:`Trust`).
 
-:meth:`Swarm.route` collects these in a :class:`View`. There ``routing.chain_search.find_chain``
-finds the chain with the least estimated time per token. Chains report the failures, answers and
-step times of their hosts.
+:meth:`ModelHosts.route` collects these in a :class:`View`. There
+``routing.chain_search.find_chain`` finds the chain with the least estimated time per token. Chains
+report the failures, answers and step times of their hosts.
 
-All chains of a client share one ``Swarm``. So it also holds the transport with its count of bytes,
-and the budget of audits.
+All chains of a client share one ``ModelHosts``. So it also holds the transport with its count of
+bytes, and the budget of audits.
 """
 
 import asyncio
@@ -28,8 +28,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from swarmnet_client.audit.plan import Ledger
-from swarmnet_client.swarm.entry_guards import EntryGuards
-from swarmnet_client.swarm.pings import PingMonitor
+from swarmnet_client.hosts.entry_guards import EntryGuards
+from swarmnet_client.hosts.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
 from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError
@@ -74,7 +74,7 @@ MIN_OVERLOADED_S = 1.0
 """Least seconds before a host that refused work because of its load is asked again."""
 
 
-class Swarm:
+class ModelHosts:
     """The hosts of one model, and the routes over them."""
 
     def __init__(
@@ -131,19 +131,19 @@ class Swarm:
         rng: random.Random,
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
-    ) -> AsyncIterator["Swarm"]:
-        """A swarm whose hosts are read from the directory and pinged while the context is open."""
-        swarm = cls(transport, directory, manifest, rng, timing, trust)
-        watching = asyncio.create_task(persist("the watch over hosts", swarm._watch), name="swarm")
+    ) -> AsyncIterator["ModelHosts"]:
+        """Hosts that are read from the directory and pinged while the context is open."""
+        hosts = cls(transport, directory, manifest, rng, timing, trust)
+        watching = asyncio.create_task(persist("the watch over hosts", hosts._watch), name="hosts")
         try:
-            yield swarm
+            yield hosts
         finally:
             await cancel(watching)
-            await swarm._pings.close()
+            await hosts._pings.close()
 
     @classmethod
     @asynccontextmanager
-    async def connect(cls, local: LocalModel, network: Network) -> AsyncIterator["Swarm"]:
+    async def connect(cls, local: LocalModel, network: Network) -> AsyncIterator["ModelHosts"]:
         """Connect to the swarm of ``network`` as a client, and watch the hosts of ``local``.
 
         ``local`` then also takes missing weights from them. Raises ``ConfigError`` if the swarm is
@@ -160,19 +160,19 @@ class Swarm:
                 rng=random.SystemRandom(),
                 timing=Timing(),
                 trust=network.trust,
-            ) as swarm,
+            ) as hosts,
         ):
-            swarm.check_clock = lambda: advise_on_clock(transport, (*network.bootstrap, *network.known))
+            hosts.check_clock = lambda: advise_on_clock(transport, (*network.bootstrap, *network.known))
             peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
             peers.attach(transport, partial(read_hosts, directory))
             local.parts.peers = peers
             try:
-                yield swarm
+                yield hosts
             finally:
                 peers.detach()
 
     @property
-    def id(self) -> bytes:
+    def swarm_id(self) -> bytes:
         """Id of the swarm, 32 bytes."""
         return self._directory.swarm
 
@@ -183,7 +183,7 @@ class Swarm:
     # ---- hosts that are known -------------------------------------------------------------------
 
     @property
-    def hosts(self) -> Sequence[HostInfo]:
+    def known(self) -> Sequence[HostInfo]:
         """The known hosts that this client may use."""
         return tuple(self._hosts.values())
 
@@ -286,7 +286,7 @@ class Swarm:
 
         ``HostsBusy`` if overloaded hosts have all of these blocks, else ``NoRoute``.
         """
-        hosts = [host for host in self.hosts if host.peer not in avoid]
+        hosts = [host for host in self.known if host.peer not in avoid]
         waits_s = self._exclusions.overloaded(self._now(), continues=continues)
         wait_s = shortest_wait_s(missing, hosts, waits_s)
         if wait_s is not None:
@@ -311,7 +311,7 @@ class Swarm:
         """
         if span not in self._rooms:
             self._rooms[span] = min(
-                max((host.room for host in self.hosts if host.start <= block < host.end), default=math.inf)
+                max((host.room for host in self.known if host.start <= block < host.end), default=math.inf)
                 for block in range(*span)
             )
         return self._rooms[span]
@@ -323,7 +323,7 @@ class Swarm:
 
     def without_room(self, positions: int) -> frozenset[PeerId]:
         """The hosts that announce less room than ``positions``."""
-        return frozenset(host.peer for host in self.hosts if host.room < positions)
+        return frozenset(host.peer for host in self.known if host.room < positions)
 
     def can_replace(self, hop: Hop) -> bool:
         """Whether other hosts have all blocks of ``hop``."""

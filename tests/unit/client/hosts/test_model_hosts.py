@@ -5,14 +5,14 @@ import random
 import sys
 from collections import Counter
 
-from swarmnet_client.swarm.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
-from swarmnet_client.swarm.swarm import (
+from swarmnet_client.hosts.model_hosts import (
     CONVICTED_S,
     MIN_OVERLOADED_S,
     SEPARATED_S,
     Exclusions,
     shortest_wait_s,
 )
+from swarmnet_client.hosts.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_search import pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
