@@ -49,7 +49,7 @@ class AutoSwarmModelForCausalLM:
           ``float32``, ``bfloat16`` or ``int8`` (a quarter of float32's bytes, but rounded).
         - ``draft``: a small model with the same tokenizer, which runs in this process and proposes
           the next tokens. Answers stay the same.
-        - ``wait_s``: seconds that a call waits while all hosts of some blocks are busy.
+        - ``wait_s``: seconds that a call waits while all hosts of some blocks are overloaded.
         """
         from swarmnet_client.model.local_layers import LoadOptions
 

@@ -78,7 +78,7 @@ class NoRoute(Unreachable):
         self.missing = tuple(missing)
 
 
-class HostsBusy(NoRoute):
+class HostsOverloaded(NoRoute):
     """All hosts of some blocks have refused work because of their load.
 
     After ``retry_after_s`` each block has a host that may take more.
@@ -87,7 +87,7 @@ class HostsBusy(NoRoute):
     def __init__(self, missing: Sequence[tuple[int, int]], wait_s: float) -> None:
         super().__init__(
             missing,
-            message=f"all hosts of blocks {_spans(missing)} are busy; the shortest expected wait is {wait_s:.0f} s",
+            message=f"all hosts of blocks {_spans(missing)} are overloaded; the shortest expected wait is {wait_s:.0f} s",
             hint="try again then, let `run` wait with --wait SECONDS, or start another node: swarmnet join SWARM "
             f"--blocks {missing[0][0]}:{missing[0][1]}",
         )

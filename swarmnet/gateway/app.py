@@ -295,8 +295,8 @@ class Gateway:
         return requests
 
     def _check_places(self, choices: int) -> None:
-        """Raise ``Busy`` if the batcher and its queue are full, ``ApiError`` if they can never hold
-        this number of choices."""
+        """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can
+        never hold this number of choices."""
         limits = self.engine.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from swarmnet_client.batching.continuous_batching import Busy
+from swarmnet_client.batching.continuous_batching import Overloaded
 from swarmnet_protocols import errors
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
@@ -62,7 +62,7 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
     message = f"{error} ({error.hint})" if error.hint else str(error)
     if isinstance(error, errors.NoRoom):
         return ApiError(400, message, "context_length_exceeded")
-    if isinstance(error, Busy | errors.HostsBusy):
+    if isinstance(error, Overloaded | errors.HostsOverloaded):
         wait_s = max(1, math.ceil(error.retry_after_s))
         return ApiError(503, message, "overloaded", "server_error", retry_after_s=wait_s)
     if isinstance(error, errors.Unreachable):

@@ -292,7 +292,7 @@ def test_a_peer_may_not_take_all_sessions(victim: Victim, tmp_path: Path) -> Non
                     await stream.receive()
                 except Refused as error:
                     refused.append(error.reason)
-            assert refused == [refusal_pb2.REASON_OUT_OF_MEMORY] * 6
+            assert refused == [refusal_pb2.REASON_OUT_OF_RESOURCES] * 6
             await asyncio.to_thread(victim.check)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
@@ -340,7 +340,7 @@ def test_a_peer_may_not_take_all_passes(victim: Victim, tmp_path: Path) -> None:
                     await stream.receive()
                 except Refused as error:
                     refused.append(error.reason)
-            assert refused == [refusal_pb2.REASON_OUT_OF_MEMORY] * 16
+            assert refused == [refusal_pb2.REASON_OUT_OF_RESOURCES] * 16
             await asyncio.to_thread(victim.check)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES

@@ -130,7 +130,7 @@ async def assert_refused(reading: Awaitable[object], reason: int, why: str = "")
         ({"adapter": bytes(32)}, refusal_pb2.REASON_PROTOCOL),
         ({"size_bytes": 0}, refusal_pb2.REASON_PROTOCOL),
         ({"size_bytes": 100}, refusal_pb2.REASON_PROTOCOL),
-        ({"size_bytes": 1 << 40}, refusal_pb2.REASON_OUT_OF_MEMORY),
+        ({"size_bytes": 1 << 40}, refusal_pb2.REASON_OUT_OF_RESOURCES),
     ],
 )
 def test_an_invalid_adapter_upload_is_refused(
@@ -175,7 +175,7 @@ def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference:
 
     async def talk(stranger: Stranger) -> None:
         stream = await stranger.announce_upload(data)
-        await assert_refused(next_reply(stream), refusal_pb2.REASON_OUT_OF_MEMORY)
+        await assert_refused(next_reply(stream), refusal_pb2.REASON_OUT_OF_RESOURCES)
         assert (await stranger.bring(part_of(rank=1))).HasField("stored")
 
     with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)

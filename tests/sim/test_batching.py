@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from swarmnet_client.batching import continuous_batching as batching
-from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Busy
+from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Overloaded
 from swarmnet_client.batching.sequences import IDLE_S, MIN_SHARED, Answer, Request, RunningSequence
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
@@ -271,7 +271,7 @@ def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Refe
             tasks = [asyncio.create_task(answered(running, request([number], 5))) for number in (5, 6, 7, 8)]
             done = await asyncio.gather(*tasks, return_exceptions=True)
             assert done[:3] == [reference.greedy([number], 5) for number in (5, 6, 7)]
-            assert isinstance(done[3], Busy)
+            assert isinstance(done[3], Overloaded)
             assert 1 <= done[3].retry_after_s <= 60
 
     simulate(reference, scenario)

@@ -164,7 +164,7 @@ def test_a_hop_that_sends_invalid_steps_to_the_next_is_replaced(
     assert_liar_is_replaced(reference, {**layout, "b2": (2, 4)}, forge, monkeypatch)
 
 
-def test_an_overloaded_host_is_left_for_another_one(reference: Reference) -> None:
+def test_a_host_out_of_memory_is_left_for_another_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         async with lab.client() as swarm:
@@ -187,7 +187,7 @@ def test_an_overloaded_host_is_left_for_another_one(reference: Reference) -> Non
     assert simulate(reference, scenario) == reference.greedy(PROMPT * 15, 12)
 
 
-def test_overload_of_all_hosts_has_its_own_error(reference: Reference) -> None:
+def test_memory_used_up_on_all_hosts_has_its_own_error(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
         await asyncio.sleep(1.0)

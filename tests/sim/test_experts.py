@@ -542,7 +542,7 @@ def test_one_host_has_few_streams_for_experts(mixtral: Reference) -> None:
             more = await open_experts(lab, transport, "peer")
             with pytest.raises(Refused) as refused:
                 await call(more, attach(lab))
-            assert refused.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+            assert refused.value.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
             streams[0].close()
             await asyncio.sleep(0.1)
             again = await open_experts(lab, transport, "peer")

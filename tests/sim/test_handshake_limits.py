@@ -91,11 +91,11 @@ def test_an_overloaded_server_refuses_a_handshake_with_a_retry_time() -> None:
     async def scenario(world: World) -> None:
         server, client = await world.member("bob"), await world.member("alice")
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=0)
-        with pytest.raises(Refused, match="is overloaded") as info:
+        with pytest.raises(Refused, match="is out of resources") as info:
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         assert info.value.retry_after_s == RETRY_S
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
-        with pytest.raises(Refused, match="is overloaded"):
+        with pytest.raises(Refused, match="is out of resources"):
             await client.handshakes.ensure(server.peer_id, SESSION, deadline_s=DEADLINE_S)
         server.raw.resources.limit(Resource.INBOUND_STREAMS, per_peer=9)
         server.raw.resources.limit(Resource.PENDING_HANDSHAKES, per_peer=1)

@@ -182,7 +182,7 @@ def test_no_client_has_more_sessions_than_its_share(reference: Reference) -> Non
         for number in range(3):
             await stranger.send_open(session=bytes([number]) * 16)
         refused = await refusal(session_reply(await stranger.send_open(session=b"x" * 16)))
-        assert refused.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+        assert refused.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
         assert refused.retry_after_s > 0
 
     with_stranger(reference, talk, limits=ClientLimits(sessions_per_client=3))
@@ -208,7 +208,7 @@ def test_a_client_that_never_acknowledges_stays_within_the_log_budget(reference:
             await stranger.step(link, a_step(number + 1, 4 * number, 4))
         assert all([(await session_reply(session)).HasField("output") for _ in range(3)])
         refused = await refusal(session_reply(session))
-        assert refused.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+        assert refused.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
         assert "log bytes of this session" in refused.detail
 
     with_stranger(reference, talk, limits=ClientLimits(log_bytes=3 * 4 * HIDDEN * 4))
@@ -315,7 +315,7 @@ def test_waiting_links_are_bounded_and_closed_ones_are_forgotten(reference: Refe
     async def talk(stranger: Stranger) -> None:
         waiting = [await stranger.link(session=bytes([number]) * 16) for number in range(1, 4)]
         refused = await refusal(link_reply(await stranger.link(session=b"z" * 16)))
-        assert refused.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+        assert refused.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
         assert refused.retry_after_s > 0
         for link in waiting:
             link.close()
@@ -336,7 +336,7 @@ def test_a_cache_over_its_budget_is_refused_before_it_is_allocated(reference: Re
         assert (await session_reply(session)).HasField("output")
         held = stranger.lab.cache_bytes()["a"]
         await stranger.step(link, a_step(2, 60, 60))
-        assert (await refusal(session_reply(session))).reason == refusal_pb2.REASON_OUT_OF_MEMORY
+        assert (await refusal(session_reply(session))).reason == refusal_pb2.REASON_OUT_OF_RESOURCES
         assert stranger.lab.cache_bytes().get("a", 0) <= held
 
     with_stranger(reference, talk, max_cache_bytes=80_000)

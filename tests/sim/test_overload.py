@@ -19,7 +19,7 @@ from swarmnet_node.hosting import client_limits, host
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
-from swarmnet_protocols.errors import HostsBusy
+from swarmnet_protocols.errors import HostsOverloaded
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, replacing, yes
@@ -82,13 +82,13 @@ BUSY_CLIENTS = {f"client {number}": 1 for number in range(6)}
     off=replacing(host, "expected_wait_s", lambda *_: 0.0),
 )
 def test_a_client_learns_at_once_that_all_hosts_are_busy(reference: Reference) -> None:
-    async def scenario(lab: Lab) -> tuple[HostsBusy, float]:
+    async def scenario(lab: Lab) -> tuple[HostsOverloaded, float]:
         clock = asyncio.get_running_loop().time
         await start_slow_host(lab)
         async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
             began = clock()
-            with pytest.raises(HostsBusy) as refused:
+            with pytest.raises(HostsOverloaded) as refused:
                 await answer(lab, swarm)
             return refused.value, clock() - began
 
@@ -96,7 +96,7 @@ def test_a_client_learns_at_once_that_all_hosts_are_busy(reference: Reference) -
     assert took_s < 1.0
     assert LIMITS.max_wait_s < error.retry_after_s < 60.0
     assert str(error) == (
-        f"all hosts of blocks 0:6 are busy; the shortest expected wait is {error.retry_after_s:.0f} s"
+        f"all hosts of blocks 0:6 are overloaded; the shortest expected wait is {error.retry_after_s:.0f} s"
     )
 
 
@@ -105,7 +105,7 @@ def test_other_hosts_are_used_before_a_busy_one_is_waited_for(reference: Referen
         await start_slow_host(lab)
         async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
-            with pytest.raises(HostsBusy):
+            with pytest.raises(HostsOverloaded):
                 await answer(lab, swarm)
             await lab.start("b", lab.hosting(BLOCKS))
             await asyncio.sleep(1.0)  # it announces itself
@@ -175,7 +175,7 @@ def test_a_session_opened_before_the_load_came_is_refused_at_step_one(
                 assert lab.sessions() == {"a": 1}
                 async with sending_prompts(lab, BUSY_CLIENTS):
                     began = clock()
-                    with pytest.raises(HostsBusy):
+                    with pytest.raises(HostsOverloaded):
                         await lab.generate(chain, PROMPT, 1)
                     return clock() - began
 
@@ -195,7 +195,7 @@ def test_hosts_that_always_say_they_are_busy_do_not_prolong_the_wait(reference: 
         async with lab.client() as swarm:
             await swarm.refresh()
             began = clock()
-            with pytest.raises(HostsBusy):
+            with pytest.raises(HostsOverloaded):
                 await answer(lab, swarm, wait_s)
             return clock() - began
 
@@ -210,7 +210,7 @@ def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> Non
         node = await lab.start("a", lab.hosting(BLOCKS, limits=ALWAYS_BUSY))
         async with lab.client() as swarm:
             await swarm.refresh()
-            with pytest.raises(HostsBusy):
+            with pytest.raises(HostsOverloaded):
                 await answer(lab, swarm, 10.0)
         assert node.host is not None
         return node.host.counters.refused["overloaded"]
@@ -264,7 +264,7 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
     await start_slow_host(lab, ClientLimits(max_wait_s=max_wait_s))
     async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
         await swarm.refresh()
-        with pytest.raises(HostsBusy):
+        with pytest.raises(HostsOverloaded):
             await answer(lab, swarm)
         await lab.start("b", lab.hosting(BLOCKS))
         await asyncio.sleep(1.0)  # it announces itself
@@ -291,7 +291,7 @@ def test_an_answer_under_way_goes_on_at_a_host_that_refuses_new_ones(reference: 
 )
 def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        with pytest.raises(HostsBusy):
+        with pytest.raises(HostsOverloaded):
             await lose_the_only_idle_host(lab, max_wait_s=5.0)
 
     simulate(reference, scenario)
@@ -312,7 +312,7 @@ def test_a_session_that_only_claims_to_continue_is_refused(
         await start_slow_host(lab, ClientLimits(max_wait_s=12.0))
         async with sending_prompts(lab, BUSY_CLIENTS), lab.client("late") as swarm:
             await swarm.refresh()
-            with pytest.raises(HostsBusy):
+            with pytest.raises(HostsOverloaded):
                 await answer(lab, swarm)
         host = lab.nodes["a"].host
         assert host is not None

@@ -218,7 +218,7 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
                 assert_near(await batch.forward(states(0)), expected)
 
     simulate(reference, scenario)
-    assert set(refusals) == {refusal_pb2.REASON_OUT_OF_MEMORY}
+    assert set(refusals) == {refusal_pb2.REASON_OUT_OF_RESOURCES}
 
 
 class _Full:

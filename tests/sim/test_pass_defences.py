@@ -172,7 +172,7 @@ def test_tensors_that_were_not_announced_are_not_computed(
 def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         held = [await stranger.begin() for _ in range(3)]
-        await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
+        await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
         await held[0].send(part(zeros()))
         assert (await reply(held[0])).HasField("part")
         with pytest.raises(StreamEnded):
@@ -193,7 +193,7 @@ def test_passes_of_all_clients_are_bounded_together(reference: Reference) -> Non
         ):
             for transport in (one, two):
                 await Stranger(lab, transport).begin()
-            await assert_refused(await Stranger(lab, two).begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
+            await assert_refused(await Stranger(lab, two).begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
 
     simulate(reference, scenario)
 
@@ -222,7 +222,7 @@ def test_a_client_that_does_not_read_the_result_loses_its_pass(
             stranger = Stranger(lab, transport)
             await (await stranger.begin()).send(part(zeros()))
             await asyncio.sleep(lab.timing.chunk_s - 2)
-            await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_MEMORY)
+            await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
             await asyncio.sleep(4)
             again = await stranger.begin()
             await again.send(part(zeros()))

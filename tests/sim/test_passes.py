@@ -268,7 +268,7 @@ def test_blocks_without_a_host_are_named(reference: Reference) -> None:
     simulate(reference, scenario)
 
 
-def test_overloaded_hosts_are_named_and_sent_nothing(reference: Reference) -> None:
+def test_hosts_out_of_resources_are_named_and_sent_nothing(reference: Reference) -> None:
     sent: list[Delivery] = []
 
     async def scenario(lab: Lab) -> None:

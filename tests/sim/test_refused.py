@@ -11,7 +11,7 @@ PROMPT = [5, 6, 7]
 
 
 @pytest.mark.parametrize("private", [None, PrivateSwarm()], ids=["open", "private"])
-def test_overloaded_hosts_are_named_and_answer_once_they_can(
+def test_hosts_out_of_resources_are_named_and_answer_later(
     reference: Reference, private: PrivateSwarm | None
 ) -> None:
     async def scenario(lab: Lab) -> None:
@@ -21,7 +21,7 @@ def test_overloaded_hosts_are_named_and_answer_once_they_can(
         host.resources.limit(Resource.INBOUND_STREAMS, per_peer=0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             with pytest.raises(
-                OutOfResources, match=f"{host.peer_id} refused the stream: it is overloaded"
+                OutOfResources, match=f"{host.peer_id} refused the stream: it is out of resources"
             ) as info:
                 await lab.generate(chain, PROMPT, 2)
             assert "try again later" in info.value.hint

@@ -177,7 +177,7 @@ def test_one_client_has_a_quarter_of_the_caches(reference: Reference) -> None:
                 await stranger.step(link, a_step(1, 0))
                 streams.append(stream)
             assert (await session_reply(streams[0])).HasField("output")
-            assert (await refusal(session_reply(streams[1]))).reason == refusal_pb2.REASON_OUT_OF_MEMORY
+            assert (await refusal(session_reply(streams[1]))).reason == refusal_pb2.REASON_OUT_OF_RESOURCES
 
     simulate(reference, scenario)
 

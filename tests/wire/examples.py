@@ -62,7 +62,7 @@ _PEER = session_pb2.Peer(
 )
 _TENSOR = session_pb2.Tensor(dtype=session_pb2.DTYPE_BFLOAT16, shape=[5, 576])
 
-_REFUSAL = Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "it is overloaded at the moment", 2.5)
+_REFUSAL = Refusal(refusal_pb2.REASON_OUT_OF_RESOURCES, "it is out of resources at the moment", 2.5)
 
 
 def session_messages() -> Iterator[Protobuf]:

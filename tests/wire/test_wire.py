@@ -144,7 +144,7 @@ def test_a_frame_is_that_of_the_golden_vector() -> None:
         return await FrameReader(LimitedReader(reader, RateLimiter()), protocol_ids.LINK, new_scope()).read()
 
     assert asyncio.run(read(vector["frame"])) == message
-    with pytest.raises(Refused, match="it is overloaded at the moment") as refused:
+    with pytest.raises(Refused, match="it is out of resources at the moment") as refused:
         asyncio.run(read(vector["refusal"]))
     assert refused.value.retry_after_s == 2.5
     with pytest.raises(StreamEnded, match="the stream ended"):

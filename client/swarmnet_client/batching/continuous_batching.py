@@ -46,7 +46,7 @@ SMOOTHING = 0.2
 """Weight of the newest answer in the running mean of their durations."""
 
 
-class Busy(OutOfResources):
+class Overloaded(OutOfResources):
     """Too many answers are being computed. A caller may try again after ``retry_after_s``."""
 
     def __init__(self, retry_after_s: int) -> None:
@@ -171,14 +171,14 @@ class Batcher:
         return self._past_wrong_hosts + sum(len(group.report.wrong) for group in self._groups)
 
     def check_room(self, answers: int = 1) -> None:
-        """Raise ``Busy`` if ``answers`` more requests may not be queued."""
+        """Raise ``Overloaded`` if ``answers`` more requests may not be queued."""
         load = self.load
         if not may_wait(load, self.limits, answers):
-            raise Busy(retry_after_s(load))
+            raise Overloaded(retry_after_s(load))
 
     @asynccontextmanager
     async def answer(self, request: Request) -> AsyncIterator[Answer]:
-        """The answer to a request; leaving the context cancels it. Raises ``Busy``."""
+        """The answer to a request; leaving the context cancels it. Raises ``Overloaded``."""
         self.check_room()
         answer = Answer(request)
         started = asyncio.get_running_loop().time()

@@ -46,7 +46,7 @@ seconds.
 """
 ATTEMPTS = 10
 """Repairs in a row, without an answer in between, after which a chain may be given up."""
-FULL_ATTEMPTS = 4
+OUT_OF_RESOURCES_ATTEMPTS = 4
 """As ``ATTEMPTS``, but when a host had no room. Each attempt recomputes the prompt up to that
 host."""
 
@@ -129,7 +129,7 @@ class Blame:
 
 
 class RetryPolicy:
-    """Counts repairs and waits for busy hosts since a chain last answered. Pure."""
+    """Counts repairs and waits for overloaded hosts since a chain last answered. Pure."""
 
     def __init__(self, recover_s: float) -> None:
         """``recover_s``: seconds that a chain is tried at least."""
@@ -137,7 +137,7 @@ class RetryPolicy:
         self._attempts = 0
         self._since = 0.0
         self._repaired_at = 0.0
-        self._busy_since: float | None = None
+        self._overloaded_since: float | None = None
 
     def pause_s(self, error: SwarmnetError | None) -> float:
         """Seconds to wait before the next attempt. ``error`` ended the last one.
@@ -145,10 +145,10 @@ class RetryPolicy:
         A refusal may name a time to wait. A host without room is asked again after that time, then
         after twice that.
         """
-        if self._attempts <= (2 if is_full(error) else 3):  # another host may do
+        if self._attempts <= (2 if is_out_of_resources(error) else 3):  # another host may do
             return 0.0
         asked_s = error.retry_after_s if isinstance(error, Refused) else 0.0
-        if is_full(error):
+        if is_out_of_resources(error):
             asked_s *= 2.0 ** (self._attempts - 3)
         return min(max(PAUSE_S, asked_s), self._recover_s / 2)
 
@@ -156,25 +156,25 @@ class RetryPolicy:
         """Count one more failure, ``error``, and return whether to give up.
 
         True after ``ATTEMPTS`` failures in a row over at least ``recover_s``, or after
-        ``FULL_ATTEMPTS`` for lack of room. An ``idle`` chain has nothing to answer: if it held for
-        ``recover_s`` since its last repair, the count starts over.
+        ``OUT_OF_RESOURCES_ATTEMPTS`` for lack of resources. An ``idle`` chain has nothing to
+        answer: if it held for ``recover_s`` since its last repair, the count starts over.
         """
         if self._attempts == 0 or (idle and now > self._repaired_at + self._recover_s):
             self._attempts, self._since = 0, now
         self._attempts += 1
-        if is_full(error) and self._attempts > FULL_ATTEMPTS:
+        if is_out_of_resources(error) and self._attempts > OUT_OF_RESOURCES_ATTEMPTS:
             return True
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
     def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
-        """Whether a wait of ``wait_s`` for busy hosts ends within ``most_s`` of their first
+        """Whether a wait of ``wait_s`` for overloaded hosts ends within ``most_s`` of their first
         refusal.
 
         What hosts say does not prolong the wait: they may lie.
         """
-        if self._busy_since is None:
-            self._busy_since = now
-        return now + wait_s <= self._busy_since + most_s
+        if self._overloaded_since is None:
+            self._overloaded_since = now
+        return now + wait_s <= self._overloaded_since + most_s
 
     def repaired(self, now: float) -> None:
         """The chain was repaired at ``now``."""
@@ -182,7 +182,7 @@ class RetryPolicy:
 
     def answered(self) -> None:
         """The chain has answered a step."""
-        self._attempts, self._busy_since = 0, None
+        self._attempts, self._overloaded_since = 0, None
 
 
 class Unfilled(Enum):
@@ -206,9 +206,9 @@ def before_attempt(failures: Sequence[Unfilled]) -> tuple[float, float | None]:
     return pause_s, None if set(failures) == {Unfilled.NO_ROUTE} else DIRECTORY_S
 
 
-def is_full(error: SwarmnetError | None) -> bool:
-    """Whether a host refused because it has no room at the moment."""
-    return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+def is_out_of_resources(error: SwarmnetError | None) -> bool:
+    """Whether a host refused because its memory, slots or a rate are used up."""
+    return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
 
 
 def is_missing_experts(error: SwarmnetError | None) -> bool:
@@ -226,7 +226,7 @@ def explain(error: SwarmnetError) -> SwarmnetError:
         )
     if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_NOT_AUTHORISED:
         return NotAuthorised(str(error), hint=error.hint)
-    if isinstance(error, Refused) and is_full(error):
+    if isinstance(error, Refused) and is_out_of_resources(error):
         return ResourceLimitReached(
             f"the hosts have no room: {error}",
             error.retry_after_s,

@@ -57,7 +57,7 @@ class ChainSpec:
     - ``standby``: whether each hop has a standby where other hosts have its blocks. None: only on
       hosts without other work, once a replay would take long.
     - ``trace``: records the times of all steps.
-    - ``wait_s``: longest wait, in seconds, for busy hosts before the first answer.
+    - ``wait_s``: longest wait, in seconds, for overloaded hosts before the first answer.
     """
 
     blocks: int

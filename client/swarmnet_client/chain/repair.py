@@ -19,8 +19,8 @@ from swarmnet_client.chain.failures import (
     Unfilled,
     before_attempt,
     explain,
-    is_full,
     is_missing_experts,
+    is_out_of_resources,
 )
 from swarmnet_client.chain.hops import (
     ChainReport,
@@ -37,7 +37,7 @@ from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.link import NextHop, log_id
@@ -112,7 +112,7 @@ class ChainRepair:
                     if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
                         raise self._explain(missing) from self.last_error
                     pause_s = self._retries.pause_s(self.last_error)
-                    if not is_full(self.last_error):  # else other hosts may have room at once
+                    if not is_out_of_resources(self.last_error):  # else other hosts may have room at once
                         await asyncio.sleep(pause_s)
                     # Kept caches would be replayed before the answers that wait
                     # (docs/decisions/0111).
@@ -207,7 +207,7 @@ class ChainRepair:
                 raise
             self.last_error = error
             return Unfilled.NO_ROUTE
-        except HostsBusy as error:
+        except HostsOverloaded as error:
             await self._wait_for_hosts(error)
             return Unfilled.NO_ROUTE
         except NoRoute as error:
@@ -217,14 +217,14 @@ class ChainRepair:
         # A dial may take a timeout, so a host that failed is dialled only after the directory was
         # read.
         if not failures and self.hosts.is_doubtful(route, [live.hop for live in self.hops]):
-            if is_full(self.last_error):
+            if is_out_of_resources(self.last_error):
                 await asyncio.sleep(pause_s)
             return Unfilled.DOUBTFUL
         return None if await self._open(route) else Unfilled.NOT_OPENED
 
     def _route(self) -> list[Hop]:
         """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or
-        ``HostsBusy``."""
+        ``HostsOverloaded``."""
         blocks = 0, self.spec.blocks
         self.hosts.check_room(self.positions, blocks)
         return self.hosts.route(
@@ -276,8 +276,8 @@ class ChainRepair:
         self.blame.attribute(error, hop, continues=self.continues)
         self.last_error = error
 
-    async def _wait_for_hosts(self, busy: HostsBusy) -> None:
-        """Wait until hosts may have room. Raises ``busy`` if that is longer than this chain may
+    async def _wait_for_hosts(self, error: HostsOverloaded) -> None:
+        """Wait until hosts may have room. Raises ``error`` if that is longer than this chain may
         wait.
 
         A chain that has answered is worth the time of a repair.
@@ -285,9 +285,9 @@ class ChainRepair:
         recover_s = self.hosts.timing.recover_s
         most_s = max(self.spec.wait_s, recover_s if self.continues else 0.0)
         now = asyncio.get_running_loop().time()
-        if not self._retries.may_wait(busy.retry_after_s, most_s, now):
-            raise busy
-        self.last_error = busy
+        if not self._retries.may_wait(error.retry_after_s, most_s, now):
+            raise error
+        self.last_error = error
         if self._deadline is not None:
-            self._deadline.reschedule(now + busy.retry_after_s + recover_s)
-        await asyncio.sleep(busy.retry_after_s)
+            self._deadline.reschedule(now + error.retry_after_s + recover_s)
+        await asyncio.sleep(error.retry_after_s)

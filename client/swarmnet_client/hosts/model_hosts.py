@@ -32,7 +32,7 @@ from swarmnet_client.hosts.entry_guards import EntryGuards
 from swarmnet_client.hosts.pings import PingMonitor
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample, read_hosts
-from swarmnet_protocols.errors import HostsBusy, NoRoom, NoRoute, SwarmnetError
+from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, SwarmnetError
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.joining.peer_clocks import advise_on_clock
@@ -249,8 +249,8 @@ class ModelHosts:
         - ``continues``: the hosts are to continue an answer, and may have refused new work.
         - ``hops``: open hops, which stay where they can.
 
-        Raises ``NoRoute``, or ``HostsBusy`` if the only missing hosts refused work because of their
-        load.
+        Raises ``NoRoute``, or ``HostsOverloaded`` if the only missing hosts refused work because of
+        their load.
         """
         view = self._view(explore=self._rng.random() < EXPLORE)
         excluded = avoid | self._exclusions.overloaded(self._now(), continues=continues).keys()
@@ -284,13 +284,13 @@ class ModelHosts:
     ) -> NoRoute:
         """Return the error for blocks without a usable host. Arguments are as for ``route``.
 
-        ``HostsBusy`` if overloaded hosts have all of these blocks, else ``NoRoute``.
+        ``HostsOverloaded`` if overloaded hosts have all of these blocks, else ``NoRoute``.
         """
         hosts = [host for host in self.known if host.peer not in avoid]
         waits_s = self._exclusions.overloaded(self._now(), continues=continues)
         wait_s = shortest_wait_s(missing, hosts, waits_s)
         if wait_s is not None:
-            return HostsBusy(missing, wait_s)
+            return HostsOverloaded(missing, wait_s)
         hint = "" if self._hosts else self._clock_advice
         if not uncovered([each for each in self._announced.known if each.state == INCOMPATIBLE], missing[0]):
             hint = "hosts of these blocks run another version of swarmnet: install the version that they run"

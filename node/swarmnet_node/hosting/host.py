@@ -155,7 +155,7 @@ class Host:
         if self._sessions:
             largest = max(self._sessions.values(), key=lambda session: session.held_bytes)
             largest.end(
-                Refusal(refusal_pb2.REASON_OUT_OF_MEMORY, "this host is over its owner's limit", RETRY_S)
+                Refusal(refusal_pb2.REASON_OUT_OF_RESOURCES, "this host is over its owner's limit", RETRY_S)
             )
 
     async def leave(self) -> None:
@@ -281,7 +281,7 @@ class Host:
                 queued[session.stream.peer] += session.queued_positions
         wait_s = expected_wait_s(queued, client, self.blocks.engine.position_s)
         if wait_s > self.limits.max_session_wait_s(continues=continues):
-            raise Refusal.busy(wait_s)
+            raise Refusal.overloaded(wait_s)
 
     def _is_used(self) -> bool:
         """Return whether a client waits for work of this host, or did so a moment ago."""
@@ -299,7 +299,7 @@ class Host:
         try:
             return held.enter_context(slots.acquire(stream, evict))
         except ResourceLimitReached as error:
-            raise Refusal.overloaded(error) from error
+            raise Refusal.out_of_resources(error) from error
 
     async def _with_slot(
         self, slots: Slots, stream: Stream, work: Callable[[Slot], Coroutine[Any, Any, None]]
@@ -342,7 +342,7 @@ class Host:
         except ProtocolViolation as error:
             self._refuse(stream, Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
         except OutOfResources as error:
-            self._refuse(stream, Refusal.overloaded(error))
+            self._refuse(stream, Refusal.out_of_resources(error))
         except Refusal as refusal:
             self._refuse(stream, refusal)
 

@@ -303,7 +303,7 @@ class HostedSession:
             try:
                 await reservation.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except ResourceLimitReached as error:
-                raise Refusal.overloaded(error) from error
+                raise Refusal.out_of_resources(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
@@ -499,7 +499,7 @@ class HostedSession:
             except ProtocolViolation as error:
                 self.end(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
             except OutOfResources as error:
-                self.end(Refusal.overloaded(error))
+                self.end(Refusal.out_of_resources(error))
             except Refusal as refusal:
                 self.end(refusal)
             except Exception as error:  # noqa: BLE001 - an error inside the model ends this session only

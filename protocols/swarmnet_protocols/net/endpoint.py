@@ -14,7 +14,7 @@ from swarmnet_protocols.net.limits.resources import ResourceLimitReached, Resour
 from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.pipe import Pipe
-from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
+from swarmnet_protocols.net.refusal import OUT_OF_RESOURCES, Refusal
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Endpoint:
             scope = self._subnet_limits.accept(peer, address)
         except ResourceLimitReached as error:
             _log.debug("refused a stream of %s: %s", peer, error)
-            self._refuse(pipe, Refusal.overloaded(error, OVERLOADED))
+            self._refuse(pipe, Refusal.out_of_resources(error, OUT_OF_RESOURCES))
             return
         stream = self._stream(pipe, peer, protocol, scope, link)
         stream.address = address

@@ -7,7 +7,7 @@ from swarmnet_protocols.wire import refusal_pb2 as pb
 MAX_DETAIL_CHARS = 500
 MAX_RETRY_S = 60.0
 """Longest wait that a refusal can ask for, in seconds."""
-OVERLOADED = "it is overloaded at the moment"
+OUT_OF_RESOURCES = "it is out of resources at the moment"
 """Detail of a refusal at a resource limit. It does not say which limit, so that other peers do not
 learn the limits."""
 
@@ -37,13 +37,13 @@ class Refusal(SwarmnetError):
         super().__init__(f"{pb.Reason.Name(reason)}: {self.detail}")
 
     @classmethod
-    def overloaded(cls, error: OutOfResources, detail: str = "") -> "Refusal":
+    def out_of_resources(cls, error: OutOfResources, detail: str = "") -> "Refusal":
         """Return the refusal at a resource limit. Without ``detail`` it names the limit."""
         retry_after_s = error.retry_after_s if isinstance(error, ResourceLimitReached) else 0.0
-        return cls(pb.REASON_OUT_OF_MEMORY, detail or str(error), retry_after_s)
+        return cls(pb.REASON_OUT_OF_RESOURCES, detail or str(error), retry_after_s)
 
     @classmethod
-    def busy(cls, wait_s: float) -> "Refusal":
+    def overloaded(cls, wait_s: float) -> "Refusal":
         """Return the refusal of work that would have to wait for ``wait_s``."""
         return cls(pb.REASON_OVERLOADED, f"new work would wait for about {wait_s:.0f} s", wait_s)
 

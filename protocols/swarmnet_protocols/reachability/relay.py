@@ -74,7 +74,7 @@ class _Circuit:
             each.release()
         if not self.accepted.done():
             self.accepted.set_exception(
-                Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer")
+                Refusal(refusal_pb2.REASON_OUT_OF_RESOURCES, "too many circuits to this peer")
             )
         self.source.close()
 
@@ -219,7 +219,7 @@ class Relay:
                     self._waiting[target].append(turn)
                     await turn
         except TimeoutError as error:
-            raise Refusal(refusal_pb2.REASON_OVERLOADED, "too many circuits to this peer") from error
+            raise Refusal(refusal_pb2.REASON_OUT_OF_RESOURCES, "too many circuits to this peer") from error
 
     def _make_room(self, target: PeerId, reserved: Stream, newcomer: Stream) -> bool:
         """Return whether ``target`` has room for one more circuit.

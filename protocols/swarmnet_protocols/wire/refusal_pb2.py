@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/refusal.proto\x12\x13swarmnet.refusal.v1\"n\n\x07Refusal\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.swarmnet.refusal.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0f\n\x07time_ms\x18\x04 \x01(\x04*\x8e\x04\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_PROTOCOL\x10\x01\x12\x16\n\x12REASON_WRONG_MODEL\x10\x02\x12\x15\n\x11REASON_WRONG_SPAN\x10\x03\x12\x18\n\x14REASON_OUT_OF_MEMORY\x10\x04\x12\x13\n\x0fREASON_TOO_LONG\x10\x05\x12\x13\n\x0fREASON_LOG_GONE\x10\x06\x12\x12\n\x0eREASON_LEAVING\x10\x07\x12\x1a\n\x16REASON_UNKNOWN_SESSION\x10\x08\x12\x16\n\x12REASON_STALE_EPOCH\x10\t\x12\x13\n\x0fREASON_INTERNAL\x10\n\x12\x16\n\x12REASON_WRONG_SWARM\x10\x0b\x12\x1a\n\x16REASON_UNKNOWN_ADAPTER\x10\x0c\x12\x15\n\x11REASON_GRAPH_GONE\x10\r\x12\x0f\n\x0bREASON_IDLE\x10\x0f\x12\x15\n\x11REASON_NOT_FINITE\x10\x0e\x12\x19\n\x15REASON_NOT_AUTHORISED\x10\x10\x12\x18\n\x14REASON_UNKNOWN_STATE\x10\x11\x12\x13\n\x0fREASON_NO_RELAY\x10\x12\x12\x1a\n\x16REASON_MISSING_EXPERTS\x10\x14\x12\x15\n\x11REASON_OVERLOADED\x10\x15\x12\x17\n\x13REASON_NOT_RESERVED\x10\x13\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/refusal.proto\x12\x13swarmnet.refusal.v1\"n\n\x07Refusal\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.swarmnet.refusal.v1.Reason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x15\n\rretry_after_s\x18\x03 \x01(\x01\x12\x0f\n\x07time_ms\x18\x04 \x01(\x04*\x91\x04\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x13\n\x0fREASON_PROTOCOL\x10\x01\x12\x16\n\x12REASON_WRONG_MODEL\x10\x02\x12\x15\n\x11REASON_WRONG_SPAN\x10\x03\x12\x1b\n\x17REASON_OUT_OF_RESOURCES\x10\x04\x12\x13\n\x0fREASON_TOO_LONG\x10\x05\x12\x13\n\x0fREASON_LOG_GONE\x10\x06\x12\x12\n\x0eREASON_LEAVING\x10\x07\x12\x1a\n\x16REASON_UNKNOWN_SESSION\x10\x08\x12\x16\n\x12REASON_STALE_EPOCH\x10\t\x12\x13\n\x0fREASON_INTERNAL\x10\n\x12\x16\n\x12REASON_WRONG_SWARM\x10\x0b\x12\x1a\n\x16REASON_UNKNOWN_ADAPTER\x10\x0c\x12\x15\n\x11REASON_GRAPH_GONE\x10\r\x12\x0f\n\x0bREASON_IDLE\x10\x0f\x12\x15\n\x11REASON_NOT_FINITE\x10\x0e\x12\x19\n\x15REASON_NOT_AUTHORISED\x10\x10\x12\x18\n\x14REASON_UNKNOWN_STATE\x10\x11\x12\x13\n\x0fREASON_NO_RELAY\x10\x12\x12\x1a\n\x16REASON_MISSING_EXPERTS\x10\x14\x12\x15\n\x11REASON_OVERLOADED\x10\x15\x12\x17\n\x13REASON_NOT_RESERVED\x10\x13\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,7 +32,7 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarmnet_protocols.wire.ref
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REASON']._serialized_start=175
-  _globals['_REASON']._serialized_end=701
+  _globals['_REASON']._serialized_end=704
   _globals['_REFUSAL']._serialized_start=62
   _globals['_REFUSAL']._serialized_end=172
 # @@protoc_insertion_point(module_scope)

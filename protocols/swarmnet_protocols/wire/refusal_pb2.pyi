@@ -11,7 +11,7 @@ class Reason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REASON_PROTOCOL: _ClassVar[Reason]
     REASON_WRONG_MODEL: _ClassVar[Reason]
     REASON_WRONG_SPAN: _ClassVar[Reason]
-    REASON_OUT_OF_MEMORY: _ClassVar[Reason]
+    REASON_OUT_OF_RESOURCES: _ClassVar[Reason]
     REASON_TOO_LONG: _ClassVar[Reason]
     REASON_LOG_GONE: _ClassVar[Reason]
     REASON_LEAVING: _ClassVar[Reason]
@@ -33,7 +33,7 @@ REASON_UNSPECIFIED: Reason
 REASON_PROTOCOL: Reason
 REASON_WRONG_MODEL: Reason
 REASON_WRONG_SPAN: Reason
-REASON_OUT_OF_MEMORY: Reason
+REASON_OUT_OF_RESOURCES: Reason
 REASON_TOO_LONG: Reason
 REASON_LOG_GONE: Reason
 REASON_LEAVING: Reason

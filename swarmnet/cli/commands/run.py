@@ -129,7 +129,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             "--wait",
             metavar="SECONDS",
             min=0,
-            help="Seconds to wait while all hosts are busy.",
+            help="Seconds to wait while all hosts are overloaded.",
         ),
     ] = 0.0,
     adapter: Annotated[

@@ -34,7 +34,7 @@ from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
-from swarmnet_protocols.net.refusal import OVERLOADED, Refusal, Refused
+from swarmnet_protocols.net.refusal import OUT_OF_RESOURCES, Refusal, Refused
 from swarmnet_protocols.timing import Timing
 
 STREAM_BUFFER_BYTES = 1 << 20
@@ -364,7 +364,7 @@ class MemoryTransport:
         try:
             scope = self._subnet_limits.accept(peer, self.network.address_of(peer))
         except ResourceLimitReached as error:
-            client.on_refused(Refusal.overloaded(error, OVERLOADED))
+            client.on_refused(Refusal.out_of_resources(error, OUT_OF_RESOURCES))
             return None
         stream = MemoryStream(self, peer, served, scope)
         stream.connect(client)

@@ -3,16 +3,16 @@
 import pytest
 
 from swarmnet.gateway.errors import RETRY_S, api_error
-from swarmnet_client.batching.continuous_batching import Busy
-from swarmnet_protocols.errors import HostsBusy, NoRoute, OutOfResources, SwarmnetError
+from swarmnet_client.batching.continuous_batching import Overloaded
+from swarmnet_protocols.errors import HostsOverloaded, NoRoute, OutOfResources, SwarmnetError
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 
 
 @pytest.mark.parametrize(
     ("error", "status", "code", "retry_after"),
     [
-        (Busy(7), 503, "overloaded", "7"),
-        (HostsBusy([(3, 9)], 11.2), 503, "overloaded", "12"),
+        (Overloaded(7), 503, "overloaded", "7"),
+        (HostsOverloaded([(3, 9)], 11.2), 503, "overloaded", "12"),
         (NoRoute([(3, 4)]), 503, "no_route", str(RETRY_S)),
         (ResourceLimitReached("no room", 12.4), 503, "out_of_resources", "13"),
         (ResourceLimitReached("no room", 0.0), 503, "out_of_resources", "1"),

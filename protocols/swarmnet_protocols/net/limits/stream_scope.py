@@ -26,7 +26,7 @@ from swarmnet_protocols.net.limits.resources import (
     ResourceManager,
     Scope,
 )
-from swarmnet_protocols.net.refusal import OVERLOADED, Refusal
+from swarmnet_protocols.net.refusal import OUT_OF_RESOURCES, Refusal
 from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
         await handler(stream)
     except ResourceLimitReached as error:
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
-        stream.refuse(Refusal.overloaded(error, OVERLOADED))
+        stream.refuse(Refusal.out_of_resources(error, OUT_OF_RESOURCES))
     except Refusal as refusal:
         _log.debug("%s with %s: %s", protocol.id, stream.peer, refusal)
         stream.refuse(refusal)

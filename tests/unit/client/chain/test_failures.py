@@ -5,7 +5,7 @@ import pytest
 from swarmnet_client.chain.failures import (
     ATTEMPTS,
     DIRECTORY_S,
-    FULL_ATTEMPTS,
+    OUT_OF_RESOURCES_ATTEMPTS,
     PAUSE_S,
     QUICK_ATTEMPTS,
     RetryPolicy,
@@ -34,7 +34,7 @@ def test_the_error_says_why_hosts_refuse() -> None:
     assert isinstance(error, NotAuthorised)
     assert str(error) == "one refused the stream: no member"
     assert "owner of the swarm" in error.hint
-    error = explain(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 2.0))
+    error = explain(refused(refusal_pb2.REASON_OUT_OF_RESOURCES, "no room", 2.0))
     assert isinstance(error, ResourceLimitReached)
     assert error.retry_after_s == 2.0
 
@@ -62,14 +62,14 @@ def test_an_answer_resets_the_count_of_attempts() -> None:
 
 def test_a_full_host_is_asked_again_after_its_time_then_twice_that() -> None:
     retries = RetryPolicy(recover_s=12.0)
-    full = refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 3.0)
+    full = refused(refusal_pb2.REASON_OUT_OF_RESOURCES, "no room", 3.0)
     pauses = []
     for number in range(5):
         is_given_up = retries.is_given_up(float(number), full, idle=False)
-        assert is_given_up == (number == FULL_ATTEMPTS)
+        assert is_given_up == (number == OUT_OF_RESOURCES_ATTEMPTS)
         pauses.append((retries.pause_s(full), retries.pause_s(None)))
     assert pauses[:4] == [(0.0, 0.0), (0.0, 0.0), (3.0, 0.0), (6.0, PAUSE_S)]
-    assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_MEMORY, "no room", 60.0)) == 6.0
+    assert retries.pause_s(refused(refusal_pb2.REASON_OUT_OF_RESOURCES, "no room", 60.0)) == 6.0
 
 
 def test_waits_for_busy_hosts_count_from_a_refusal_to_an_answer() -> None:

@@ -65,7 +65,7 @@ def with_store(talk: Callable[[BoundedStore], Awaitable[None]]) -> None:
 def assert_no_room(store: BoundedStore, owner: PeerId, nbytes: int = SIZE) -> None:
     with pytest.raises(Refusal) as caught, store.reserve(store.scope(owner), nbytes) as grow:
         grow(nbytes)
-    assert caught.value.reason == refusal_pb2.REASON_OUT_OF_MEMORY
+    assert caught.value.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
 
 
 def test_the_least_recently_used_adapter_of_an_owner_is_evicted() -> None:

@@ -170,7 +170,7 @@ def test_one_question_has_one_answer_and_closes_the_stream() -> None:
 
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e9])
 def test_an_invalid_retry_time_is_read_as_zero(seconds: float) -> None:
-    said = refusal_pb2.Refusal(reason=refusal_pb2.REASON_OUT_OF_MEMORY, retry_after_s=seconds)
+    said = refusal_pb2.Refusal(reason=refusal_pb2.REASON_OUT_OF_RESOURCES, retry_after_s=seconds)
     assert Refused("host", said).retry_after_s == 0.0
 
 
