@@ -49,7 +49,7 @@ from swarmnet.gateway.schemas import (
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import sequences
-from swarmnet_client.batching.continuous_batching import BatchingEngine
+from swarmnet_client.batching.continuous_batching import ServedModel
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -79,20 +79,20 @@ class Prepared:
 
 @dataclass
 class Gateway:
-    """The OpenAI-compatible endpoint of one model. All requests share one engine."""
+    """The OpenAI-compatible endpoint of one model. All requests share its batcher."""
 
-    engine: BatchingEngine
+    served: ServedModel
     quota: Quota = field(default_factory=Quota)
     clock: Clock = wall_clock
 
     def __post_init__(self) -> None:
-        self.model = name_for_peers(self.engine.local.name)
-        self.parser = BodyParser(self.engine.context)
-        self._metrics = GatewayMetrics(self.model, self.engine.batcher)
+        self.model = name_for_peers(self.served.local.name)
+        self.parser = BodyParser(self.served.context)
+        self._metrics = GatewayMetrics(self.model, self.served.batcher)
         self._quotas = QuotaTracker(self.quota)
-        self._tokenizer = PromptTokenizer(self.engine)
+        self._tokenizer = PromptTokenizer(self.served)
         self._created = int(self.clock())
-        self._fingerprint = f"swarm-{self.engine.local.manifest.hash.hex()[:12]}"
+        self._fingerprint = f"swarm-{self.served.local.manifest.hash.hex()[:12]}"
         self._running = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -174,13 +174,13 @@ class Gateway:
             ids = await self._tokenizer.encode(body.prompt, special_tokens=body.add_special_tokens)
         else:
             raise ApiError(400, "give either prompt or messages", "invalid_value", param="prompt")
-        return {"count": len(ids), "max_model_len": self.engine.max_length, "tokens": ids}
+        return {"count": len(ids), "max_model_len": self.served.max_length, "tokens": ids}
 
     async def detokenize(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, DetokenizeRequest)
         self._check_model(body.model or self.model)
-        if len(body.tokens) > self.engine.max_length:
-            message = f"at most {self.engine.max_length} tokens fit into the context of this model"
+        if len(body.tokens) > self.served.max_length:
+            message = f"at most {self.served.max_length} tokens fit into the context of this model"
             raise ApiError(400, message, "context_length_exceeded", param="tokens")
         self._tokenizer.check_ids(body.tokens, "tokens")
         return {"prompt": await self._tokenizer.decode(body.tokens)}
@@ -188,7 +188,7 @@ class Gateway:
     async def health(self) -> Response:
         if self._draining:
             return JSONResponse({"status": "draining"}, 503)
-        if missing := self.engine.missing:
+        if missing := self.served.missing:
             return JSONResponse({"status": "some blocks have no host", "missing": missing}, 503)
         return JSONResponse({"status": "ok"})
 
@@ -233,7 +233,7 @@ class Gateway:
             prompt_tokens = sum(map(len, prepared.prompts))
             generation = await stack.enter_async_context(
                 Generation.run(
-                    self.engine,
+                    self.served,
                     requests,
                     body.stop,
                     self._metrics,
@@ -256,20 +256,20 @@ class Gateway:
     def _sequence_requests(
         self, body: GenerationRequest, prepared: Prepared, key: str
     ) -> list[sequences.Request]:
-        """One request to the engine for each choice of each prompt. Raises ``ApiError`` for prompts
-        that do not fit."""
+        """One request to the batcher for each choice of each prompt. Raises ``ApiError`` for
+        prompts that do not fit."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[sequences.Request] = []
         self._tokenizer.check_ids(body.logit_bias, "logit_bias")
         biases = tuple(body.logit_bias.items())
         for prompt in prepared.prompts:
             self._tokenizer.check_ids(prompt, prepared.param)
-            room = self.engine.max_length - len(prompt)
+            room = self.served.max_length - len(prompt)
             if not prompt:
                 raise ApiError(400, "the prompt has no tokens", "invalid_value", param=prepared.param)
             if room < 1:
-                most = self.engine.max_length
-                who = "the model takes" if most == self.engine.context else "the hosts have room for"
+                most = self.served.max_length
+                who = "the model takes" if most == self.served.context else "the hosts have room for"
                 message = f"the prompt has {len(prompt)} tokens; {who} 1 to {most - 1}"
                 raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
             for _ in range(body.n):
@@ -287,9 +287,9 @@ class Gateway:
                         tuple(prompt),
                         min(room, prepared.max_new_tokens or room),
                         sampling,
-                        frozenset() if body.ignore_eos else self.engine.end_ids,
+                        frozenset() if body.ignore_eos else self.served.end_ids,
                         owner=_owner(body, key),
-                        speculate=self.engine.speculates,
+                        speculate=self.served.speculates,
                     )
                 )
         return requests
@@ -297,12 +297,12 @@ class Gateway:
     def _check_places(self, choices: int) -> None:
         """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can
         never hold this number of choices."""
-        limits = self.engine.batcher.limits
+        limits = self.served.batcher.limits
         most = min(MAX_CHOICES, limits.active + limits.waiting)
         if choices > most:
             message = f"a request may ask for {most} choices over all its prompts, not {choices}"
             raise ApiError(400, message, "invalid_value", param="n")
-        self.engine.batcher.check_room(choices)
+        self.served.batcher.check_room(choices)
 
     def _count_running(self, change: int) -> None:
         self._running += change
@@ -322,11 +322,11 @@ class Gateway:
             "object": "model",
             "created": self._created,
             "owned_by": "swarmnet",
-            "max_model_len": self.engine.max_length,
+            "max_model_len": self.served.max_length,
         }
 
     def _formatter_arguments(self) -> tuple[str, Any, int, str]:
-        return self.model, self.engine.tokenizer, int(self.clock()), self._fingerprint
+        return self.model, self.served.tokenizer, int(self.clock()), self._fingerprint
 
     async def _handle_error(self, _request: Request, error: Exception) -> Response:
         response = api_error(error)

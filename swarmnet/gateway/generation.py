@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.metrics import GatewayMetrics
-from swarmnet_client.batching.continuous_batching import BatchingEngine
+from swarmnet_client.batching.continuous_batching import ServedModel
 from swarmnet_client.batching.sequences import Request
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
@@ -29,13 +29,13 @@ class Generation:
     """The choices of one request, as an async iterator over the deltas of all; it raises
     ``SwarmnetError`` when one choice fails.
 
-    Each choice is a task that reads its tokens from the engine's batch; all put their deltas into
-    one queue.
+    Each choice is a task that reads its tokens from the batcher; all put their deltas into one
+    queue.
     """
 
     def __init__(
         self,
-        engine: BatchingEngine,
+        served: ServedModel,
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,
@@ -51,7 +51,7 @@ class Generation:
         found."""
         self.trips = 0
         """Steps through chains that gave tokens of the finished choices."""
-        self._engine = engine
+        self._served = served
         self._requests = requests
         self._stops = stops
         self._metrics = metrics
@@ -66,7 +66,7 @@ class Generation:
     @asynccontextmanager
     async def run(
         cls,
-        engine: BatchingEngine,
+        served: ServedModel,
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,
@@ -77,7 +77,7 @@ class Generation:
 
         Leaving it cancels the unfinished ones.
         """
-        generation = cls(engine, requests, stops, metrics, continues=continues)
+        generation = cls(served, requests, stops, metrics, continues=continues)
         tasks = [asyncio.create_task(generation._run_choice(index)) for index in range(len(requests))]
         try:
             yield generation
@@ -115,12 +115,12 @@ class Generation:
     async def _generate(self, index: int) -> None:
         request = self._requests[index]
         prompt = request.ids if self._continues else ()
-        detokenizer = IncrementalDetokenizer(self._engine.tokenizer, prompt)
+        detokenizer = IncrementalDetokenizer(self._served.tokenizer, prompt)
         stops = StopStrings(self._stops)
         pending: list[Token] = []
         count = 0
         last_s = self._start_s
-        async with self._engine.batcher.answer(request) as answer:
+        async with self._served.batcher.answer(request) as answer:
             async for token in answer:
                 last_s = self._observe_token(count, last_s)
                 count += 1

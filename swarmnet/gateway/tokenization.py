@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.schemas import ChatMessage
-from swarmnet_client.batching.continuous_batching import BatchingEngine
+from swarmnet_client.batching.continuous_batching import ServedModel
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
@@ -24,8 +24,8 @@ class PromptTokenizer:
     """The model's tokenizer on a thread of its own, so that long prompts do not block the event
     loop."""
 
-    def __init__(self, engine: BatchingEngine) -> None:
-        self._engine = engine
+    def __init__(self, served: ServedModel) -> None:
+        self._served = served
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 
     def close(self) -> None:
@@ -45,11 +45,11 @@ class PromptTokenizer:
     async def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens included."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._engine.tokenizer.decode, ids)
+        return await loop.run_in_executor(self._thread, self._served.tokenizer.decode, ids)
 
     def check_ids(self, ids: Collection[int], param: str) -> None:
         """Raise ``ApiError`` that names ``param`` if an id is not in the vocabulary."""
-        vocab_size = self._engine.local.config.vocab_size
+        vocab_size = self._served.local.config.vocab_size
         if ids and max(ids) >= vocab_size:
             raise ApiError(400, f"token ids go up to {vocab_size - 1}", "invalid_value", param=param)
 
@@ -58,14 +58,14 @@ class PromptTokenizer:
 
     @property
     def _max_chars(self) -> int:
-        return CHARS_PER_TOKEN * self._engine.max_length
+        return CHARS_PER_TOKEN * self._served.max_length
 
     def _encode(self, text: str, special_tokens: bool) -> list[int]:
         if len(text) > self._max_chars or self._is_too_long(text):
             raise ApiError(
                 400, f"{len(text)} characters do not fit into this model", "context_length_exceeded"
             )
-        ids: list[int] = self._engine.tokenizer(text, add_special_tokens=special_tokens).input_ids
+        ids: list[int] = self._served.tokenizer(text, add_special_tokens=special_tokens).input_ids
         return ids
 
     def _is_too_long(self, text: str) -> bool:
@@ -76,13 +76,13 @@ class PromptTokenizer:
         count = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            count += len(self._engine.tokenizer(piece, add_special_tokens=False).input_ids) - EXTRA_TOKENS
-            if count > self._engine.max_length:
+            count += len(self._served.tokenizer(piece, add_special_tokens=False).input_ids) - EXTRA_TOKENS
+            if count > self._served.max_length:
                 return True
         return False
 
     def _encode_chat(self, messages: Sequence[ChatMessage], generation_prompt: bool) -> list[int]:
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._served.tokenizer
         if not tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions", "no_chat_template")
         try:

@@ -1,7 +1,7 @@
 """Continuous batching: the answers of many callers over a few chains of one model.
 
-1. :func:`open_engine` loads the local layers and returns a :class:`BatchingEngine` for an endpoint.
-2. The engine's :class:`Batcher` queues requests and starts them while the limits allow.
+1. :meth:`ServedModel.open` loads the local layers and starts a :class:`Batcher`.
+2. The batcher queues requests and starts them while the limits allow.
 3. Each answer runs on a chain (:class:`SequenceGroup`). If the chain fails, the batcher moves the
    answer to another chain.
 """
@@ -254,8 +254,8 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
 
 
 @dataclass(frozen=True)
-class BatchingEngine:
-    """One model. ``end_ids`` end an answer."""
+class ServedModel:
+    """A model whose answers an endpoint serves. Made by :meth:`open`. ``end_ids`` end an answer."""
 
     local: LocalModel
     tokenizer: Any
@@ -266,6 +266,53 @@ class BatchingEngine:
     end_ids: frozenset[int]
     speculates: bool
     """Whether answers are decoded speculatively."""
+
+    @classmethod
+    @asynccontextmanager
+    async def open(
+        cls,
+        local: LocalModel,
+        hosts: ModelHosts,
+        options: LoadOptions,
+        limits: BatchLimits,
+        *,
+        speculate: bool = True,
+    ) -> AsyncIterator["ServedModel"]:
+        """Serve the CausalLM of ``local`` over ``hosts`` while the context is open.
+
+        ``speculate``: decode speculatively, if the model's caches can go back.
+        """
+        computing = ThreadPoolExecutor(1, thread_name_prefix="head")
+        draft_model = None
+        try:
+            await compute_on(computing, threads=None)
+            loop = asyncio.get_running_loop()
+            local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
+            speculates = speculate and local_layers.can_rewind
+            if speculates and options.draft:
+                draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
+            spec = ChainSpec(
+                local.manifest.blocks,
+                local.manifest.hidden_size,
+                local.max_positions,
+                options.dtype,
+                options.wire,
+            )
+            tokenizer = local.tokenizer()
+            await hosts.refresh()
+            async with Batcher.run(
+                LmHead(local_layers, computing),
+                lambda: Chain.open(hosts, spec, local_layers.embed, local_layers.logits),
+                limits,
+                draft_model,
+                lambda: hosts.room((0, spec.blocks)),
+            ) as batcher:
+                ends = frozenset(local.end_ids(tokenizer))
+                yield cls(local, tokenizer, batcher, hosts, local.max_positions, ends, speculates)
+        finally:
+            computing.shutdown(wait=False)
+            if draft_model is not None:
+                draft_model.close()
 
     @property
     def max_length(self) -> int:
@@ -278,44 +325,3 @@ class BatchingEngine:
         """Ranges of blocks without a known host."""
         online = [host for host in self.hosts.known if host.online]
         return uncovered(online, (0, self.local.manifest.blocks))
-
-
-@asynccontextmanager
-async def open_engine(
-    local: LocalModel, hosts: ModelHosts, options: LoadOptions, limits: BatchLimits, *, speculate: bool = True
-) -> AsyncIterator[BatchingEngine]:
-    """An engine for the CausalLM of ``local`` over ``hosts``, while the context is open.
-
-    ``speculate``: decode speculatively, if the model's caches can go back.
-    """
-    computing = ThreadPoolExecutor(1, thread_name_prefix="head")
-    draft_model = None
-    try:
-        await compute_on(computing, threads=None)
-        loop = asyncio.get_running_loop()
-        local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
-        speculates = speculate and local_layers.can_rewind
-        if speculates and options.draft:
-            draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
-        spec = ChainSpec(
-            local.manifest.blocks,
-            local.manifest.hidden_size,
-            local.max_positions,
-            options.dtype,
-            options.wire,
-        )
-        tokenizer = local.tokenizer()
-        await hosts.refresh()
-        async with Batcher.run(
-            LmHead(local_layers, computing),
-            lambda: Chain.open(hosts, spec, local_layers.embed, local_layers.logits),
-            limits,
-            draft_model,
-            lambda: hosts.room((0, spec.blocks)),
-        ) as batcher:
-            ends = frozenset(local.end_ids(tokenizer))
-            yield BatchingEngine(local, tokenizer, batcher, hosts, local.max_positions, ends, speculates)
-    finally:
-        computing.shutdown(wait=False)
-        if draft_model is not None:
-            draft_model.close()

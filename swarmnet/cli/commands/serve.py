@@ -236,7 +236,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.gateway.app import Gateway
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
-    from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
+    from swarmnet_client.batching.continuous_batching import BatchLimits, ServedModel
     from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_client.model.local_layers import LoadOptions, memory_notice
     from swarmnet_protocols.machine.aio import race
@@ -252,10 +252,10 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
-        engine = await stack.enter_async_context(
-            open_engine(local, hosts, options, limits, speculate=serving.speculate)
+        served = await stack.enter_async_context(
+            ServedModel.open(local, hosts, options, limits, speculate=serving.speculate)
         )
-        gateway = Gateway(engine, serving.quota)
+        gateway = Gateway(served, serving.quota)
         stack.callback(gateway.close)
         app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)
         endpoint = await stack.enter_async_context(serve_http(app, serving.host, serving.port))

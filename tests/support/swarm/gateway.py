@@ -12,7 +12,7 @@ import httpx
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
-from swarmnet_client.batching.continuous_batching import BatchLimits, open_engine
+from swarmnet_client.batching.continuous_batching import BatchLimits, ServedModel
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
@@ -132,13 +132,13 @@ async def gateway(
 ) -> AsyncIterator[Caller]:
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(lab.client())
-        engine = await stack.enter_async_context(
-            open_engine(
+        model = await stack.enter_async_context(
+            ServedModel.open(
                 lab.reference.local, hosts, LoadOptions.picked("float32", "cpu"), limits or BatchLimits()
             )
         )
-        engine.tokenizer.chat_template = TEMPLATE
-        served = Gateway(engine, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
+        model.tokenizer.chat_template = TEMPLATE
+        served = Gateway(model, quota or Quota(), clock=lambda: EPOCH + asyncio.get_running_loop().time())
         stack.callback(served.close)
         access = AccessPolicy(ApiKeys(keys or {}), public_paths=["/health"])
         app = protect(served.app(), access, max_body_bytes=served.parser.max_bytes)

@@ -1,4 +1,4 @@
-"""``swarmnet serve`` with an engine that does nothing."""
+"""``swarmnet serve`` with a model that does nothing."""
 
 import asyncio
 import json
@@ -23,19 +23,19 @@ from tests.defences import defence, replacing
 
 @pytest.fixture
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the gateway's engine that does nothing, on a swarm that does not change."""
+    """A stand-in for a served model that does nothing, on a swarm that does not change."""
 
     @asynccontextmanager
     async def hosts(*_: object) -> AsyncIterator[Any]:
         yield SimpleNamespace(transport=SimpleNamespace(died=asyncio.Event().wait))
 
     @asynccontextmanager
-    async def engine(*_: object, **__: object) -> AsyncIterator[Any]:
+    async def served(*_: object, **__: object) -> AsyncIterator[Any]:
         local = SimpleNamespace(name="model", manifest=SimpleNamespace(hash=bytes(32)))
         yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512)
 
     monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.connect", hosts)
-    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.open_engine", engine)
+    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.ServedModel.open", served)
     monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
 
 
