@@ -28,8 +28,8 @@ A host that drops parts faster than this is useless.
 """
 
 
-class AdapterUploads:
-    """The hosts that have parts of one adapter. Without an adapter there are no parts."""
+class AdapterUploader:
+    """Uploads one adapter: its part for a hop once to each host. Without an adapter, nothing."""
 
     def __init__(
         self, hosts: ModelHosts, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.trace import Trace
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -356,7 +356,7 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
 
 
 async def open_hop(
-    uploads: AdapterUploads,
+    uploader: AdapterUploader,
     spec: ChainSpec,
     hop: Hop,
     identity: tuple[bytes, int],
@@ -369,7 +369,7 @@ async def open_hop(
     - ``identity``: id and epoch of the session.
     - ``target``: the hop after it. None if outputs go to the client, or if a standby sends to no
       peer yet.
-    - ``uploads``: uploads the chain's adapter first.
+    - ``uploader``: uploads the chain's adapter first.
 
     Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
     """
@@ -377,10 +377,10 @@ async def open_hop(
     request = pb.Open(
         session=session,
         epoch=epoch,
-        swarm=uploads.hosts.swarm_id,
-        manifest=uploads.hosts.manifest,
+        swarm=uploader.hosts.swarm_id,
+        manifest=uploader.hosts.manifest,
         span=pb.Span(start=hop.start, end=hop.end),
-        next=_peer(target, uploads.hosts.record_of(target.peer)) if target else None,
+        next=_peer(target, uploader.hosts.record_of(target.peer)) if target else None,
         wire=wire_code(spec.wire_of(hop.precision)),
         max_length=spec.max_length,
         standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
@@ -391,13 +391,13 @@ async def open_hop(
 
     async def ask(adapter: bytes) -> LiveHop:
         request.adapter = adapter
-        return await _open(uploads, hop, request)
+        return await _open(uploader, hop, request)
 
-    return await uploads.with_adapter(hop, ask)
+    return await uploader.with_adapter(hop, ask)
 
 
-async def _open(uploads: AdapterUploads, hop: Hop, request: pb.Open) -> LiveHop:
-    client = await _ask(uploads.hosts, hop, pb.SessionRequest(open=request))
+async def _open(uploader: AdapterUploader, hop: Hop, request: pb.Open) -> LiveHop:
+    client = await _ask(uploader.hosts, hop, pb.SessionRequest(open=request))
     now = asyncio.get_running_loop().time()
     return LiveHop(hop, request.session, client, heard_at=now, progress_at=now, stands_by=request.standby)
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, explain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
@@ -290,7 +290,7 @@ class PassClient:
         self._hosts = hosts
         self._spec = spec
         self._report = report
-        self._uploads = AdapterUploads(hosts, spec.adapter)
+        self._uploader = AdapterUploader(hosts, spec.adapter)
         self._rooms: defaultdict[PeerId, asyncio.Semaphore] = defaultdict(
             lambda: asyncio.Semaphore(PASSES_PER_HOST)
         )
@@ -361,7 +361,7 @@ class PassClient:
             if self._failures[hop.peer] > failures:
                 raise PeerUnreachable(f"{hop.peer} has failed another pass meanwhile")
             try:
-                answer = await self._uploads.with_adapter(hop, question)
+                answer = await self._uploader.with_adapter(hop, question)
             except (GraphGone, ConfigError):
                 raise
             except SwarmnetError as error:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream, open_hop, resume
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
@@ -33,7 +33,7 @@ class HopSessions:
 
     hosts: ModelHosts
     spec: ChainSpec
-    uploads: AdapterUploads
+    uploader: AdapterUploader
     receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
     heartbeat: Callable[[LiveHop, pb.SessionReply], None]
     ended: Callable[[LiveHop, SwarmnetError], None]
@@ -75,7 +75,7 @@ class HopSessions:
         async def try_to_open(hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
             try:
                 live = await open_hop(
-                    self.uploads,
+                    self.uploader,
                     self.spec,
                     hop,
                     (session, epoch),

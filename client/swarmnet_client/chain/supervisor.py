@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import AdapterUploads
+from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.hops import (
     ChainReport,
     ChainSpec,
@@ -103,8 +103,8 @@ class ChainSupervisor:
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""
-        uploads = AdapterUploads(hosts, spec.adapter, self._adapter_progressed)
-        self._sessions = HopSessions(hosts, spec, uploads, receive, self._take_heartbeat, self.session_ended)
+        uploader = AdapterUploader(hosts, spec.adapter, self._adapter_progressed)
+        self._sessions = HopSessions(hosts, spec, uploader, receive, self._take_heartbeat, self.session_ended)
         sender = LinkSender(
             hosts.transport, in_flight.outbox, spec.dtype, hosts.timing, render=render, mark=mark
         )

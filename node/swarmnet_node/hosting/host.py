@@ -5,7 +5,7 @@
 2. A client that trains sends passes. Each pass has its own stream and keeps no state
    (``passes.py``).
 3. Clients upload adapters on separate streams, before the sessions and passes that name them
-   (``adapter_upload.py``).
+   (``adapter_receiver.py``).
 
 When all slots are taken, the host ends a session, pass or link without work (``slots.py``).
 ``client_limits.py`` has the limits.
@@ -34,8 +34,8 @@ import torch
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
+from swarmnet_node.hosting.adapter_receiver import AdapterReceiver, AdapterStream
 from swarmnet_node.hosting.adapter_store import AdapterStore
-from swarmnet_node.hosting.adapter_upload import AdapterStream, AdapterUpload
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_node.hosting.passes import HostedPass, PassStream
@@ -407,7 +407,7 @@ class Host:
             self._check_served(request.upload)
             engine = self.blocks.engine
             first_loaded = self.blocks.start - engine.stage.first
-            await AdapterUpload(
+            await AdapterReceiver(
                 request.upload, self.adapters, engine, first_loaded, client, self.timing.heartbeat_s
             ).run()
 

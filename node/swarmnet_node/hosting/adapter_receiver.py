@@ -27,8 +27,8 @@ AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
 
 @dataclass(frozen=True)
-class AdapterUpload:
-    """One upload of an adapter part.
+class AdapterReceiver:
+    """Receives one part of a client's adapter.
 
     ``start``: the block of the first layer of the loaded stage. The engine's stage may be a part of
     the loaded one.
