@@ -144,7 +144,7 @@ def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     lab: Swarm, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hit: list[NodeProcess] = []
-    take = Chain._take_output
+    take = Chain._complete_step
 
     def take_and_stop(chain: Chain, *arguments: Any) -> None:
         """Stop both processes of a node when the first chunk of the prompt has returned and others
@@ -155,7 +155,7 @@ def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
             hit.append(node_of(lab, peer))
             stop(hit[0])
 
-    monkeypatch.setattr(Chain, "_take_output", take_and_stop)
+    monkeypatch.setattr(Chain, "_complete_step", take_and_stop)
     with lab.connect() as model:
         try:
             assert generate(model, LONG) == expected(LONG)

@@ -210,10 +210,10 @@ class Batcher:
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
         kept = int(min(self._kept, self._hosts_room()))
         group = SequenceGroup(size, self._head, self._open_chain, kept, self._draft_model)
-        self._groups[group] = asyncio.create_task(self._keep(group), name="sequences")
+        self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
 
-    async def _keep(self, group: SequenceGroup) -> None:
+    async def _run_group(self, group: SequenceGroup) -> None:
         """Run a group to its end. Its incomplete answers return to the queue."""
         why = SwarmnetError("the chain was closed")
         try:

@@ -496,9 +496,9 @@ class SequenceGroup:
         for part, answer in asking:
             tokens = list(itertools.islice(choices, len(part.draft) + 1))
             if part.sequence.answer is answer:  # else it left meanwhile
-                self._take(part, answer, tokens)
+                self._add_tokens(part, answer, tokens)
 
-    def _take(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
+    def _add_tokens(self, part: "_Part", answer: Answer, tokens: Sequence[Token]) -> None:
         """Add ``tokens`` to an answer, up to the first that differs from the draft."""
         sequence = part.sequence
         answer.trips += 1

@@ -197,9 +197,9 @@ class Chain:
             while True:
                 reply, payload = await live.receive(stream)
                 if reply.HasField("output"):
-                    self._take_output(live, reply.output, payload)
+                    self._complete_step(live, reply.output, payload)
                 elif reply.HasField("timed"):
-                    self._take_times(live, reply.timed)
+                    self._record_times(live, reply.timed)
                 elif reply.HasField("moved"):
                     return True
                 else:
@@ -208,13 +208,13 @@ class Chain:
             self._supervisor.session_ended(live, error)
             return False
 
-    def _take_output(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
+    def _complete_step(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
         if live.stands_by:
             raise ProtocolViolation("an output of a standby")
         if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
             self._supervisor.answered(live)
 
-    def _take_times(self, live: LiveHop, timed: pb.Timed) -> None:
+    def _record_times(self, live: LiveHop, timed: pb.Timed) -> None:
         trace = self._spec.trace
         if trace is None:
             raise ProtocolViolation("times that the client did not ask for")

@@ -189,9 +189,8 @@ class LiveHop:
     """
     stands_by: bool = False
     """Whether the hop has not been told yet where to send its outputs."""
-    is_switching: bool = False
-    """Whether the client still has to tell the hop that the standby it feeds is now its next
-    hop."""
+    promoted_next: bool = False
+    """Whether ``next`` is a promoted standby, and the hop was not told yet."""
     showing: "asyncio.Future[HopTranscript] | None" = None
     """Set while ``show`` waits for its reply."""
 
@@ -202,7 +201,7 @@ class LiveHop:
     @property
     def needs_link(self) -> bool:
         """Whether the hop does not know yet that it is to send to ``next``."""
-        return self.stands_by or self.is_switching
+        return self.stands_by or self.promoted_next
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -210,7 +209,7 @@ class LiveHop:
 
     def linked_to(self, successor: "LiveHop | None", epoch: int) -> None:
         """Note where the hop is about to be told to send its outputs."""
-        self.next, self.epoch, self.stands_by, self.is_switching = successor, epoch, False, False
+        self.next, self.epoch, self.stands_by, self.promoted_next = successor, epoch, False, False
 
     def end(self, error: SwarmnetError) -> None:
         """Take the hop out of the chain. ``show`` raises ``error``."""
@@ -242,7 +241,7 @@ class LiveHop:
         finally:
             self.showing = None
 
-    def take_shown(self, shown: pb.Shown, payload: Buffer) -> None:
+    def complete_show(self, shown: pb.Shown, payload: Buffer) -> None:
         """Complete the request of ``show``; late replies are dropped. Raises ``ProtocolViolation``
         for a malformed reply."""
         if self.showing is not None and not self.showing.done():

@@ -49,9 +49,9 @@ class ChainLinks:
 
     async def link(self, sender: Sender, successor: LiveHop | None) -> None:
         """Have a sender send to ``successor``; None: have a hop answer the client."""
-        # A hop goes on with the link that fed the standby it switches to, so that link keeps its
+        # A hop goes on with the link that fed the standby that was promoted, so that link keeps its
         # epoch.
-        is_fed = isinstance(sender, LiveHop) and sender.is_switching and sender.next is successor
+        is_fed = isinstance(sender, LiveHop) and sender.promoted_next and sender.next is successor
         epoch = sender.epoch if is_fed else self.next_epoch()
         if successor is not None:
             await self.send(sender, successor.hop, successor.target(epoch), successor)
@@ -91,7 +91,7 @@ class ChainLinks:
         _log.debug("a standby takes over", extra=standby.target(epoch).log_fields | {"sender": sender.peer})
         sender.next, sender.epoch = standby, epoch
         if isinstance(sender, LiveHop):
-            sender.is_switching = True
+            sender.promoted_next = True
         else:
             replaced, sender.sending = sender.sending, feeding
             if replaced is not None:

@@ -12,7 +12,7 @@ A hop whose host is about to stop hands over to a standby (``standby.py``), whic
 the hop is closed.
 
 Whoever finds a hop wrong drops it and sets ``_trouble``. A single loop,
-:meth:`ChainSupervisor._keep_whole`, then has ``repair.py`` open, replace and link hops.
+:meth:`ChainSupervisor._repair_forever`, then has ``repair.py`` open, replace and link hops.
 """
 
 import asyncio
@@ -104,7 +104,7 @@ class ChainSupervisor:
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""
         uploader = AdapterUploader(hosts, spec.adapter, self._adapter_progressed)
-        self._sessions = HopSessions(hosts, spec, uploader, receive, self._take_heartbeat, self.session_ended)
+        self._sessions = HopSessions(hosts, spec, uploader, receive, self._on_heartbeat, self.session_ended)
         sender = LinkSender(
             hosts.transport, in_flight.outbox, spec.dtype, hosts.timing, render=render, mark=mark
         )
@@ -119,7 +119,7 @@ class ChainSupervisor:
 
         The error is raised at once if the client is at fault.
         """
-        raise await race(self._client_fault.get(), self._keep_whole())
+        raise await race(self._client_fault.get(), self._repair_forever())
 
     async def close(self) -> None:
         """End all sessions. ``run`` has ended before."""
@@ -146,7 +146,7 @@ class ChainSupervisor:
 
     # ---- repair ---------------------------------------------------------------------------------
 
-    async def _keep_whole(self) -> NoReturn:
+    async def _repair_forever(self) -> NoReturn:
         while True:
             leaves = any(math.isfinite(live.leaving_since) for live in self._repair.hops)
             with contextlib.suppress(TimeoutError):
@@ -345,7 +345,7 @@ class ChainSupervisor:
                     live.leaving_since = asyncio.get_running_loop().time()
                 self._trouble.set()
             case "shown":
-                live.take_shown(reply.shown, payload)
+                live.complete_show(reply.shown, payload)
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 
@@ -354,7 +354,7 @@ class ChainSupervisor:
         self._hosts.answered(last.peer)
         self._repair.answered()
 
-    def _take_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
+    def _on_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
         now = live.heard_at = asyncio.get_running_loop().time()
         # While nothing is in flight, a hop has nothing to compute.
         if reply.heartbeat.applied != live.applied or self._in_flight.is_empty:
