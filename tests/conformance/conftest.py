@@ -152,12 +152,10 @@ class CircuitLab(P2pdLab):
             async def candidates() -> Sequence[str]:
                 return third.addresses()
 
-            reservations = Reservations(b, candidates, b.direct.address_of)
+            reservations = Reservations(b, candidates, b.direct.address_of, b.accept_circuit)
             b.reserve_at_relays(reservations)
             keeping = asyncio.create_task(reservations.run())
             self._stack.push_async_callback(cancel, keeping)
-            for each in a, b:
-                each.use_relays(each)
             assert await reservations.wait_for_one(5.0)
             self._trio = a, b, relay
         return self._trio

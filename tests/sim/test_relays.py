@@ -64,15 +64,22 @@ class Lab:
         return transport
 
     async def reserve(
-        self, transport: MemoryTransport, candidates: Sequence[str] | None = None
+        self,
+        transport: MemoryTransport,
+        candidates: Sequence[str] | None = None,
+        on_incoming: Callable[[bytes], None] = lambda _: None,
     ) -> Reservations:
+        """``on_incoming`` is called with the number of each circuit that another peer wants."""
+
         async def found() -> Sequence[str]:
             return self.addresses if candidates is None else candidates
 
         async def address_of(peer: PeerId) -> str:
             return f"/memory/{peer}"
 
-        reservations = Reservations(transport, found, address_of)
+        reservations = Reservations(
+            transport, found, address_of, lambda _, incoming, __: on_incoming(incoming.circuit)
+        )
         self.stack.push_async_callback(cancel, asyncio.create_task(reservations.run()))
         return reservations
 
@@ -255,9 +262,8 @@ def test_a_relay_forwards_a_bounded_number_of_circuits_for_one_peer() -> None:
         relay = await lab.relay("relay")
         relay.resources.limit(Resource.CIRCUITS, per_peer=CIRCUITS_PER_PEER)
         alice, mallory = await lab.peer("alice"), await lab.peer("mallory")
-        announced: list[pb.Incoming] = []
-        reservations = await lab.reserve(alice)
-        reservations.on_incoming = lambda _, incoming, __: announced.append(incoming)
+        announced: list[bytes] = []
+        await lab.reserve(alice, on_incoming=announced.append)
         await asyncio.sleep(1.0)
         request = pb.RelayRequest(connect=pb.Connect(peer=alice.peer_id)).SerializeToString()
         streams = [await mallory.open(relay.peer_id, RELAY, deadline_s=1.0) for _ in range(20)]
@@ -279,7 +285,6 @@ async def ask_for_circuit(opener: MemoryTransport, relay: MemoryTransport, targe
 async def accept_circuits(lab: Lab, relay: MemoryTransport, name: str) -> MemoryTransport:
     """A peer with a reservation that accepts every circuit, and echoes what comes."""
     target = await lab.peer(name)
-    reservations = await lab.reserve(target)
 
     async def accept(circuit: bytes) -> None:
         stream = await target.open(relay.peer_id, RELAY, deadline_s=1.0)
@@ -289,9 +294,7 @@ async def accept_circuits(lab: Lab, relay: MemoryTransport, name: str) -> Memory
                 await stream.send(Message(b"", (await stream.receive()).payload))
 
     tasks: list[asyncio.Task[None]] = []
-    reservations.on_incoming = lambda _, incoming, __: tasks.append(
-        asyncio.create_task(accept(incoming.circuit))
-    )
+    await lab.reserve(target, on_incoming=lambda circuit: tasks.append(asyncio.create_task(accept(circuit))))
     lab.stack.push_async_callback(lambda: cancel(*tasks))
     await asyncio.sleep(1.0)
     return target
@@ -392,7 +395,7 @@ def test_a_peer_without_bootstrap_peers_is_open_once_it_was_dialled(
 ) -> None:
     async def scenario(lab: Lab) -> None:
         alice = await lab.peer("alice")
-        routed: Any = SimpleNamespace(own_addresses=alice.addresses, external_addresses=())
+        routed: Any = SimpleNamespace(own_addresses=alice.addresses, reached_at=tuple, accept_circuit=None)
 
         async def no_address(_: PeerId) -> str:
             return ""

@@ -85,9 +85,13 @@ class ModelHosts:
         rng: random.Random,
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
+        check_clock: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """Session ids are drawn from ``rng``, which outside of simulations is a
-        ``SystemRandom``."""
+        """Session ids are drawn from ``rng``, which outside of simulations is a ``SystemRandom``.
+
+        ``check_clock`` is called when no host is known. It asks peers whether this machine's clock
+        is right, and returns advice or "".
+        """
         self._trust = trust
         path = None
         if trust.guards_folder is not None:
@@ -113,10 +117,7 @@ class ModelHosts:
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
         """Audit budget of all chains."""
-        self.check_clock: Callable[[], Awaitable[str]] | None = None
-        """Asks peers whether this machine's clock is right, when no host is known. Returns advice
-        or "".
-        """
+        self._check_clock = check_clock
         self._clock_advice = ""
         self._refreshing = asyncio.Lock()
 
@@ -131,9 +132,10 @@ class ModelHosts:
         rng: random.Random,
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
+        check_clock: Callable[[], Awaitable[str]] | None = None,
     ) -> AsyncIterator["ModelHosts"]:
         """Hosts that are read from the directory and pinged while the context is open."""
-        hosts = cls(transport, directory, manifest, rng, timing, trust)
+        hosts = cls(transport, directory, manifest, rng, timing, trust, check_clock)
         watching = asyncio.create_task(persist("the watch over hosts", hosts._watch), name="hosts")
         try:
             yield hosts
@@ -160,9 +162,9 @@ class ModelHosts:
                 rng=random.SystemRandom(),
                 timing=Timing(),
                 trust=network.trust,
+                check_clock=lambda: advise_on_clock(transport, (*network.bootstrap, *network.known)),
             ) as hosts,
         ):
-            hosts.check_clock = lambda: advise_on_clock(transport, (*network.bootstrap, *network.known))
             peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
             peers.attach(transport, partial(read_hosts, directory))
             local.parts.peers = peers
@@ -225,8 +227,8 @@ class ModelHosts:
                     and (not allowed or each.peer in allowed)
                     and not self._exclusions.is_convicted(each.peer, now)
                 }
-            if self.check_clock is not None and not self._hosts:
-                self._clock_advice = await self.check_clock()
+            if self._check_clock is not None and not self._hosts:
+                self._clock_advice = await self._check_clock()
             view = self._view()
             self._pings.follow(self._hosts, lambda host: view.delay_to(host.peer) + host.step_s)
 

@@ -156,9 +156,9 @@ class Network:
     membership_folder: Path | None = None
     """Folder of the certificate and the revocation lists. None: memory only."""
     adopt: Callable[[bytes], Rules] | None = None
-    """Stores a newer swarm file and returns its rules: see ``Membership.adopt``."""
+    """Stores a newer swarm file and returns its rules: see ``Membership``."""
     swarm_file: Callable[[], bytes] | None = None
-    """Reads the newest swarm file on disk: see ``Membership.swarm_file``."""
+    """Reads the newest swarm file on disk: see ``Membership``."""
     issuer: "IssuerConfig | None" = None
     """Makes this peer an issuer."""
     trust: Trust = Trust()
@@ -211,8 +211,14 @@ async def connect(
         if identity_path is None:
             identity_path = stack.enter_context(scratch_folder()) / "identity.key"
         identity = Identity.load_or_create(identity_path)
-        membership = Membership(network.rules, identity.peer_id, wall_clock, folder=network.membership_folder)
-        membership.adopt, membership.swarm_file = network.adopt, network.swarm_file
+        membership = Membership(
+            network.rules,
+            identity.peer_id,
+            wall_clock,
+            folder=network.membership_folder,
+            adopt=network.adopt,
+            swarm_file=network.swarm_file,
+        )
         if network.issuer is not None:
             network.issuer.certify(membership)
         membership.check()
@@ -234,10 +240,15 @@ async def connect(
         )
         raw = await stack.enter_async_context(transport_class().create(config))
         others = tuple(dict.fromkeys((*others, *_permitted(raw, network.known))))
-        routed = RoutedTransport(raw, identity)
+        routed = RoutedTransport(
+            raw,
+            identity,
+            guarded=lambda: guarded,
+            punch=lambda peer: punching.begin(peer),  # noqa: PLW0108 - it is made below
+            describe_reach=lambda: describe(reachability, punching, relay, routed),
+        )
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
-        routed.use_relays(guarded)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of, raw.was_dialled)
         relay = Relay(guarded, lambda: reachability.is_open, config.link)
         punching = HolePunching(routed, guarded, reachability)
@@ -247,9 +258,8 @@ async def connect(
             with suppress(NotAuthorised):  # an observer has no role that may serve these
                 await PROBE.serve(guarded, Probes(raw.addresses_of, wall_clock, raw.networks).answer)
                 await relay.serve()
+            stack.push_async_callback(reachability.close)
             await reachability.find_out()
-            stack.push_async_callback(cancel, asyncio.create_task(reachability.run(), name="reachability"))
-        routed.describe_reach = partial(describe, reachability, punching, relay, routed)
         if client_mode:
             local = LocalNetwork(membership.rules.swarm)
         else:
@@ -266,10 +276,9 @@ async def connect(
             )
         )
         if not client_mode:
-            reachability.on_change = directory.set_reachable
-        finder = RelayFinder(directory, random.Random(), lambda: reachability.relays_held)
-        reachability.more_relays = finder.find
-        if not client_mode:
+            finder = RelayFinder(directory, random.Random(), lambda: reachability.relays_held)
+            running = reachability.run(finder.find, directory.set_reachable)
+            stack.push_async_callback(cancel, asyncio.create_task(running, name="reachability"))
             announcer = relay_announcer(
                 directory,
                 random.Random(),

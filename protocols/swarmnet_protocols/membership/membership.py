@@ -61,19 +61,30 @@ class Membership:
     With a ``folder``, certificate and revocation lists outlive the process.
     """
 
-    def __init__(self, rules: Rules, peer: PeerId, clock: Clock, *, folder: Path | None = None) -> None:
-        """Load certificate and lists from ``folder``. Raises ``ConfigError`` if it cannot be
-        read."""
+    def __init__(
+        self,
+        rules: Rules,
+        peer: PeerId,
+        clock: Clock,
+        *,
+        folder: Path | None = None,
+        adopt: Callable[[bytes], Rules] | None = None,
+        swarm_file: Callable[[], bytes] | None = None,
+    ) -> None:
+        """Load certificate and lists from ``folder``. Raises ``ConfigError`` if it cannot be read.
+
+        - ``adopt`` stores a newer swarm file and returns its rules. It raises ``ConfigError`` or
+          ``IntegrityError`` for an invalid or older file.
+        - ``swarm_file`` reads the swarm file that the rules come from. It raises ``ConfigError`` if
+          that fails.
+        """
         self.rules = rules
         self.peer = peer
         self.clock = clock
         self.listeners: list[Callable[[], None]] = []
         """Callbacks for a change of the certificate, the rules or the revocations."""
-        self.adopt: Callable[[bytes], Rules] | None = None
-        """Stores a newer swarm file and returns its rules. Raises ``ConfigError`` or
-        ``IntegrityError`` for an invalid or older file."""
-        self.swarm_file: Callable[[], bytes] | None = None
-        """Reads the swarm file that the rules come from. Raises ``ConfigError`` if that fails."""
+        self.adopt = adopt
+        self.swarm_file = swarm_file
         self.certificate = b""
         """The sealed certificate of this peer; empty without one."""
         self._own: Certificate | None = None

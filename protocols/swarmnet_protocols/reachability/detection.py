@@ -62,17 +62,16 @@ class Reachability:
         self._guarded = guarded
         self._bootstrap = tuple(bootstrap)
         self._clock = clock
-        self.more_relays: Callable[[], Awaitable[Sequence[str]]] = self._no_relays
-        """Finds the multiaddrs of relays, in addition to the bootstrap peers."""
-        self.on_change: Callable[[bool], None] = lambda _: None
-        """Called with ``is_open`` after each round of probes."""
-        self._reservations = Reservations(guarded, self._candidates, address_of)
+        self._more_relays: Callable[[], Awaitable[Sequence[str]]] | None = None
+        self._on_change: Callable[[bool], None] | None = None
+        self._reservations = Reservations(guarded, self._candidates, address_of, transport.accept_circuit)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
         """What the asked peers have said; None until one has answered."""
         self._asks_if_dialled = was_dialled
         self._was_dialled = False
         self._is_forwarded = False
+        self._own_when_asked: tuple[object, object] | None = None
 
     @property
     def is_open(self) -> bool:
@@ -115,6 +114,7 @@ class Reachability:
 
     async def find_out(self) -> None:
         """Ask peers to dial this one. If they cannot, reserve at relays."""
+        self._own_when_asked = self._own()
         ports = ports_of(self._transport.own_addresses())
         asked = random.sample(self._bootstrap, min(MAX_ASKED, len(self._bootstrap)))
         replies = await asyncio.gather(*(self._ask(each, ports) for each in asked))
@@ -122,12 +122,13 @@ class Reachability:
         answers = [each for each in replies if each is not None and each.observed_ip]
         self._is_open = judge(answers) if answers or self._is_open is None else self._is_open
         self._was_dialled = self._is_open is None and await self._asks_if_dialled()
-        self.on_change(self.is_open)
+        if self._on_change is not None:
+            self._on_change(self.is_open)
         own = {host for host, _ in own_interfaces()}
         # An address that is not this machine's own belongs to a router that forwards the port.
         outside = [each for each in answers if each.reached and each.observed_ip not in own]
         self._is_forwarded = bool(self._is_open and outside)
-        self._transport.external_addresses = tuple(
+        self._transport.reached_at(
             dict.fromkeys(_multiaddr(each.observed_ip, port) for each in outside for port in each.reached)
         )
         if self._is_open is False:
@@ -138,28 +139,35 @@ class Reachability:
                 self._reserving = asyncio.create_task(reserving, name="reservations")
             await self._reservations.wait_for_one(FIRST_RESERVATION_S)
         elif self._reserving is not None:
-            await self._release()
+            await self.close()
 
-    async def run(self) -> None:
+    async def run(
+        self, more_relays: Callable[[], Awaitable[Sequence[str]]], on_change: Callable[[bool], None]
+    ) -> NoReturn:
         """Call ``find_out`` again and again until cancelled.
 
         That is when this machine's addresses change, when its router forwards a port, and every
         ``AGAIN_S``.
+
+        - ``more_relays`` finds the multiaddrs of relays, in addition to the bootstrap peers.
+        - ``on_change`` is called with ``is_open`` after each round of probes.
         """
-        try:
-            await persist("the check whether peers can dial this one", self._watch)
-        finally:
-            await self._release()
+        self._more_relays, self._on_change = more_relays, on_change
+        await persist("the check whether peers can dial this one", self._watch)
+
+    async def close(self) -> None:
+        """Give the reservations back."""
+        await cancel(self._reserving)
+        self._reserving = None
+        self._transport.reserve_at_relays(None)
 
     async def _watch(self) -> NoReturn:
         clock = asyncio.get_running_loop().time
-        before, again_at = self._own(), clock() + UNKNOWN_S
+        again_at = clock() + UNKNOWN_S
         while True:
             await asyncio.sleep(CHECK_S)
-            is_changed = (now := self._own()) != before
-            if is_changed or clock() >= again_at:
+            if self._own() != self._own_when_asked or clock() >= again_at:
                 await self.find_out()
-                before = now
                 again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)
 
     def _own(self) -> tuple[object, object]:
@@ -168,11 +176,6 @@ class Reachability:
         These are the ports it listens on, and the ports its router forwards to it.
         """
         return own_interfaces(), set(ports_of(self._transport.own_addresses()))
-
-    async def _release(self) -> None:
-        await cancel(self._reserving)
-        self._reserving = None
-        self._transport.reserve_at_relays(None)
 
     async def _ask(self, address: str, ports: Sequence[int]) -> Probed | None:
         peer = PeerId(address.rpartition("/p2p/")[2])
@@ -190,10 +193,7 @@ class Reachability:
 
     async def _candidates(self) -> Sequence[str]:
         bootstrap = random.sample(self._bootstrap, len(self._bootstrap))
-        return [*bootstrap, *await self.more_relays()]
-
-    async def _no_relays(self) -> Sequence[str]:
-        return ()
+        return [*bootstrap, *(await self._more_relays() if self._more_relays is not None else ())]
 
 
 def _multiaddr(host: str, port: int) -> str:

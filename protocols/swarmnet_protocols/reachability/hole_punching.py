@@ -74,12 +74,11 @@ class HolePunching:
 
     async def serve(self) -> None:
         await PUNCH.serve(self._guarded, self._answer)
-        self._transport.punch = self._begin
 
     async def close(self) -> None:
         await cancel(*self._running.values())
 
-    def _begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
+    def begin(self, peer: PeerId) -> "asyncio.Task[bool] | None":
         """Try to reach ``peer`` directly, in the background, unless that was tried lately.
 
         Returns the first try while it runs, else None.

@@ -46,12 +46,15 @@ class Reservations:
         transport: Transport,
         candidates: Callable[[], Awaitable[Sequence[str]]],
         address_of: Callable[[PeerId], Awaitable[str]],
+        on_incoming: Callable[[RelayReservation, pb.Incoming, bytes], None] = lambda *_: None,
     ) -> None:
         """Make an object without reservations; ``run`` reserves.
 
         - ``candidates`` returns the multiaddrs of possible relays, with ``/p2p/ID``, preferred ones
           first.
         - ``address_of`` returns the multiaddr over which a peer is connected.
+        - ``on_incoming`` is called with each circuit that another peer wants, and the first message
+          of its handshake.
         """
         self._transport = transport
         self._candidates = candidates
@@ -62,9 +65,7 @@ class Reservations:
         """Relays that failed: when each may be tried again, and the pause after its next failure.
         """
         self._changed = asyncio.Event()
-        self.on_incoming: Callable[[RelayReservation, pb.Incoming, bytes], None] = lambda *_: None
-        """Called with each circuit that another peer wants, and the first message of its handshake.
-        """
+        self._on_incoming = on_incoming
 
     @property
     def held(self) -> Sequence[RelayReservation]:
@@ -133,7 +134,7 @@ class Reservations:
                         reply, payload = await stream.receive()
                         if not reply.HasField("incoming"):
                             raise ProtocolViolation("a reservation carries heartbeats and circuits")
-                        self.on_incoming(self._held[peer], reply.incoming, bytes(payload))
+                        self._on_incoming(self._held[peer], reply.incoming, bytes(payload))
                 finally:
                     await cancel(heartbeats)
         except SwarmnetError as error:

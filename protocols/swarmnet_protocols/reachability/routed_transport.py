@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 from swarmnet_protocols.errors import (
@@ -51,15 +51,33 @@ class RoutedTransport(TransportWrapper):
     """A transport that uses relays where no direct connection is possible, in both directions.
 
     The membership handshake runs above this transport, also over circuits. Circuits themselves are
-    requested over the transport above that handshake (:meth:`use_relays`). So only members use the
-    relays of a private swarm.
+    requested over the transport above that handshake (``guarded``). So only members use the relays
+    of a private swarm.
     """
 
-    def __init__(self, direct: P2pdTransport, identity: Identity) -> None:
+    def __init__(
+        self,
+        direct: P2pdTransport,
+        identity: Identity,
+        *,
+        guarded: Callable[[], Transport] | None = None,
+        punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None,
+        describe_reach: Callable[[], Reach] = Reach,
+    ) -> None:
+        """The layers above this one are made later, so they are looked up when they are needed.
+
+        - ``guarded`` returns the transport over which circuits are requested and accepted; without
+          it, that is this one.
+        - ``punch`` starts hole punching to a peer, unless that failed lately. Returns the first try
+          while it runs, else None.
+        - ``describe_reach`` returns how others reach this peer.
+        """
         super().__init__(direct)
         self.direct = direct
         self._identity = identity
-        self._guarded: Transport = direct
+        self._guarded = guarded or (lambda: self)
+        self._punch = punch
+        self._describe_reach = describe_reach
         self._accepting = Counter[PeerId]()
         """Incoming circuits with a handshake in progress, by relay.
 
@@ -67,21 +85,13 @@ class RoutedTransport(TransportWrapper):
         """
         self.reservations: Reservations | None = None
         """The relay reservations of this peer; None if it can be dialled."""
-        self.external_addresses: tuple[str, ...] = ()
-        """Addresses where other peers have reached this peer, in addition to its listen addresses.
-        """
+        self._external_addresses: tuple[str, ...] = ()
         self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
         """The relays of each peer, from the last circuits to it."""
         self.observed: dict[PeerId, Multiaddr] = {}
         """The address of this peer as each relay last saw it."""
-        self.describe_reach: Callable[[], Reach] = Reach
         self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
         """Open streams through relays that this peer opened, by peer."""
-        self.punch: Callable[[PeerId], asyncio.Task[bool] | None] = lambda _: None
-        """Starts hole punching to a peer, unless that failed lately.
-
-        Returns the first try while it runs, else None.
-        """
 
     # ---- addresses ------------------------------------------------------------------------------
 
@@ -102,11 +112,16 @@ class RoutedTransport(TransportWrapper):
             f"{each.address}/p2p/{each.relay}/p2p-circuit{suffix}"
             for each in (self.reservations.held if self.reservations is not None else ())
         ]
-        external = [each + suffix for each in self.external_addresses]
+        external = [each + suffix for each in self._external_addresses]
         return tuple(dict.fromkeys([*external, *circuits, *(others or own)]))
 
     def reach(self) -> Reach:
-        return self.describe_reach()
+        return self._describe_reach()
+
+    def reached_at(self, addresses: Iterable[str]) -> None:
+        """Announce the addresses where other peers have reached this one, in addition to its
+        own."""
+        self._external_addresses = tuple(addresses)
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, deadline_s: float) -> None:
         """Connect to ``peer`` directly. Raises ``PeerUnreachable``."""
@@ -135,7 +150,7 @@ class RoutedTransport(TransportWrapper):
         if await self.direct.is_connected(peer):
             return await self.direct.open(peer, protocol, deadline_s=deadline_s)
         self._remember(peer, circuits)
-        if protocol.id in _WORTH_A_PUNCH and (punching := self.punch(peer)) is not None:
+        if protocol.id in _WORTH_A_PUNCH and (punching := self._punch(peer)) is not None:
             await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
             if await self.direct.is_connected(peer):
                 return await self.direct.open(peer, protocol, deadline_s=deadline_s)
@@ -199,7 +214,7 @@ class RoutedTransport(TransportWrapper):
                         reasons.append(str(error).partition("\n")[0])
                     else:
                         _log.info("%s with %s goes through the relay %s", protocol.id, peer, relay)
-                        self.punch(peer)
+                        self._punch(peer)
                         return stream
         except TimeoutError:
             reasons.append(f"no answer within {deadline_s:g} s")
@@ -209,7 +224,7 @@ class RoutedTransport(TransportWrapper):
         self, peer: PeerId, protocol: ProtocolSpec, relay: PeerId, address: str, *, deadline_s: float
     ) -> Stream:
         end = CircuitEnd(self._identity, connects=True)
-        stream = await self._guarded.open(relay, RELAY, addresses=[address], deadline_s=deadline_s)
+        stream = await self._guarded().open(relay, RELAY, addresses=[address], deadline_s=deadline_s)
         try:
             request = pb.RelayRequest(connect=pb.Connect(peer=peer))
             await send_within(
@@ -274,17 +289,13 @@ class RoutedTransport(TransportWrapper):
 
     # ---- streams that come in through relays ----------------------------------------------------
 
-    def use_relays(self, guarded: Transport) -> None:
-        """Ask for circuits, and accept them, over ``guarded``."""
-        self._guarded = guarded
-
     def reserve_at_relays(self, reservations: Reservations | None) -> None:
-        """Announce the circuit addresses of ``reservations``, and accept the circuits that come."""
+        """Announce the circuit addresses of ``reservations`` from now on."""
         self.reservations = reservations
-        if reservations is not None:
-            reservations.on_incoming = self._on_incoming
 
-    def _on_incoming(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
+    def accept_circuit(self, reservation: RelayReservation, incoming: pb.Incoming, hello: bytes) -> None:
+        """Accept a circuit that another peer wants. ``hello``: the first message of its
+        handshake."""
         # Twice the limit: the relay counts a circuit as confirmed before the confirmation arrives
         # here.
         if self._accepting[reservation.relay] < 2 * MAX_UNCONFIRMED:
@@ -320,7 +331,7 @@ class RoutedTransport(TransportWrapper):
         end = CircuitEnd(self._identity, connects=False)
         protocol_id = end.read_hello(hello)
         is_supported = protocol_id != RELAY.id and self.direct.endpoint.serves(protocol_id)
-        stream = await self._guarded.open(reservation.relay, RELAY, deadline_s=ACCEPT_S)
+        stream = await self._guarded().open(reservation.relay, RELAY, deadline_s=ACCEPT_S)
         try:
             accept = pb.RelayRequest(accept=pb.Accept(circuit=incoming.circuit))
             await stream.send(Message(accept.SerializeToString(), end.reply(is_supported=is_supported)))

@@ -75,12 +75,11 @@ def test_a_client_without_hosts_is_told_of_its_clock() -> None:
         identity = Identity.from_seed(b"client")
         async with network.transport(identity.peer_id) as client:
             directory = MemoryDirectory(MemoryBoard(network, lambda: NOW), identity, bytes(32))
-            hosts = ModelHosts(client, directory, bytes(32), random.Random(0), Timing(), Trust())
 
             async def ahead() -> str:
                 return "the clock is ahead"
 
-            hosts.check_clock = ahead
+            hosts = ModelHosts(client, directory, bytes(32), random.Random(0), Timing(), Trust(), ahead)
             await hosts.refresh()
             with pytest.raises(NoRoute) as refused:
                 hosts.route((0, 2))
