@@ -77,7 +77,7 @@ MIN_OVERLOADED_S = 1.0
 class ModelHosts:
     """The hosts of one model, and the routes over them."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - a swarm, a model, and which hosts to prefer
         self,
         transport: Transport,
         directory: Directory,
@@ -85,6 +85,7 @@ class ModelHosts:
         rng: random.Random,
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
+        *,
         check_clock: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         """Session ids are drawn from ``rng``, which outside of simulations is a ``SystemRandom``.
@@ -123,7 +124,7 @@ class ModelHosts:
 
     @classmethod
     @asynccontextmanager
-    async def watch(
+    async def watch(  # noqa: PLR0913 - as __init__
         cls,
         transport: Transport,
         directory: Directory,
@@ -135,7 +136,7 @@ class ModelHosts:
         check_clock: Callable[[], Awaitable[str]] | None = None,
     ) -> AsyncIterator["ModelHosts"]:
         """Hosts that are read from the directory and pinged while the context is open."""
-        hosts = cls(transport, directory, manifest, rng, timing, trust, check_clock)
+        hosts = cls(transport, directory, manifest, rng, timing, trust, check_clock=check_clock)
         watching = asyncio.create_task(persist("the watch over hosts", hosts._watch), name="hosts")
         try:
             yield hosts

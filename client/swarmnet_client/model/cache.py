@@ -5,7 +5,7 @@ The client only records which positions the hosts hold.
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -13,20 +13,26 @@ from transformers.cache_utils import Cache
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.client_adapter import ClientAdapter
-from swarmnet_client.model.remote_blocks import RemoteBlocks
+from swarmnet_client.model.padding import Unpadded
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.remote_blocks import RemoteBlocks
 
 
 @dataclass(frozen=True)
 class NewPositions:
     """The positions of one forward.
 
-    Columns [first, end) of each row hold tokens. The last ``outputs`` columns need outputs.
+    - ``columns``: the [first, end) of each row that hold tokens.
+    - ``outputs``: how many columns, the last ones, need outputs.
+    - ``unpadded``: removes the holes of the batch first; None for a batch without holes.
     """
 
     columns: list[tuple[int, int]]
     outputs: int
+    unpadded: Unpadded | None = None
 
 
 class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
@@ -36,8 +42,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     Columns do not include a prefix.
     """
 
-    def __init__(self, blocks: RemoteBlocks, *, max_length: int) -> None:
+    def __init__(self, blocks: "RemoteBlocks", *, max_length: int, is_temporary: bool = False) -> None:
+        """``is_temporary``: for one forward, which may be a training step."""
         super().__init__(layers=[])
+        self.is_temporary = is_temporary
         self._blocks = blocks
         self._max_length = max_length
         self._stack = AsyncExitStack()

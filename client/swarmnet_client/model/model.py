@@ -8,10 +8,10 @@ A forward goes through these steps:
 
 1. ``forward`` of the swarm class reads the attention mask and finds the client's adapter, then
    calls the architecture's own ``forward``.
-2. That embeds the inputs and calls the layers. The placeholder of block 0 calls :class:`_Call`; the
-   others return their inputs.
-3. :class:`_Call` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if gradients are
-   wanted, whole sequences through passes (:func:`run_blocks`).
+2. That embeds the inputs and calls the layers. The placeholder of block 0 calls
+   :meth:`RemoteBlocks.compute`; the others return their inputs.
+3. :meth:`RemoteBlocks.compute` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if
+   gradients are wanted, whole sequences through passes.
 4. The architecture applies norm and head to the outputs.
 """
 
@@ -19,7 +19,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +34,7 @@ from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers, logits, memory_notice
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
-from swarmnet_client.model.remote_blocks import RemoteBlocks, run_blocks
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_client.model.speculation import StepTimes
 from swarmnet_client.model.speculative_decoding import SpeculativeDecoding, may_speculate
 from swarmnet_protocols.errors import ConfigError, Unreachable
@@ -46,45 +45,6 @@ from swarmnet_protocols.models.partial_model import embed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass
-class _Call:
-    """The computation of the blocks in one forward, called by the placeholder of block 0.
-
-    ``is_alone``: the cache serves this forward only. ``is_training``: a training step, even if no
-    parameter before the head requires gradients. ``head`` is closed when norm and head are
-    computed.
-    """
-
-    model: "SwarmModel"
-    cache: SwarmCache
-    client_adapter: ClientAdapter
-    ids: torch.Tensor | None
-    new: NewPositions
-    unpadded: Unpadded | None
-    is_alone: bool
-    is_training: bool
-
-    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, n, D] through all blocks."""
-        if self.unpadded is None:
-            return self._compute(hidden_states)
-        return self.unpadded.open(self._compute(self.unpadded.close(hidden_states)))
-
-    def _compute(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if torch.is_grad_enabled() and (
-            hidden_states.requires_grad or self.is_training or self.client_adapter.learns
-        ):
-            if not self.is_alone:
-                raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            return run_blocks(
-                self.model.blocks, hidden_states, self.new.columns, self.client_adapter.tensors()
-            )
-        inputs = hidden_states if self.ids is None or self.cache.takes_embeddings else self.ids
-        output = self.cache.extend(inputs, self.new, self.client_adapter)
-        self.model.blocks.report = self.cache.report
-        return output.to(hidden_states)
 
 
 class SwarmModel:
@@ -285,21 +245,22 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:
-                cache = stack.enter_context(SwarmCache(self.blocks, max_length=self.blocks.spec.max_length))
+                max_length = self.blocks.spec.max_length
+                cache = SwarmCache(self.blocks, max_length=max_length, is_temporary=True)
+                stack.enter_context(cache)
             held = cache.get_seq_length()
             mask = _without_prefix(attention_mask, client_adapter.prefix_positions or cache.prefix_positions)
             columns = read_mask(mask, batch, held, width)
             if kwargs.get("position_ids") is not None:
                 check_positions(kwargs["position_ids"], columns, held)
-            call = _Call(
-                model=self,
+            unpadded = Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None)
+            compute = functools.partial(
+                self.blocks.compute,
+                ids=input_ids.cpu() if input_ids is not None else None,
+                new=NewPositions(columns, min(keep, width), unpadded),
                 cache=cache,
                 client_adapter=client_adapter,
-                ids=input_ids.cpu() if input_ids is not None else None,
-                new=NewPositions(columns, min(keep, width)),
-                unpadded=Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None),
-                is_alone=is_alone,
-                is_training=is_training,
+                learns=is_training or client_adapter.learns,
             )
             output = architecture.forward(
                 self,
@@ -308,7 +269,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 inputs_embeds=inputs_embeds,
                 use_cache=True,
                 return_dict=True,
-                swarm_call=call,
+                swarm_call=compute,
                 **kwargs,
             )
         if is_alone:

@@ -16,6 +16,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.hosts.runtime import Runtime
+from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_protocols.session.adapters import Adapter
 
@@ -64,35 +65,63 @@ class RemoteBlocks:
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
         return Chain.open(self._runtime.hosts, spec, self._embed, self._read)
 
-    def batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
+    def _batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """A batch of sequences of these lengths, for a forward and backward passes."""
         batch = RemoteBatch(self._runtime.hosts, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch
 
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        ids: torch.Tensor | None,
+        new: NewPositions,
+        cache: SwarmCache,
+        client_adapter: ClientAdapter,
+        learns: bool,
+    ) -> torch.Tensor:
+        """Return hidden states [B, n, D] after all blocks. The placeholder of block 0 calls this.
 
-def run_blocks(
-    blocks: RemoteBlocks,
-    hidden_states: torch.Tensor,
-    columns: list[tuple[int, int]],
-    adapter: Mapping[str, torch.Tensor],
-) -> torch.Tensor:
-    """Return hidden states [B, n, D] after all blocks.
+        Without gradients, they go down the chain of ``cache``: as ``ids`` [B, n], where these are
+        given and the cache does not hold embeddings. Gradients flow through passes if ``learns``,
+        or if ``hidden_states`` requires them.
 
-    Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns`` are the [first,
-    end) of each row that hold tokens; padding is not sent and comes back as zeros. Raises what
-    ``Adapter`` and ``RemoteBatch`` raise.
-    """
-    places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    bounds = torch.tensor(columns, device=hidden_states.device)
-    tokens = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
-    counts = [end - first for first, end in columns if end > first]
-    if not counts:
-        return hidden_states.masked_fill(~tokens[..., None], 0)
-    batch = blocks.batch(counts, Adapter(adapter) if adapter else None)
-    tensors = [adapter[name] for name in sorted(adapter)]
-    outputs = _Passes.apply(hidden_states[tokens], blocks, batch, *tensors)  # type: ignore[no-untyped-call]
-    return torch.zeros_like(hidden_states).masked_scatter(tokens[..., None], outputs)
+        Raises ``ValueError`` for gradients through a cache that outlives this forward, and what
+        ``SwarmCache.extend``, ``Adapter`` and ``RemoteBatch`` raise.
+        """
+        states = hidden_states if new.unpadded is None else new.unpadded.close(hidden_states)
+        if torch.is_grad_enabled() and (states.requires_grad or learns):
+            if not cache.is_temporary:
+                raise ValueError("gradients do not flow through a session: leave out past_key_values")
+            outputs = self._pass_through(states, new.columns, client_adapter.tensors())
+        else:
+            inputs = states if ids is None or cache.takes_embeddings else ids
+            outputs = cache.extend(inputs, new, client_adapter).to(states)
+            self.report = cache.report
+        return outputs if new.unpadded is None else new.unpadded.open(outputs)
+
+    def _pass_through(
+        self,
+        hidden_states: torch.Tensor,
+        columns: Sequence[tuple[int, int]],
+        adapter: Mapping[str, torch.Tensor],
+    ) -> torch.Tensor:
+        """Return hidden states [B, n, D] after all blocks.
+
+        Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns`` are the
+        [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
+        """
+        places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        bounds = torch.tensor(columns, device=hidden_states.device)
+        tokens = (places >= bounds[:, :1]) & (places < bounds[:, 1:])
+        counts = [end - first for first, end in columns if end > first]
+        if not counts:
+            return hidden_states.masked_fill(~tokens[..., None], 0)
+        batch = self._batch(counts, Adapter(adapter) if adapter else None)
+        tensors = [adapter[name] for name in sorted(adapter)]
+        outputs = _Passes.apply(hidden_states[tokens], self, batch, *tensors)  # type: ignore[no-untyped-call]
+        return torch.zeros_like(hidden_states).masked_scatter(tokens[..., None], outputs)
 
 
 class _Passes(torch.autograd.Function):

@@ -79,7 +79,8 @@ def test_a_client_without_hosts_is_told_of_its_clock() -> None:
             async def ahead() -> str:
                 return "the clock is ahead"
 
-            hosts = ModelHosts(client, directory, bytes(32), random.Random(0), Timing(), Trust(), ahead)
+            rng, timing = random.Random(0), Timing()
+            hosts = ModelHosts(client, directory, bytes(32), rng, timing, Trust(), check_clock=ahead)
             await hosts.refresh()
             with pytest.raises(NoRoute) as refused:
                 hosts.route((0, 2))
