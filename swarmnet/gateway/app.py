@@ -48,7 +48,7 @@ from swarmnet.gateway.schemas import (
 )
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.web.middleware import key_name
-from swarmnet_client.batching import sequences
+from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import ServedModel
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
@@ -255,11 +255,11 @@ class Gateway:
 
     def _sequence_requests(
         self, body: GenerationRequest, prepared: Prepared, key: str
-    ) -> list[sequences.Request]:
+    ) -> list[answers.Request]:
         """One request to the batcher for each choice of each prompt. Raises ``ApiError`` for
         prompts that do not fit."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
-        requests: list[sequences.Request] = []
+        requests: list[answers.Request] = []
         self._tokenizer.check_ids(body.logit_bias, "logit_bias")
         biases = tuple(body.logit_bias.items())
         for prompt in prepared.prompts:
@@ -283,7 +283,7 @@ class Gateway:
                     biases=biases,
                 )
                 requests.append(
-                    sequences.Request(
+                    answers.Request(
                         tuple(prompt),
                         min(room, prepared.max_new_tokens or room),
                         sampling,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet_client.batching.answers import Request
 from swarmnet_client.batching.continuous_batching import ServedModel
-from swarmnet_client.batching.sequences import Request
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel

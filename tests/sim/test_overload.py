@@ -13,7 +13,7 @@ from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import RetryPolicy
 from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
-from swarmnet_client.hosts import model_hosts
+from swarmnet_client.hosts import exclusions
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.hosting import client_limits, host
 from swarmnet_node.hosting.client_limits import ClientLimits
@@ -203,7 +203,7 @@ def test_hosts_that_always_say_they_are_busy_do_not_prolong_the_wait(reference: 
 
 
 @defence(
-    "a client does not flood a busy host with requests", off=replacing(model_hosts, "MIN_OVERLOADED_S", 0.0)
+    "a client does not flood a busy host with requests", off=replacing(exclusions, "MIN_OVERLOADED_S", 0.0)
 )
 def test_a_busy_host_is_asked_at_most_once_a_second(reference: Reference) -> None:
     async def scenario(lab: Lab) -> int:

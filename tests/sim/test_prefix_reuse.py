@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import BatchLimits
-from swarmnet_client.batching.sequences import FRESH, Answer, Request
+from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row

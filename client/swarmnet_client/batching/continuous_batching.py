@@ -15,7 +15,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet_client.batching.sequences import KEPT_POSITIONS, Answer, Request, SequenceGroup
+from swarmnet_client.batching.answers import Answer, Request
+from swarmnet_client.batching.sequences import KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts

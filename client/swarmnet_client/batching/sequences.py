@@ -1,46 +1,41 @@
 """The sequences of one chain: each computes one answer at a time, and their decode steps are
 batched.
 
-Prefix reuse (docs/decisions/0073):
-
-1. A finished sequence keeps its KV caches.
-2. A new prompt reuses the longest cached prefix of the same owner, even of a sequence that is still
-   running. If the prompt extends a free sequence, it continues that sequence; otherwise it forks.
-3. A prompt that shares its beginning with one being sent waits until that one has been sent.
-4. To keep all caches within ``kept`` positions, the least recently used are dropped first.
-
-When a host fails, all kept caches are given up. Otherwise running answers would wait until the new
-host has recomputed the kept caches.
+A prompt starts from KV caches of earlier answers (``prefix_reuse.py``). When a host fails, all
+caches of finished answers are given up. Otherwise running answers would wait until the new host has
+recomputed them.
 """
 
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from swarmnet_client.batching.answers import Answer, Request
+from swarmnet_client.batching.prefix_reuse import (
+    Origin,
+    RunningSequence,
+    begin_alike,
+    find_origin,
+    pick_sequence,
+    to_drop,
+)
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead
-from swarmnet_client.model.sampling import Draw, Sampling, Token
-from swarmnet_client.model.speculation import Speculator, StepTimes, common_prefix
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_client.model.sampling import Draw, Token
+from swarmnet_client.model.speculation import Speculator, StepTimes
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
 hops idle."""
-FRESH = MAX_SEQUENCE
-"""The number of a sequence that is always empty. A row that starts from it gets fresh KV caches,
-and its old ones are freed."""
-MIN_SHARED = 16
-"""Least tokens that a request must share with old KV caches for these to be reused."""
 KEPT_POSITIONS = 1 << 13
 """Positions of all KV caches of one chain; above this, caches of finished answers are dropped.
 
@@ -48,153 +43,6 @@ On three hosts, this is half of what one client of the default model may use by 
 """
 IDLE_S = 60.0
 """Seconds that a chain without answers stays open for the next turn of a chat."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to
-    one of ``end_ids``.
-
-    KV caches of other requests are reused only for the same ``owner``: the time of the first token
-    tells whether the same prompt was sent before.
-    """
-
-    ids: tuple[int, ...]
-    max_tokens: int
-    sampling: Sampling = field(default_factory=Sampling)
-    end_ids: frozenset[int] = frozenset()
-    owner: str = ""
-    speculate: bool = True
-    """Whether drafts are sent along with its newest token. The answer is the same."""
-
-
-class Answer:
-    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if
-    the answer fails."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.ids: list[int] = []
-        self.counts: Counter[int] = Counter()
-        """Occurrences of each token id in the answer; empty unless its sampling has penalties."""
-        self.reused = 0
-        """Positions of the prompt whose KV caches were reused."""
-        self.precisions: list[str] = []
-        """Precisions of the hosts of its chains so far; one if they had the same."""
-        self.finish_reason: str | None = None
-        """``stop`` or ``length``, once the answer is complete."""
-        self.trips = 0
-        """Steps that brought tokens of the answer."""
-        self.retries = 0
-        self.ids_at_retry = 0
-        self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
-
-    def add(self, token: Token) -> bool:
-        """Add the next token. Returns whether the answer needs more."""
-        self.ids.append(token.id)
-        if self.request.sampling.penalises:
-            self.counts[token.id] += 1
-        self._news.put_nowait(token)
-        if token.id in self.request.end_ids:
-            self.finish_reason = "stop"
-        elif len(self.ids) >= self.request.max_tokens:
-            self.finish_reason = "length"
-        else:
-            return True
-        self._news.put_nowait(None)
-        return False
-
-    def stop(self) -> None:
-        """Complete the answer early: its reader has found a stop string."""
-        self.finish_reason = "stop"
-
-    def fail(self, error: SwarmnetError) -> None:
-        self._news.put_nowait(error)
-
-    async def __aiter__(self) -> AsyncIterator[Token]:
-        while (news := await self._news.get()) is not None:
-            if isinstance(news, SwarmnetError):
-                raise news
-            yield news
-
-
-def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """The number of equal ids at the beginning of both; 0 below ``MIN_SHARED``."""
-    count = common_prefix(ids, others)
-    return count if count >= MIN_SHARED else 0
-
-
-@dataclass(eq=False)
-class RunningSequence:
-    """One sequence of the chain.
-
-    ``held``: the ids whose KV caches the hosts have, for ``owner``. ``todo``: the ids to send for
-    ``answer``.
-    """
-
-    number: int
-    held: list[int] = field(default_factory=list)
-    owner: str = ""
-    used: int = 0
-    answer: Answer | None = None
-    todo: list[int] = field(default_factory=list)
-    start: int = 0
-    """The position of the first of ``todo``."""
-    has_begun: bool = False
-    """Whether a part of ``answer`` has been sent, so that ``held`` belongs to it."""
-    speculator: Speculator = field(default_factory=Speculator)
-
-    def shared(self, request: Request) -> int:
-        """Return how many leading prompt ids are cached for the same owner; 0 below ``MIN_SHARED``.
-
-        The prompt's last id does not count: it must be computed.
-        """
-        return common(self.held, request.ids[:-1]) if self.owner == request.owner else 0
-
-    def will_share(self, request: Request) -> int:
-        """``shared`` once all of a prompt that is being sent has been sent."""
-        is_sending = self.answer is not None and self.has_begun and self.owner == request.owner
-        return common([*self.held, *self.todo], request.ids[:-1]) if is_sending else 0
-
-    def row(
-        self, count: int, draft: Sequence[int] = (), origin: "Origin | None" = None
-    ) -> tuple[Row, list[int]]:
-        """Return the next ``count`` ids and a draft after them, as a row and as ids.
-
-        ``held`` is updated as if they had been computed. ``origin``: the caches that the first row
-        of an answer starts from.
-        """
-        source, before = self.number, self.held
-        if origin is not None and self.answer is not None:
-            self.has_begun, self.owner = True, self.answer.request.owner
-            self.start, self.todo = len(origin.ids), self.todo[len(origin.ids) :]
-            if origin.number != self.number:
-                source, before = origin.number, origin.ids
-        ids, self.todo = [*self.todo[:count], *draft], self.todo[count:]
-        rewrite = source != self.number or self.start < len(before)
-        row = Row(self.number, self.start, len(ids), 0 if self.todo else 1 + len(draft), source, rewrite)
-        self.held = [*before[: self.start], *ids] if rewrite else self.held
-        if not rewrite:
-            self.held.extend(ids)  # in place: a long answer would be copied with each token
-        self.start += len(ids)
-        return row, ids
-
-    def forget(self) -> None:
-        """Count no KV caches as held, except the one position that ``drop`` leaves."""
-        self.held, self.owner = [0], ""
-
-    def drop(self) -> tuple[Row, list[int]]:
-        """Return a row that frees the KV caches. One meaningless position remains."""
-        self.forget()
-        return Row(self.number, 0, 1, 0, FRESH, rewrite=True), [0]
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The KV caches that an answer starts from: the first ``ids`` of sequence ``number``."""
-
-    number: int
-    ids: list[int]
 
 
 @dataclass(frozen=True)
@@ -224,68 +72,6 @@ def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
     return draws
 
 
-def pick_sequence(sequences: Sequence[RunningSequence], request: Request) -> RunningSequence:
-    """Return the free sequence that a request should use.
-
-    Prefer a sequence that the request continues, else the least recently used one, whose caches are
-    lost. Spare the sequence that shares most of the prompt, so that the request can fork from it,
-    unless no other is free.
-    """
-    free = sorted(
-        (sequence for sequence in sequences if sequence.answer is None), key=lambda sequence: sequence.used
-    )
-    best = max(free, key=lambda sequence: sequence.shared(request))
-    shared = best.shared(request)
-    if shared and shared > len(best.held) - MIN_SHARED:
-        return best
-    return next((sequence for sequence in free if not shared or sequence is not best), best)
-
-
-def find_origin(
-    sequence: RunningSequence, sequences: Sequence[RunningSequence], request: Request
-) -> Origin | None:
-    """Return the KV caches that the answer to ``request`` starts from in ``sequence``.
-
-    None: the answer waits. A prompt with the same beginning is being sent, and its caches will
-    serve both.
-    """
-    best = max(sequences, key=lambda each: (each.shared(request), each is sequence))
-    shared = best.shared(request)
-    if any(each.will_share(request) >= shared + MIN_SHARED for each in sequences):
-        return None
-    if not shared:
-        return Origin(FRESH if sequence.held else sequence.number, [])
-    return Origin(best.number, best.held[:shared])
-
-
-def to_drop(
-    sequences: Sequence[RunningSequence],
-    lengths: Mapping[int, int],
-    coming: int,
-    most: int,
-    used_now: Set[int] = frozenset(),
-) -> list[RunningSequence]:
-    """Return the free sequences whose KV caches the next step drops.
-
-    - First come sequences that the group or the chain gave up: their positions in the chain
-      (``lengths``) differ from the positions they hold.
-    - Then come the least recently used sequences, until ``coming`` more positions fit into
-      ``most``. Sequences in ``used_now`` are spared: an answer starts from them.
-
-    Dropping all of them may still free too little.
-    """
-    over = coming + sum(len(sequence.held) for sequence in sequences) - most
-    dropped = []
-    for sequence in sorted(sequences, key=lambda each: each.used):
-        if over <= 0:
-            break
-        if sequence.answer is None and len(sequence.held) > 1 and sequence.number not in used_now:
-            dropped.append(sequence)
-            over -= len(sequence.held) - 1
-    free = (each for each in sequences if each.answer is None and each not in dropped)
-    return [*dropped, *(each for each in free if lengths.get(each.number, 0) != len(each.held))]
-
-
 def share(room: int, wanted: Sequence[int]) -> list[int]:
     """Divide ``room`` positions among prompts of ``wanted`` positions: short ones whole, the rest
     equally.
@@ -296,13 +82,6 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
         given[index] = min(wanted[index], room // (len(order) - done))
         room -= given[index]
     return given
-
-
-def _begin_alike(one: RunningSequence, other: RunningSequence, shared: int) -> bool:
-    """Whether two unsent prompts of one owner share more than the ``shared`` ids already held."""
-    if one.answer is None or other.answer is None or one.answer.request.owner != other.answer.request.owner:
-        return False
-    return common(one.todo, other.todo[:-1]) >= shared + MIN_SHARED
 
 
 def _taken(part: _Part) -> int:
@@ -406,7 +185,7 @@ class SequenceGroup:
                 going.append((sequence, None))
                 continue
             origin = find_origin(sequence, self._sequences, answer.request)
-            if origin is None or any(_begin_alike(each, sequence, len(origin.ids)) for each in beginning):
+            if origin is None or any(begin_alike(each, sequence, len(origin.ids)) for each in beginning):
                 continue
             beginning.append(sequence)
             going.append((sequence, origin))

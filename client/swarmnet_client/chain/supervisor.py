@@ -39,7 +39,8 @@ from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.hosts.model_hosts import CONVICTED_S, ModelHosts
+from swarmnet_client.hosts.exclusions import CONVICTED_S
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import (
     ConfigError,
     OutOfResources,

@@ -27,8 +27,9 @@ from transformers.cache_utils import Cache
 
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.trace import Trace
-from swarmnet_client.hosts.model_hosts import ModelHosts, Traffic
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
+from swarmnet_client.hosts.traffic import Traffic
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel

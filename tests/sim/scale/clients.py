@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from swarmnet_client.hosts.model_hosts import Exclusions
+from swarmnet_client.hosts.exclusions import Exclusions
 from swarmnet_client.hosts.pings import PINGED_HOSTS, drawn
 from swarmnet_node.engine.counters import BUSY_S
 from swarmnet_protocols.directory.host_announcements import WANTED

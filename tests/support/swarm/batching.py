@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
-from swarmnet_client.batching.sequences import Answer, Request
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers

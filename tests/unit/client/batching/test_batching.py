@@ -8,15 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import BatchLimits, Load, may_start, may_wait, retry_after_s
-from swarmnet_client.batching.sequences import (
-    MIN_SHARED,
-    Answer,
-    Request,
-    RunningSequence,
-    pick_sequence,
-    share,
-)
+from swarmnet_client.batching.prefix_reuse import MIN_SHARED, RunningSequence, pick_sequence
+from swarmnet_client.batching.sequences import share
 from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
 from swarmnet_protocols.errors import IntegrityError
 

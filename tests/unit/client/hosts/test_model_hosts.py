@@ -5,7 +5,7 @@ import random
 import sys
 from collections import Counter
 
-from swarmnet_client.hosts.model_hosts import (
+from swarmnet_client.hosts.exclusions import (
     CONVICTED_S,
     MIN_OVERLOADED_S,
     SEPARATED_S,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmnet_client.hosts.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
-from swarmnet_client.hosts.model_hosts import Exclusions
+from swarmnet_client.hosts.exclusions import Exclusions
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import chain_search
 from swarmnet_protocols.routing.chain_search import Hop, View, credible, find_chain

@@ -1,0 +1,77 @@
+"""Requests to a model, and their answers as they are computed."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+from swarmnet_client.model.sampling import Sampling, Token
+from swarmnet_protocols.errors import SwarmnetError
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt of at least one token id, to be continued by at most ``max_tokens`` tokens or up to
+    one of ``end_ids``.
+
+    KV caches of other requests are reused only for the same ``owner``: the time of the first token
+    tells whether the same prompt was sent before.
+    """
+
+    ids: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    end_ids: frozenset[int] = frozenset()
+    owner: str = ""
+    speculate: bool = True
+    """Whether drafts are sent along with its newest token. The answer is the same."""
+
+
+class Answer:
+    """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if
+    the answer fails."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.ids: list[int] = []
+        self.counts: Counter[int] = Counter()
+        """Occurrences of each token id in the answer; empty unless its sampling has penalties."""
+        self.reused = 0
+        """Positions of the prompt whose KV caches were reused."""
+        self.precisions: list[str] = []
+        """Precisions of the hosts of its chains so far; one if they had the same."""
+        self.finish_reason: str | None = None
+        """``stop`` or ``length``, once the answer is complete."""
+        self.trips = 0
+        """Steps that brought tokens of the answer."""
+        self.retries = 0
+        self.ids_at_retry = 0
+        self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
+
+    def add(self, token: Token) -> bool:
+        """Add the next token. Returns whether the answer needs more."""
+        self.ids.append(token.id)
+        if self.request.sampling.penalises:
+            self.counts[token.id] += 1
+        self._news.put_nowait(token)
+        if token.id in self.request.end_ids:
+            self.finish_reason = "stop"
+        elif len(self.ids) >= self.request.max_tokens:
+            self.finish_reason = "length"
+        else:
+            return True
+        self._news.put_nowait(None)
+        return False
+
+    def stop(self) -> None:
+        """Complete the answer early: its reader has found a stop string."""
+        self.finish_reason = "stop"
+
+    def fail(self, error: SwarmnetError) -> None:
+        self._news.put_nowait(error)
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        while (news := await self._news.get()) is not None:
+            if isinstance(news, SwarmnetError):
+                raise news
+            yield news
