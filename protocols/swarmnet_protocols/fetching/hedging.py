@@ -20,11 +20,12 @@ async def hedged(
 ) -> None:
     """Call ``ask`` with one peer after another until it returns True.
 
-    If a peer has not answered after ``HEDGE_S``, ``on_late`` is called with it and the next peer is
-    asked.
+    If a peer has not answered after ``HEDGE_S``, ``on_late`` is called with it once, and the next
+    peer is asked.
     """
     waiting = deque(peers)
     running: dict[asyncio.Task[bool], P] = {}
+    late: set[asyncio.Task[bool]] = set()
     try:
         while waiting or running:
             if waiting:
@@ -36,8 +37,9 @@ async def hedged(
             for task in ended:
                 del running[task]
             if not ended:
-                for peer in running.values():
+                for peer in [peer for task, peer in running.items() if task not in late]:
                     on_late(peer)
+                late.update(running)
             results = [task.result() for task in ended]
             if any(results):
                 return

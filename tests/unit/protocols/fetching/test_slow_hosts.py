@@ -14,7 +14,7 @@ from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.fetching import download as download_module
 from swarmnet_protocols.fetching import hedging, peers, server
 from swarmnet_protocols.fetching.download import REPEAT_S, download
-from swarmnet_protocols.fetching.hedging import HEDGE_S
+from swarmnet_protocols.fetching.hedging import HEDGE_S, hedged
 from swarmnet_protocols.fetching.peers import LATE_S, SwarmPeers, WeightStream, fetch_document
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES, Tables, listing_hash, listing_of
 from swarmnet_protocols.fetching.server import TURN_S, WeightServer
@@ -192,3 +192,14 @@ def test_peers_that_do_not_read_keep_no_other_peer_waiting(is_busy: bool) -> Non
         assert asyncio.get_running_loop().time() < 4 * TURN_S
 
     in_world(scenario)
+
+
+def test_a_late_peer_is_reported_once() -> None:
+    late: list[int] = []
+
+    async def ask(peer: int) -> bool:
+        await asyncio.sleep(10 * HEDGE_S if peer < 3 else 0.0)
+        return True
+
+    run(hedged(range(4), ask, late.append))
+    assert late == [0, 1, 2]
