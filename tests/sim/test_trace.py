@@ -228,7 +228,7 @@ def test_a_trace_has_a_limited_number_of_steps() -> None:
     assert len(trace.steps) == len(trace._by_seq) == MAX_STEPS
 
 
-@defence("a host that tells times unasked is replaced", off=overlooking(Chain, "_take_times"))
+@defence("a host that tells times unasked is replaced", off=overlooking(Chain, "_record_times"))
 def test_a_host_that_tells_times_unasked_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
