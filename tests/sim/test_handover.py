@@ -382,7 +382,9 @@ def test_an_answer_continues_when_a_host_fails_during_a_handover(
 
 def stands_by_never(live: LiveHop, name: str) -> Any:
     caller = sys._getframe(1).f_code.co_name
-    return False if name == "stands_by" and caller == "_complete_step" else object.__getattribute__(live, name)
+    return (
+        False if name == "stands_by" and caller == "_complete_step" else object.__getattribute__(live, name)
+    )
 
 
 @defence(
