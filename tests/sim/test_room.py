@@ -105,7 +105,7 @@ def test_a_session_moves_to_a_host_with_room_when_its_own_is_full(reference: Ref
 
 @defence(
     "a host without room is not asked to compute a prompt again and again",
-    off=replacing(failures, "FULL_ATTEMPTS", failures.ATTEMPTS),
+    off=replacing(failures, "OUT_OF_RESOURCES_ATTEMPTS", failures.ATTEMPTS),
 )
 def test_a_host_that_is_full_is_asked_again_after_a_growing_pause(reference: Reference) -> None:
     """Its caches are taken by another client, or it announced more than it has: each attempt
