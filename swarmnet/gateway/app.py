@@ -49,7 +49,7 @@ from swarmnet.gateway.schemas import (
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import answers
-from swarmnet_client.batching.continuous_batching import ServedModel
+from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import race
@@ -81,7 +81,7 @@ class Prepared:
 class Gateway:
     """The OpenAI-compatible endpoint of one model. All requests share its batcher."""
 
-    served: ServedModel
+    served: BatchedModel
     quota: Quota = field(default_factory=Quota)
     clock: Clock = wall_clock
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.answers import Request
-from swarmnet_client.batching.continuous_batching import ServedModel
+from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
@@ -35,7 +35,7 @@ class Generation:
 
     def __init__(
         self,
-        served: ServedModel,
+        served: BatchedModel,
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,
@@ -66,7 +66,7 @@ class Generation:
     @asynccontextmanager
     async def run(
         cls,
-        served: ServedModel,
+        served: BatchedModel,
         requests: Sequence[Request],
         stops: Sequence[str],
         metrics: GatewayMetrics,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.schemas import ChatMessage
-from swarmnet_client.batching.continuous_batching import ServedModel
+from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
@@ -24,7 +24,7 @@ class PromptTokenizer:
     """The model's tokenizer on a thread of its own, so that long prompts do not block the event
     loop."""
 
-    def __init__(self, served: ServedModel) -> None:
+    def __init__(self, served: BatchedModel) -> None:
         self._served = served
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
 

@@ -1,6 +1,6 @@
 """Continuous batching: the answers of many callers over a few chains of one model.
 
-1. :meth:`ServedModel.open` loads the local layers and starts a :class:`Batcher`.
+1. :meth:`BatchedModel.open` loads the local layers and starts a :class:`Batcher`.
 2. The batcher queues requests and starts them while the limits allow.
 3. Each answer runs on a chain (:class:`SequenceGroup`). If the chain fails, the batcher moves the
    answer to another chain.
@@ -255,7 +255,7 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
 
 
 @dataclass(frozen=True)
-class ServedModel:
+class BatchedModel:
     """A model whose answers an endpoint serves. Made by :meth:`open`. ``end_ids`` end an answer."""
 
     local: LocalModel
@@ -278,7 +278,7 @@ class ServedModel:
         limits: BatchLimits,
         *,
         speculate: bool = True,
-    ) -> AsyncIterator["ServedModel"]:
+    ) -> AsyncIterator["BatchedModel"]:
         """Serve the CausalLM of ``local`` over ``hosts`` while the context is open.
 
         ``speculate``: decode speculatively, if the model's caches can go back.

@@ -5,7 +5,7 @@ The client only records which positions the hosts hold.
 
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
@@ -14,11 +14,9 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.model.padding import Unpadded
+from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
-
-if TYPE_CHECKING:
-    from swarmnet_client.model.remote_blocks import RemoteBlocks
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,10 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     Columns do not include a prefix.
     """
 
-    def __init__(self, blocks: "RemoteBlocks", *, max_length: int, is_temporary: bool = False) -> None:
+    def __init__(self, blocks: RemoteBlocks, *, max_length: int, is_temporary: bool = False) -> None:
         """``is_temporary``: for one forward, which may be a training step."""
         super().__init__(layers=[])
-        self.is_temporary = is_temporary
+        self._is_temporary = is_temporary
         self._blocks = blocks
         self._max_length = max_length
         self._stack = AsyncExitStack()
@@ -131,6 +129,35 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     @property
     def report(self) -> ChainReport:
         return self._chain.report if self._chain is not None else ChainReport()
+
+    def compute(
+        self,
+        hidden_states: torch.Tensor,
+        *,
+        ids: torch.Tensor | None,
+        new: NewPositions,
+        client_adapter: ClientAdapter,
+        learns: bool,
+    ) -> torch.Tensor:
+        """Return hidden states [B, n, D] after all blocks. The placeholder of block 0 calls this.
+
+        Without gradients, they extend the cache: as ``ids`` [B, n], where these are given and the
+        cache does not hold embeddings. Gradients flow through passes if ``learns``, or if
+        ``hidden_states`` requires them.
+
+        Raises ``ValueError`` for gradients through a cache that outlives this forward, and what
+        ``extend`` and ``RemoteBlocks.pass_through`` raise.
+        """
+        states = hidden_states if new.unpadded is None else new.unpadded.close(hidden_states)
+        if torch.is_grad_enabled() and (states.requires_grad or learns):
+            if not self._is_temporary:
+                raise ValueError("gradients do not flow through a session: leave out past_key_values")
+            outputs = self._blocks.pass_through(states, new.columns, client_adapter.tensors())
+        else:
+            inputs = states if ids is None or self.takes_embeddings else ids
+            outputs = self.extend(inputs, new, client_adapter).to(states)
+            self._blocks.report = self.report
+        return outputs if new.unpadded is None else new.unpadded.open(outputs)
 
     def extend(self, inputs: torch.Tensor, new: NewPositions, client_adapter: ClientAdapter) -> torch.Tensor:
         """Compute the columns [B, n] (ids) or [B, n, D] (embeddings); return hidden states [B, n,

@@ -9,9 +9,9 @@ A forward goes through these steps:
 1. ``forward`` of the swarm class reads the attention mask and finds the client's adapter, then
    calls the architecture's own ``forward``.
 2. That embeds the inputs and calls the layers. The placeholder of block 0 calls
-   :meth:`RemoteBlocks.compute`; the others return their inputs.
-3. :meth:`RemoteBlocks.compute` sends new positions down a chain (:meth:`SwarmCache.extend`), or, if
-   gradients are wanted, whole sequences through passes.
+   :meth:`SwarmCache.compute`; the others return their inputs.
+3. :meth:`SwarmCache.compute` sends new positions down a chain, or, if gradients are wanted, whole
+   sequences through passes (:meth:`RemoteBlocks.pass_through`).
 4. The architecture applies norm and head to the outputs.
 """
 
@@ -256,10 +256,9 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
                 check_positions(kwargs["position_ids"], columns, held)
             unpadded = Unpadded.needed(mask, columns, held, width, are_ids=input_ids is not None)
             compute = functools.partial(
-                self.blocks.compute,
+                cache.compute,
                 ids=input_ids.cpu() if input_ids is not None else None,
                 new=NewPositions(columns, min(keep, width), unpadded),
-                cache=cache,
                 client_adapter=client_adapter,
                 learns=is_training or client_adapter.learns,
             )

@@ -16,7 +16,6 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.hosts.runtime import Runtime
-from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_protocols.session.adapters import Adapter
 
@@ -71,37 +70,7 @@ class RemoteBlocks:
         self.report = batch.report
         return batch
 
-    def compute(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        ids: torch.Tensor | None,
-        new: NewPositions,
-        cache: SwarmCache,
-        client_adapter: ClientAdapter,
-        learns: bool,
-    ) -> torch.Tensor:
-        """Return hidden states [B, n, D] after all blocks. The placeholder of block 0 calls this.
-
-        Without gradients, they go down the chain of ``cache``: as ``ids`` [B, n], where these are
-        given and the cache does not hold embeddings. Gradients flow through passes if ``learns``,
-        or if ``hidden_states`` requires them.
-
-        Raises ``ValueError`` for gradients through a cache that outlives this forward, and what
-        ``SwarmCache.extend``, ``Adapter`` and ``RemoteBatch`` raise.
-        """
-        states = hidden_states if new.unpadded is None else new.unpadded.close(hidden_states)
-        if torch.is_grad_enabled() and (states.requires_grad or learns):
-            if not cache.is_temporary:
-                raise ValueError("gradients do not flow through a session: leave out past_key_values")
-            outputs = self._pass_through(states, new.columns, client_adapter.tensors())
-        else:
-            inputs = states if ids is None or cache.takes_embeddings else ids
-            outputs = cache.extend(inputs, new, client_adapter).to(states)
-            self.report = cache.report
-        return outputs if new.unpadded is None else new.unpadded.open(outputs)
-
-    def _pass_through(
+    def pass_through(
         self,
         hidden_states: torch.Tensor,
         columns: Sequence[tuple[int, int]],
@@ -111,6 +80,7 @@ class RemoteBlocks:
 
         Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns`` are the
         [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
+        Raises what ``Adapter`` and ``RemoteBatch`` raise.
         """
         places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
         bounds = torch.tensor(columns, device=hidden_states.device)

@@ -236,7 +236,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet.gateway.app import Gateway
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
-    from swarmnet_client.batching.continuous_batching import BatchLimits, ServedModel
+    from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
     from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_client.model.local_layers import LoadOptions, memory_notice
     from swarmnet_protocols.machine.aio import race
@@ -253,7 +253,7 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
         served = await stack.enter_async_context(
-            ServedModel.open(local, hosts, options, limits, speculate=serving.speculate)
+            BatchedModel.open(local, hosts, options, limits, speculate=serving.speculate)
         )
         gateway = Gateway(served, serving.quota)
         stack.callback(gateway.close)

@@ -12,7 +12,7 @@ import httpx
 from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
-from swarmnet_client.batching.continuous_batching import BatchLimits, ServedModel
+from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
@@ -133,7 +133,7 @@ async def gateway(
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(lab.client())
         model = await stack.enter_async_context(
-            ServedModel.open(
+            BatchedModel.open(
                 lab.reference.local, hosts, LoadOptions.picked("float32", "cpu"), limits or BatchLimits()
             )
         )

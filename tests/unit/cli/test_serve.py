@@ -35,7 +35,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
         yield SimpleNamespace(local=local, batcher=None, max_length=512, context=512)
 
     monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.connect", hosts)
-    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.ServedModel.open", served)
+    monkeypatch.setattr("swarmnet_client.batching.continuous_batching.BatchedModel.open", served)
     monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
 
 

@@ -28,7 +28,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
         "training",
     ),
     "swarmnet_node": ("owner", "engine", "hosting", "training", ""),
-    "swarmnet_client": ("audit", "swarm", "chain", "model", "batching", "tuning", ""),
+    "swarmnet_client": ("audit", "hosts", "chain", "model", "batching", "tuning", ""),
     "swarmnet": ("", "swarm_file", "web", "gateway", "dashboard", "doctor", "api", "cli", "__main__"),
 }
 """The rooms of each package, lowest first. A module imports from its own room and from those before
