@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain.chain import Chain
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_node.owner import control
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import LocalModel, resolve
@@ -144,18 +144,18 @@ def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     lab: Swarm, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hit: list[NodeProcess] = []
-    take = Chain._complete_step
+    complete = ChainSupervisor._complete_step
 
-    def take_and_stop(chain: Chain, *arguments: Any) -> None:
+    def complete_and_stop(supervisor: ChainSupervisor, *arguments: Any) -> None:
         """Stop both processes of a node when the first chunk of the prompt has returned and others
         are in flight."""
-        take(chain, *arguments)
+        complete(supervisor, *arguments)
         if not hit:
-            peer = next(peer for peer, start, _ in chain.report.route if start == 10)
+            peer = next(peer for peer, start, _ in supervisor._report.route if start == 10)
             hit.append(node_of(lab, peer))
             stop(hit[0])
 
-    monkeypatch.setattr(Chain, "_complete_step", take_and_stop)
+    monkeypatch.setattr(ChainSupervisor, "_complete_step", complete_and_stop)
     with lab.connect() as model:
         try:
             assert generate(model, LONG) == expected(LONG)

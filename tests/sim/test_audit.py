@@ -12,7 +12,7 @@ import torch
 
 from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.verdict import Verdict
-from swarmnet_client.chain import auditor, supervisor
+from swarmnet_client.chain import auditor, repair
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
@@ -279,7 +279,7 @@ def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Re
 
 @defence(
     "a host that does not answer an audit is replaced",
-    off=replacing(supervisor.ChainSupervisor, "give_up", nothing),
+    off=replacing(repair.ChainRepair, "fail", nothing),
 )
 def test_a_host_that_does_not_report_its_outputs_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ import torch
 from swarmnet_client.chain import trace
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.chain.trace import HOP_SLICES, MAX_STEPS, Trace, trace_events
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation
@@ -228,7 +229,7 @@ def test_a_trace_has_a_limited_number_of_steps() -> None:
     assert len(trace.steps) == len(trace._by_seq) == MAX_STEPS
 
 
-@defence("a host that tells times unasked is replaced", off=overlooking(Chain, "_record_times"))
+@defence("a host that tells times unasked is replaced", off=overlooking(ChainSupervisor, "_record_times"))
 def test_a_host_that_tells_times_unasked_is_replaced(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:

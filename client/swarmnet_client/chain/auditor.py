@@ -21,7 +21,7 @@ from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
 from swarmnet_client.audit.verdict import Read, Verdict, judge
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.passes import ask_pass
-from swarmnet_client.chain.supervisor import ChainSupervisor
+from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
@@ -107,7 +107,7 @@ class Auditor:
         self,
         hosts: ModelHosts,
         spec: ChainSpec,
-        supervisor: ChainSupervisor,
+        repair: ChainRepair,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
@@ -115,7 +115,7 @@ class Auditor:
         self._hosts = hosts
         self._ledger = hosts.ledger
         self._spec = spec
-        self._supervisor = supervisor
+        self._repair = repair
         self._report = report
         self._embed = embed
         self._read = read
@@ -189,7 +189,7 @@ class Auditor:
                 _log.exception("an audit broke")
 
     async def _audit(self, watched: AuditedSequence) -> None:
-        hops = self._supervisor.hops
+        hops = self._repair.whole
         if watched.failovers != self._report.failovers or self._is_large():
             return
         plan = watched.plan
@@ -230,12 +230,12 @@ class Auditor:
             )
         )
         is_past = self._watched is not watched or watched.changes != changes
-        if is_past or watched.failovers != self._report.failovers or hops != self._supervisor.hops:
+        if is_past or watched.failovers != self._report.failovers or hops != self._repair.whole:
             return None
         if any(answer is None for answer in transcripts.values()):
             for each in asked:
                 if transcripts[each] is None:
-                    self._supervisor.give_up(each, Unreachable(f"{each.hop.peer} sends no transcript"))
+                    self._repair.fail(each, Unreachable(f"{each.hop.peer} sends no transcript"))
             return None
         inputs = as_received(self._embed(watched.inputs(count)), self._spec.wire_of(hops[0].hop.precision))
         audited = transcripts[live]
@@ -268,9 +268,9 @@ class Auditor:
     def _disagree(self, one: LiveHop | None, other: LiveHop) -> None:
         error = ProtocolViolation("two neighbours report different data between them")
         if one is None:
-            self._supervisor.give_up(other, error)
+            self._repair.fail(other, error)
         else:
-            self._supervisor.separate(one, other, error)
+            self._repair.separate(one, other, error)
 
     async def _judge(self, plan: AuditPlan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
         second, asked = await self._recompute(plan, claimed, ())
@@ -285,7 +285,7 @@ class Auditor:
                 return
             verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
         if verdict is Verdict.WRONG:
-            self._supervisor.convict(live)
+            self._repair.convict(live)
         elif verdict is Verdict.RIGHT:
             self._ledger.passed(live.hop.peer)
         elif verdict is Verdict.DOUBTED_WITNESS:
@@ -330,6 +330,6 @@ class Auditor:
         An audited host must not witness for itself or its neighbours. Quantised weights of another
         precision would differ by more than the tolerance.
         """
-        in_chain = {live.hop.peer for live in self._supervisor.hops}
+        in_chain = {live.hop.peer for live in self._repair.whole}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._hosts.banned})
         return witnesses(self._hosts.known, hop, without, self._ledger.rng)

@@ -3,7 +3,7 @@
 1. :meth:`Chain.forward` cuts long rows into chunks, one step each, and sends them.
 2. A step is numbered, logged and waits (:class:`StepsInFlight`). The client's link to the first hop
    sends it from the log, as every hop sends its outputs to the next one (``session/link.py``).
-3. The last hop answers on its session stream; :meth:`Chain._receive` ends the step's wait.
+3. The last hop answers on its session stream, which ends the step's wait.
 
 Failures do not appear here: :class:`ChainSupervisor` replaces failed hops, and the logs replay
 their inputs. A waiting step only takes longer.
@@ -18,17 +18,15 @@ import torch
 
 from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.auditor import Auditor
-from swarmnet_client.chain.hops import ChainReport, ChainSpec, LiveHop, SessionStream
+from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
-from swarmnet_protocols.wire import session_pb2 as pb
 
 MEASURED_STEPS = 8
 """Decode steps whose median time is one measurement of a chain's hosts."""
@@ -53,9 +51,10 @@ class Chain:
         self._hosts = hosts
         self._spec = spec
         self._steps_s: list[float] = []
+        self._tasks = asyncio.TaskGroup()
         self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size)
-        self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._receive)
-        self._auditor = Auditor(hosts, spec, self._supervisor, self.report, embed, read)
+        self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._tasks)
+        self._auditor = Auditor(hosts, spec, self._supervisor.repair, self.report, embed, read)
 
     @classmethod
     @asynccontextmanager
@@ -75,15 +74,13 @@ class Chain:
         if spec.trace is not None:
             spec.trace.begin_chain(spec.blocks)
         chain = cls(hosts, spec, embed, read)
-        supervising = asyncio.create_task(chain._supervise(), name="chain")
-        auditing = asyncio.create_task(chain._auditor.run(), name="audits")
+        running = asyncio.create_task(chain._run(), name="chain")
         try:
             yield chain
             if spec.trace is not None:
                 await spec.trace.complete()
         finally:
-            await cancel(supervising, auditing)
-            await chain._supervisor.close()
+            await cancel(running)
 
     @property
     def lengths(self) -> Mapping[int, int]:
@@ -138,7 +135,7 @@ class Chain:
             with suppress(SwarmnetError):  # announcements may be old
                 await self._hosts.refresh()
             self._hosts.check_room(positions, blocks)
-        self._supervisor.need(positions)
+        self._supervisor.repair.need(positions)
 
     async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         parts = cut(rows)
@@ -186,50 +183,23 @@ class Chain:
             self._hosts.measured([Hop(*each) for each in self.report.route], median(self._steps_s))
             self._steps_s.clear()
 
-    # ---- outputs --------------------------------------------------------------------------------
+    # ---- hops -----------------------------------------------------------------------------------
 
-    async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
-        """Receive from one hop on a stream. Return whether the session went on with another stream.
-
-        Outputs end the wait of their step. All other messages go to the supervisor.
+    async def _run(self) -> None:
+        """Keep the chain whole, and audit it. A failure that cannot be repaired ends every step,
+        later ones included.
         """
         try:
-            while True:
-                reply, payload = await live.receive(stream)
-                if reply.HasField("output"):
-                    self._complete_step(live, reply.output, payload)
-                elif reply.HasField("timed"):
-                    self._record_times(live, reply.timed)
-                elif reply.HasField("moved"):
-                    return True
-                else:
-                    await self._supervisor.handle(live, reply, payload)
-        except SwarmnetError as error:
-            self._supervisor.session_ended(live, error)
-            return False
-
-    def _complete_step(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
-        if live.stands_by:
-            raise ProtocolViolation("an output of a standby")
-        if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
-            self._supervisor.answered(live)
-
-    def _record_times(self, live: LiveHop, timed: pb.Timed) -> None:
-        trace = self._spec.trace
-        if trace is None:
-            raise ProtocolViolation("times that the client did not ask for")
-        trace.add_times(live.session, live.hop, timed)
-
-    async def _supervise(self) -> None:
-        """Keep the chain whole. A failure that cannot be repaired ends every step, later ones
-        included.
-        """
-        try:
-            await self._supervisor.run()
-        except SwarmnetError as error:
+            async with self._tasks:
+                self._tasks.create_task(self._auditor.run(), name="audits")
+                await self._supervisor.run()
+        except ExceptionGroup as errors:
+            error = errors.exceptions[0]
+            if not isinstance(error, SwarmnetError):
+                error = SwarmnetError(f"the chain broke: {type(error).__name__}: {error}")
             self._in_flight.fail(error)
-        except Exception as error:  # noqa: BLE001 - a step must end, whatever broke
-            self._in_flight.fail(SwarmnetError(f"the chain broke: {type(error).__name__}: {error}"))
+        finally:
+            self._supervisor.repair.close()
 
 
 def cut(rows: tuple[Row, ...]) -> list[Part]:

@@ -23,14 +23,16 @@ _log = logging.getLogger(__name__)
 class ChainLinks:
     """The links of one chain: who sends to whom.
 
-    ``steps`` sends from the client's log. ``lost`` is called when a link of the client cannot be
-    made or breaks.
+    - ``steps`` sends from the client's log.
+    - ``lost`` is called when a link of the client cannot be made or breaks.
+    - ``tasks`` runs a task for each link of the client.
     """
 
     hosts: ModelHosts
     spec: ChainSpec
     steps: LinkSender
     lost: Callable[[NextHop, SwarmnetError], Awaitable[None]]
+    tasks: asyncio.TaskGroup
     client: ClientLink = field(default_factory=ClientLink)
     _epoch: int = 0
 
@@ -70,7 +72,7 @@ class ChainLinks:
             await sender.relink(target.epoch, target, record, self.steps.outbox.log.lengths)
         else:
             replaced = sender.sending
-            sender.sending = asyncio.create_task(self._send_steps(hop, target, is_standby=False))
+            sender.sending = self.tasks.create_task(self._send_steps(hop, target, is_standby=False))
             await cancel(replaced)
 
     async def feed(self, sender: Sender, standby: LiveHop, epoch: int) -> asyncio.Task[None] | None:
@@ -80,7 +82,7 @@ class ChainLinks:
         target = standby.target(epoch)
         _log.debug("a standby is fed", extra=target.log_fields | {"sender": sender.peer})
         if not isinstance(sender, LiveHop):
-            return asyncio.create_task(self._send_steps(standby.hop, target, is_standby=True))
+            return self.tasks.create_task(self._send_steps(standby.hop, target, is_standby=True))
         await sender.tee(target, self.hosts.record_of(target.peer))
         return None
 
@@ -96,10 +98,6 @@ class ChainLinks:
             replaced, sender.sending = sender.sending, feeding
             if replaced is not None:
                 replaced.cancel()
-
-    async def close(self) -> None:
-        """End the client's link."""
-        await cancel(self.client.sending)
 
     async def _send_steps(self, hop: Hop, target: NextHop, *, is_standby: bool) -> None:
         """Send the client's steps. A link that is lost before its session is open is made again

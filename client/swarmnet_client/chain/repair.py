@@ -1,6 +1,6 @@
-"""Repairs a chain: fills its gaps with hosts, and links its hops.
+"""Repairs a chain: drops hops, fills its gaps with hosts, and links its hops.
 
-1. A hop that ended is replaced by its standby, if it has one.
+1. Whoever finds a hop wrong drops it. It is replaced by its standby, if it has one.
 2. Blocks that no live hop covers are a gap. Sessions are opened on the hosts of a route over all
    blocks; most are open already. If that fails, the directory is read and another route chosen.
 3. Each hop is linked to the hop behind it. The hop before a new one replays its log there.
@@ -36,8 +36,16 @@ from swarmnet_client.chain.links import ChainLinks
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standby, Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
+from swarmnet_client.hosts.exclusions import CONVICTED_S
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import (
+    HostsOverloaded,
+    NoRoom,
+    NoRoute,
+    OutOfResources,
+    SwarmnetError,
+    Unreachable,
+)
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.routing.chain_search import Hop
 from swarmnet_protocols.session.link import NextHop, log_id
@@ -55,7 +63,7 @@ Each attempt reads the directory, because a host with more room may have joined.
 class ChainRepair:
     """The hops of one chain, and how they are replaced.
 
-    Whoever finds a hop wrong ends the hop and notes the error here.
+    ``trouble`` is set when a hop was dropped, so that somebody calls ``run``.
     """
 
     hosts: ModelHosts
@@ -65,6 +73,7 @@ class ChainRepair:
     sessions: HopSessions
     links: ChainLinks
     standbys: Standbys
+    trouble: asyncio.Event
     hops: list[LiveHop] = field(default_factory=list)
     positions: int = 0
     """Positions of all sequences, including positions about to be sent."""
@@ -90,8 +99,15 @@ class ChainRepair:
         known = self.report.precisions or [live.hop.precision for live in self.hops]
         return known[0] if known else None
 
-    def answered(self) -> None:
+    @property
+    def whole(self) -> tuple[LiveHop, ...]:
+        """The hops, if the chain is whole; else empty."""
+        is_whole = not gaps(self.hops, self.spec.blocks) and all(live.alive for live in self.hops)
+        return tuple(self.hops) if is_whole else ()
+
+    def answered(self, last: LiveHop) -> None:
         """The chain answered a step: forget earlier failures."""
+        self.hosts.answered(last.peer)
         self._retries.answered()
         self.blame = Blame(self.hosts)
 
@@ -136,7 +152,65 @@ class ChainRepair:
         is_unhosted = isinstance(self.last_error, Unreachable) or not self.hosts.known
         return no_route() if is_unhosted and type(error) is Unreachable else error
 
+    def close(self) -> None:
+        """End the sessions of all hops."""
+        for live in self.hops:
+            live.stream.close()
+
     # ---- the hops -------------------------------------------------------------------------------
+
+    def need(self, positions: int) -> None:
+        """Replace hops whose hosts lack room for this many positions of all sequences together."""
+        is_more, self.positions = positions > self.positions, positions
+        if not is_more:
+            return
+        lacking = self.hosts.without_room(positions)
+        for live in self.hops:
+            if live.peer in lacking:
+                self.drop(live, OutOfResources(f"{live.peer} has no room for {positions} positions"))
+
+    def drop(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop."""
+        if live.alive:
+            _log.info("host replaced", extra=live.log_fields | {"reason": str(error)[:200]})
+        live.end(error)
+        self.last_error = error
+        self.trouble.set()
+
+    def fail(self, live: LiveHop, error: SwarmnetError) -> None:
+        """Replace a hop and ban its host for a while."""
+        if live.alive:
+            self.hosts.failed(live.peer)
+            self.drop(live, error)
+
+    def separate(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
+        """Replace two neighbours. One of them lies about the data between them; which one is
+        unknown.
+        """
+        self.hosts.separate(one.peer, other.peer)
+        self.fail(one, error)
+        self.fail(other, error)
+
+    def convict(self, live: LiveHop) -> None:
+        """Replace a hop whose outputs are wrong, and every hop behind it.
+
+        The KV caches of the hops behind come from those outputs.
+        """
+        error = Unreachable(f"{live.peer} gave wrong outputs")
+        self.hosts.convict(live.peer)
+        self.report.wrong.append(live.peer)
+        _log.warning(
+            "host %s gave wrong outputs for blocks %d:%d, according to two other hosts. "
+            "It was replaced, and this client avoids it for %g hours. The answer so far may be wrong: ask again",
+            live.peer,
+            live.hop.start,
+            live.hop.end,
+            CONVICTED_S / 3600,
+        )
+        self.standbys.discard_all()
+        for each in self.hops:
+            if each.hop.start >= live.hop.start:
+                self.drop(each, error)
 
     def _gaps(self) -> list[tuple[int, int]]:
         """Return the blocks that neither a live hop nor a standby covers.

@@ -6,7 +6,7 @@ When the path to a host improves, its session goes on over another stream.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_client.chain.adapter_upload import AdapterUploader
@@ -29,6 +29,7 @@ class HopSessions:
       with another stream.
     - ``heartbeat`` takes a hop's heartbeats.
     - ``ended`` is called when a session ends with an error.
+    - ``tasks`` runs a task for each session.
     """
 
     hosts: ModelHosts
@@ -37,7 +38,7 @@ class HopSessions:
     receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
     heartbeat: Callable[[LiveHop, pb.SessionReply], None]
     ended: Callable[[LiveHop, SwarmnetError], None]
-    _receiving: dict[asyncio.Task[None], None] = field(default_factory=dict)
+    tasks: asyncio.TaskGroup
 
     async def open(
         self,
@@ -90,9 +91,7 @@ class HopSessions:
             live.announced = self.hosts.span_of(hop.peer)
             answered.append(live)
             _log.debug("a session is open", extra=live.target(epoch).log_fields | {"role": role.name})
-            task = asyncio.create_task(self._attend(live))
-            self._receiving[task] = None
-            task.add_done_callback(self._receiving.pop)
+            self.tasks.create_task(self._attend(live))
             return live
 
         answered: list[LiveHop] = []
@@ -114,24 +113,17 @@ class HopSessions:
                 live.next, live.epoch = successor, epoch
         return [live for live in opened if live is not None]
 
-    async def close(self) -> None:
-        """Receive no longer."""
-        await cancel(*self._receiving)
-
     async def _attend(self, live: LiveHop) -> None:
         """Receive from one hop until its session ends; over another stream when the path
         improves."""
-        streams = [asyncio.create_task(self._attend_stream(live))]
-        try:
-            while await self._resume(live, streams[-1]):
+        async with asyncio.TaskGroup() as streams:
+            receiving = streams.create_task(self._attend_stream(live))
+            while await self._resume(live, receiving):
                 # Outputs may still be on their way over the stream before it, whose last message is
                 # Moved.
-                streams.append(asyncio.create_task(self._attend_stream(live)))
-            *_, is_moved = await asyncio.gather(*streams)
-            if is_moved:
-                self.ended(live, ProtocolViolation("a host ended a session that did not move"))
-        finally:
-            await cancel(*streams)
+                receiving = streams.create_task(self._attend_stream(live))
+        if receiving.result():
+            self.ended(live, ProtocolViolation("a host ended a session that did not move"))
 
     async def _resume(self, live: LiveHop, receiving: asyncio.Task[bool]) -> bool:
         """Wait for a better path to the hop, and go on with its session there.

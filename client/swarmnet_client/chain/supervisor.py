@@ -11,15 +11,15 @@ hop is replaced when:
 A hop whose host is about to stop hands over to a standby (``standby.py``), which is ready before
 the hop is closed.
 
-Whoever finds a hop wrong drops it and sets ``_trouble``. A single loop,
-:meth:`ChainSupervisor._repair_forever`, then has ``repair.py`` open, replace and link hops.
+Whoever finds a hop wrong drops it (:meth:`ChainRepair.drop`), which sets ``_trouble``. A single
+loop, :meth:`ChainSupervisor._repair_forever`, then has ``repair.py`` open, replace and link hops.
 """
 
 import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -31,7 +31,6 @@ from swarmnet_client.chain.hops import (
     LiveHop,
     Sender,
     SessionStream,
-    gaps,
     upstream,
 )
 from swarmnet_client.chain.links import ChainLinks
@@ -39,11 +38,9 @@ from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
-from swarmnet_client.hosts.exclusions import CONVICTED_S
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import (
     ConfigError,
-    OutOfResources,
     ProtocolViolation,
     SwarmnetError,
     Unreachable,
@@ -83,10 +80,10 @@ class ChainSupervisor:
         in_flight: StepsInFlight,
         report: ChainReport,
         embed: Callable[[torch.Tensor], torch.Tensor],
-        receive: Callable[[LiveHop, SessionStream], Awaitable[bool]],
+        tasks: asyncio.TaskGroup,
     ) -> None:
-        """``embed`` turns the values of logged steps into [P, D]; ``receive`` receives from a hop
-        until its session ends."""
+        """``embed`` turns the values of logged steps into [P, D]. ``tasks`` runs a task for each
+        session, and one for each link of the client."""
         mark = ignore_moment if spec.trace is None else spec.trace.mark
 
         def render(step: Step) -> Step:
@@ -104,15 +101,21 @@ class ChainSupervisor:
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""
-        uploader = AdapterUploader(hosts, spec.adapter, self._adapter_progressed)
-        self._sessions = HopSessions(hosts, spec, uploader, receive, self._on_heartbeat, self.session_ended)
+        uploader = AdapterUploader(
+            hosts,
+            spec.adapter,
+            lambda: self.repair.extend_deadline(),  # noqa: PLW0108 - it is made below
+        )
+        sessions = HopSessions(
+            hosts, spec, uploader, self._receive, self._on_heartbeat, self._session_ended, tasks
+        )
         sender = LinkSender(
             hosts.transport, in_flight.outbox, spec.dtype, hosts.timing, render=render, mark=mark
         )
-        self._links = ChainLinks(hosts, spec, sender, self._client_link_lost)
-        self._standbys = Standbys(hosts, spec, self._sessions, self._links, self._trouble)
-        self._repair = ChainRepair(
-            hosts, spec, in_flight, report, self._sessions, self._links, self._standbys
+        self._links = ChainLinks(hosts, spec, sender, self._client_link_lost, tasks)
+        self._standbys = Standbys(hosts, spec, sessions, self._links, self._trouble)
+        self.repair = ChainRepair(
+            hosts, spec, in_flight, report, sessions, self._links, self._standbys, self._trouble
         )
 
     async def run(self) -> NoReturn:
@@ -120,25 +123,10 @@ class ChainSupervisor:
 
         The error is raised at once if the client is at fault.
         """
-        raise await race(self._client_fault.get(), self._repair_forever())
-
-    async def close(self) -> None:
-        """End all sessions. ``run`` has ended before."""
-        await self._links.close()
-        await self._standbys.close()
-        await self._sessions.close()
-        for live in self._repair.hops:
-            live.stream.close()
-
-    def need(self, positions: int) -> None:
-        """Replace hops whose hosts lack room for this many positions of all sequences together."""
-        is_more, self._repair.positions = positions > self._repair.positions, positions
-        if not is_more:
-            return
-        lacking = self._hosts.without_room(positions)
-        for live in self._repair.hops:
-            if live.peer in lacking:
-                self._drop(live, OutOfResources(f"{live.peer} has no room for {positions} positions"))
+        try:
+            raise await race(self._client_fault.get(), self._repair_forever())
+        finally:
+            await self._standbys.close()
 
     def wake(self) -> None:
         """Open hops again whose idle sessions were ended: a step is about to be sent."""
@@ -149,7 +137,7 @@ class ChainSupervisor:
 
     async def _repair_forever(self) -> NoReturn:
         while True:
-            leaves = any(math.isfinite(live.leaving_since) for live in self._repair.hops)
+            leaves = any(math.isfinite(live.leaving_since) for live in self.repair.hops)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTS_S if leaves else self._hosts.timing.stall_s / 4):
                     await self._trouble.wait()
@@ -163,16 +151,16 @@ class ChainSupervisor:
                 await self._repair_or_rest()
             if not self._is_resting:
                 positions = sum(self._in_flight.outbox.log.lengths.values())
-                self._standbys.update(self._repair.hops, self._repair.precision, positions)
+                self._standbys.update(self.repair.hops, self.repair.precision, positions)
 
     async def _repair_or_rest(self) -> None:
         """Repair the chain, or let it rest: if no step waits, try again at the next step.
 
         Otherwise raises what ``ChainRepair.run`` raises.
         """
-        may_rest = self._repair.continues and self._in_flight.is_empty
+        may_rest = self.repair.continues and self._in_flight.is_empty
         try:
-            await self._repair.run()
+            await self.repair.run()
         except SwarmnetError as error:
             if not may_rest:
                 raise
@@ -181,18 +169,15 @@ class ChainSupervisor:
             if not self._in_flight.is_empty:  # a step has come meanwhile
                 self._trouble.set()
 
-    def _adapter_progressed(self) -> None:
-        self._repair.extend_deadline()
-
     def _drop_stuck_hop(self) -> None:
         """Replace a hop that sends heartbeats, has its inputs, and has not computed for
         ``stall_s``."""
         sent = self._in_flight.outbox.log.last
         now = asyncio.get_running_loop().time()
         stall_s = self._hosts.timing.stall_s
-        for live in self._repair.hops:
+        for live in self.repair.hops:
             if live.applied < sent and now - live.progress_at > stall_s:
-                self._fail(live, Unreachable(f"{live.peer} has not computed for {stall_s:g} s"))
+                self.repair.fail(live, Unreachable(f"{live.peer} has not computed for {stall_s:g} s"))
                 return
             sent = live.applied
 
@@ -205,17 +190,17 @@ class ChainSupervisor:
         A chain without a step in flight soon lets such a hop go. Its standby, or a new hop, is then
         rebuilt from the log of the hop before.
         """
-        for live, after in zip(self._repair.hops, [*self._repair.hops[1:], None], strict=False):
+        for live, after in zip(self.repair.hops, [*self.repair.hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
             if standby is not None and standby.is_linked:
                 self._report.handovers += 1
-                self._drop(live, Unreachable(f"{live.peer} is about to stop"))
+                self.repair.drop(live, Unreachable(f"{live.peer} is about to stop"))
             elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
                 await self._links.link(standby.hops[-1], after)
             elif (
                 live.alive and live.leaving and (self._may_let_go(live) or self._standbys.has_given_up(live))
             ):
-                self._fail(live, Unreachable(f"{live.peer} is about to stop"))
+                self.repair.fail(live, Unreachable(f"{live.peer} is about to stop"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
         """Whether a leaving hop may go: no step waits for it, and none has waited for a while."""
@@ -224,7 +209,7 @@ class ChainSupervisor:
 
     # ---- failures -------------------------------------------------------------------------------
 
-    def session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
+    def _session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
         """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it,
         or of the client."""
         if (standby := self._standbys.with_hop(live)) is not None:
@@ -232,7 +217,7 @@ class ChainSupervisor:
         elif isinstance(error, Refused):
             self._refused(live, error)
         else:
-            self._fail(live, error)
+            self.repair.fail(live, error)
 
     def _refused(self, live: LiveHop, refusal: Refused) -> None:
         if not live.alive:
@@ -243,24 +228,24 @@ class ChainSupervisor:
             live.alive = False
             return
         if refusal.reason == refusal_pb2.REASON_LOG_GONE:
-            self._drop(live, refusal)
+            self.repair.drop(live, refusal)
             return
         # An honest hop may have been sent bad inputs, so the hops whose outputs led to them are
         # suspects too.
-        before = upstream(self._repair.hops, live)
+        before = upstream(self.repair.hops, live)
         made_by = [each.hop for each in before]
         try:
             sent_by = made_by[0] if made_by else None
-            suspects = self._repair.blame.attribute(refusal, live.hop, made_by=made_by, sent_by=sent_by)
+            suspects = self.repair.blame.attribute(refusal, live.hop, made_by=made_by, sent_by=sent_by)
         except ConfigError as fault:
             self._client_fault.put_nowait(fault)
             return
         for each in (live, *before):
             if each.hop in suspects:
-                self._drop(each, refusal)
+                self.repair.drop(each, refusal)
 
     async def _client_link_lost(self, target: NextHop, error: SwarmnetError) -> None:
-        known = [*self._repair.hops, *self._standbys.hops]
+        known = [*self.repair.hops, *self._standbys.hops]
         receiver = next((live for live in known if live.session == target.session), None)
         if receiver is not None:
             await self._link_lost(self._links.client, receiver, error)
@@ -296,31 +281,41 @@ class ChainSupervisor:
             # Both answer, so one of them lies or the path is broken. Only a second accuser costs
             # the receiver its place.
             is_repeated = self._hosts.separate(sender.peer, receiver.peer)
-            self._drop(sender, error)
+            self.repair.drop(sender, error)
             if is_repeated:
-                self._drop(receiver, error)
+                self.repair.drop(receiver, error)
         else:
-            self._fail(receiver, error)
+            self.repair.fail(receiver, error)
 
-    def _fail(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop and ban its host for a while."""
-        if live.alive:
-            self._hosts.failed(live.peer)
-            self._drop(live, error)
+    # ---- messages of hops -----------------------------------------------------------------------
 
-    def _drop(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop."""
-        if live.alive:
-            _log.info("host replaced", extra=live.log_fields | {"reason": str(error)[:200]})
-        live.end(error)
-        self._repair.last_error = error
-        self._trouble.set()
+    async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
+        """Receive from one hop on a stream. Return whether the session went on with another
+        stream."""
+        try:
+            while True:
+                reply, payload = await live.receive(stream)
+                if reply.HasField("output"):
+                    self._complete_step(live, reply.output, payload)
+                elif reply.HasField("moved"):
+                    return True
+                else:
+                    await self._handle(live, reply, payload)
+        except SwarmnetError as error:
+            self._session_ended(live, error)
+            return False
 
-    # ---- messages of hops other than outputs ----------------------------------------------------
+    def _complete_step(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
+        if live.stands_by:
+            raise ProtocolViolation("an output of a standby")
+        if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
+            self.repair.answered(live)
 
-    async def handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
+    async def _handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
         """Handle a message of a hop. Raises ``ProtocolViolation`` for an unknown message."""
         match reply.WhichOneof("kind"):
+            case "timed":
+                self._record_times(live, reply.timed)
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
                 if receiver is None and reply.link_lost.epoch == live.epoch:
@@ -350,10 +345,10 @@ class ChainSupervisor:
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
 
-    def answered(self, last: LiveHop) -> None:
-        """The chain answered a step: forget earlier failures."""
-        self._hosts.answered(last.peer)
-        self._repair.answered()
+    def _record_times(self, live: LiveHop, timed: pb.Timed) -> None:
+        if self._spec.trace is None:
+            raise ProtocolViolation("times that the client did not ask for")
+        self._spec.trace.add_times(live.session, live.hop, timed)
 
     def _on_heartbeat(self, live: LiveHop, reply: pb.SessionReply) -> None:
         now = live.heard_at = asyncio.get_running_loop().time()
@@ -363,46 +358,3 @@ class ChainSupervisor:
         standby = self._standbys.with_hop(live)
         if standby is not None and standby.replaced.leaving and standby.is_ready(self._in_flight.acked):
             self._trouble.set()
-
-    # ---- findings of audits ---------------------------------------------------------------------
-
-    @property
-    def hops(self) -> tuple[LiveHop, ...]:
-        """The hops, if the chain is whole; else empty."""
-        whole = not gaps(self._repair.hops, self._spec.blocks) and all(
-            live.alive for live in self._repair.hops
-        )
-        return tuple(self._repair.hops) if whole else ()
-
-    def give_up(self, live: LiveHop, error: SwarmnetError) -> None:
-        """Replace a hop that does not answer an audit. Its outputs do not count as wrong."""
-        self._fail(live, error)
-
-    def separate(self, one: LiveHop, other: LiveHop, error: SwarmnetError) -> None:
-        """Replace two neighbours. One of them lies about the data between them; which one is
-        unknown.
-        """
-        self._hosts.separate(one.peer, other.peer)
-        self._fail(one, error)
-        self._fail(other, error)
-
-    def convict(self, live: LiveHop) -> None:
-        """Replace a hop whose outputs are wrong, and every hop behind it.
-
-        The KV caches of the hops behind come from those outputs.
-        """
-        error = Unreachable(f"{live.peer} gave wrong outputs")
-        self._hosts.convict(live.peer)
-        self._report.wrong.append(live.peer)
-        _log.warning(
-            "host %s gave wrong outputs for blocks %d:%d, according to two other hosts. "
-            "It was replaced, and this client avoids it for %g hours. The answer so far may be wrong: ask again",
-            live.peer,
-            live.hop.start,
-            live.hop.end,
-            CONVICTED_S / 3600,
-        )
-        self._standbys.discard_all()
-        for each in self._repair.hops:
-            if each.hop.start >= live.hop.start:
-                self._drop(each, error)
