@@ -106,11 +106,11 @@ class AccessPolicy:
 
 
 def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FILE") -> None:
-    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. ``option``:
-    the one its hint names."""
+    """Raise ``ConfigError`` if other machines can reach ``host`` and there are no keys. Its hint
+    names ``option``."""
     if not keys and not is_loopback(host):
         raise ConfigError(
-            f"on {host or 'every address'} other machines could use it without a key",
+            f"on {host or 'every address'} other machines could use this server without a key",
             hint=f"add {option}, or listen on this machine only: --host 127.0.0.1",
         )
 
@@ -239,9 +239,9 @@ def key_name(connection: HTTPConnection) -> str:
 class BodyLimit:
     """Limits the size of a request body, its arrival time, and the memory of all unfinished bodies.
 
-    Bytes count as they arrive, and callers share them like messages of peers
-    (``net/limits/resources.py``): all addresses of one API key together, or without keys all of one
-    subnet, leave room for other callers.
+    Bytes count as they arrive. Callers share the limit like peers (``net/limits/resources.py``):
+    no group of callers can use all of it. A group is all addresses with one API key or, without
+    keys, one subnet.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:

@@ -73,7 +73,7 @@ def test_an_overheard_redemption_is_worthless(tmp_path: Path) -> None:
         invite = world.invite(address(issuer.peer_id), uses=5)
         newcomer, mallory = await world.stranger("newcomer"), await world.stranger("mallory")
         request = pb.AdmissionRequest(redeem=redemption(invite, newcomer.peer_id))
-        with pytest.raises(NotAuthorised, match="without its key"):
+        with pytest.raises(NotAuthorised, match="not signed with the key of the invite"):
             await request_admission(
                 mallory, invite.bootstrap, request, lambda admitted: admitted, virtual_clock
             )

@@ -22,9 +22,10 @@ _Location = tuple[PeerId, int, int]
 """A host and a span of blocks."""
 
 ATTEMPTS = 3
-"""Attempts at a request, each after an upload, with a host that reports a missing adapter.
+"""Most times that one request is sent to a host. Before each, the adapter's part is uploaded unless
+the host is known to have it.
 
-A host that drops parts faster than this is useless.
+A host that still lacks it drops adapters too fast to be of use.
 """
 
 
@@ -78,8 +79,8 @@ async def upload_adapter(
     """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash;
     empty without an adapter.
 
-    Raises ``ConfigError`` for a prefix that some of the blocks lack, what opening a stream raises,
-    ``Refused``, ``StreamEnded`` or ``DeadlineExceeded``.
+    Raises ``ConfigError`` if the adapter has a prefix for only some of the blocks; ``Refused``,
+    ``StreamEnded`` or ``DeadlineExceeded``; and the errors of ``ADAPTER.open``.
     """
     part = await asyncio.to_thread(adapter.part, hop.start, hop.end) if adapter is not None else None
     if part is None:
@@ -114,7 +115,7 @@ async def upload_adapter(
     except TimeoutError as error:
         raise DeadlineExceeded(f"{hop.peer} accepts no more of the adapter") from error
     finally:
-        await cancel(sending)  # the receiving side has seen the same error
+        await cancel(sending)  # drops its error: receiving on the same stream has raised it already
         client.close()
 
 

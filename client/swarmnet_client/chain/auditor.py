@@ -1,7 +1,7 @@
 """Audits one chain while its steps go on. Another host recomputes outputs of a hop; a third host
 decides a mismatch.
 
-1. The hop before reports its outputs, which are the inputs of the audited hop. The audited hop
+1. The previous hop reports its outputs, which are the inputs of the audited hop. The audited hop
    reports its own outputs.
 2. Both reports are compared with digests that the receivers report. The client is the sender to the
    first hop and the receiver from the last.
@@ -87,7 +87,7 @@ class AuditedSequence:
 
 
 SequenceVersion = tuple[AuditedSequence, int] | None
-"""The watched sequence when a step was sent, and its count of changes."""
+"""The watched sequence when a step was sent, and how often the sequence had changed by then."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Auditor:
                     await self._audit(self._watched)
             except SwarmnetError as error:  # a host was out of reach: the next audit tries again
                 _log.debug("an audit came to nothing", extra={"reason": str(error)[:200]})
-            except Exception:  # noqa: BLE001 - audits are beside the answer, which must not end with them
+            except Exception:  # noqa: BLE001 - a broken audit must not end the answer
                 _log.exception("an audit broke")
 
     async def _audit(self, watched: AuditedSequence) -> None:

@@ -248,7 +248,7 @@ class LiveHop:
             self.showing.set_result(HopTranscript.read(shown, payload))
 
     def target(self, epoch: int) -> NextHop:
-        """This hop, as the hop before it needs to know it."""
+        """What the previous hop needs to know of this one."""
         return NextHop(self.hop.peer, self.hop.addresses, self.session, epoch)
 
     async def send_heartbeats(self, stream: SessionStream, period_s: float) -> None:
@@ -299,7 +299,7 @@ class ClientLink:
 
 
 Sender = LiveHop | ClientLink
-"""The sender of steps to a hop: the hop before it, or the client."""
+"""The sender of steps to a hop: the previous hop, or the client."""
 
 
 def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
@@ -315,7 +315,7 @@ def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
 
 
 def runs(route: Sequence[Hop], hops: Sequence[LiveHop]) -> list[tuple[list[Hop], LiveHop | None]]:
-    """Return the parts of a route that are not open yet, each with the open hop behind it.
+    """Return the parts of a route that are not open yet, each with the open hop that follows it.
 
     That hop is None if the part goes to the end of the chain.
     """

@@ -42,7 +42,7 @@ class ChainLinks:
         return self._epoch
 
     async def make(self, hops: Sequence[LiveHop]) -> None:
-        """Have each sender of a whole chain send to the hop behind it, and the last hop answer the
+        """Have each sender of a whole chain send to its next hop, and the last hop answer the
         client."""
         senders: list[Sender] = [self.client, *hops]
         for sender, successor in zip(senders, [*hops, None], strict=True):
@@ -50,9 +50,9 @@ class ChainLinks:
                 await self.link(sender, successor)
 
     async def link(self, sender: Sender, successor: LiveHop | None) -> None:
-        """Have a sender send to ``successor``; None: have a hop answer the client."""
-        # A hop goes on with the link that fed the standby that was promoted, so that link keeps its
-        # epoch.
+        """Have a sender send to ``successor``. With None, the sender is the last hop, and answers
+        the client."""
+        # After a promotion, the link that fed the standby goes on, so it keeps its epoch.
         is_fed = isinstance(sender, LiveHop) and sender.promoted_next and sender.next is successor
         epoch = sender.epoch if is_fed else self.next_epoch()
         if successor is not None:
@@ -89,7 +89,8 @@ class ChainLinks:
     def promote(
         self, sender: Sender, standby: LiveHop, epoch: int, feeding: asyncio.Task[None] | None
     ) -> None:
-        """Make the link that feeds a standby the sender's only one. A hop is told by ``make``."""
+        """Make the link that feeds a standby the sender's only one. If the sender is a hop, the
+        next ``make`` tells it."""
         _log.debug("a standby takes over", extra=standby.target(epoch).log_fields | {"sender": sender.peer})
         sender.next, sender.epoch = standby, epoch
         if isinstance(sender, LiveHop):
@@ -100,8 +101,8 @@ class ChainLinks:
                 replaced.cancel()
 
     async def _send_steps(self, hop: Hop, target: NextHop, *, is_standby: bool) -> None:
-        """Send the client's steps. A link that is lost before its session is open is made again
-        after that."""
+        """Send the client's steps. If the link is lost while the session is still being opened, it
+        is made again once the session is open."""
         sender = replace(self.steps, wire=self.spec.wire_of(hop.precision))
         try:
             await sender.run(target, is_standby=is_standby)

@@ -1,9 +1,9 @@
 """Repairs a chain: drops hops, fills its gaps with hosts, and links its hops.
 
-1. Whoever finds a hop wrong drops it. It is replaced by its standby, if it has one.
+1. Code that finds a fault in a hop drops the hop. Its standby, if it has one, replaces it.
 2. Blocks that no live hop covers are a gap. Sessions are opened on the hosts of a route over all
    blocks; most are open already. If that fails, the directory is read and another route chosen.
-3. Each hop is linked to the hop behind it. The hop before a new one replays its log there.
+3. Each hop is linked to its next hop. The hop before a new one replays its log there.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ from swarmnet_protocols.session.link import NextHop, log_id
 _log = logging.getLogger(__name__)
 
 ROOMLESS_ATTEMPTS = 2
-"""Attempts without room on any host after which a running answer ends.
+"""Number of attempts that find no host with room. After them, a running answer ends.
 
 Each attempt reads the directory, because a host with more room may have joined.
 """
@@ -128,9 +128,10 @@ class ChainRepair:
                     if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
                         raise self._explain(missing) from self.last_error
                     pause_s = self._retries.pause_s(self.last_error)
-                    if not is_out_of_resources(self.last_error):  # else other hosts may have room at once
+                    # Do not pause for lack of room: another host may have room at once.
+                    if not is_out_of_resources(self.last_error):
                         await asyncio.sleep(pause_s)
-                    # Kept caches would be replayed before the answers that wait
+                    # Replays of idle sequences would delay the answers that wait, so forget them
                     # (docs/decisions/0111).
                     self.in_flight.forget_idle()
                     await self._fill(pause_s)
@@ -192,9 +193,9 @@ class ChainRepair:
         self.fail(other, error)
 
     def convict(self, live: LiveHop) -> None:
-        """Replace a hop whose outputs are wrong, and every hop behind it.
+        """Replace a hop whose outputs are wrong, and every later hop.
 
-        The KV caches of the hops behind come from those outputs.
+        The KV caches of later hops come from those outputs.
         """
         error = Unreachable(f"{live.peer} gave wrong outputs")
         self.hosts.convict(live.peer)
@@ -285,7 +286,8 @@ class ChainRepair:
             await self._wait_for_hosts(error)
             return Unfilled.NO_ROUTE
         except NoRoute as error:
-            if not is_missing_experts(self.last_error):  # which is why the host is not there
+            # Missing experts explain why no host was found, so that error stays.
+            if not is_missing_experts(self.last_error):
                 self.last_error = error
             return Unfilled.NO_ROUTE
         # A dial may take a timeout, so a host that failed is dialled only after the directory was
@@ -310,8 +312,8 @@ class ChainRepair:
         )
 
     async def _open(self, route: Sequence[Hop]) -> bool:
-        """Open the hops of ``route`` that are not open yet: neighbours linked one to the next, and
-        the last of them to the open hop behind. Returns whether all are open."""
+        """Open the hops of ``route`` that are not open yet. Each links to its next hop, which is
+        either also new or already open. Returns whether all are open."""
         role = SessionRole.SUCCESSOR if self.continues else SessionRole.HOP
 
         async def open_run(new: Sequence[Hop], after: LiveHop | None) -> None:
@@ -329,7 +331,8 @@ class ChainRepair:
             self._add(opened)
             if sender is None or not opened or opened[0].hop != new[0]:
                 return
-            # A hop that has reported meanwhile that it lost the link makes another one.
+            # If the sender has reported meanwhile that it lost the link, its epoch has changed, and
+            # it gets another link.
             if sender.epoch == opened[0].epoch:
                 sender.next = opened[0]
 

@@ -58,7 +58,8 @@ class HopSessions:
         - ``begun`` is called with the first session while it opens. Links that arrive there wait
           for it.
         - ``failed`` is called for each session that did not open.
-        - ``role``: the role of the last session. Successors all have the same role.
+        - ``role``: the role of the last session; the others are of role ``HOP``. With
+          ``SUCCESSOR``, all sessions have this role.
 
         Raises ``ConfigError`` if no host would take the chain's adapter.
         """
@@ -114,13 +115,12 @@ class HopSessions:
         return [live for live in opened if live is not None]
 
     async def _attend(self, live: LiveHop) -> None:
-        """Receive from one hop until its session ends; over another stream when the path
-        improves."""
+        """Receive from one hop until its session ends. When the path improves, a new stream
+        replaces the old one."""
         async with asyncio.TaskGroup() as streams:
             receiving = streams.create_task(self._attend_stream(live))
             while await self._resume(live, receiving):
-                # Outputs may still be on their way over the stream before it, whose last message is
-                # Moved.
+                # Outputs may still be on their way over the old stream. Its last message is Moved.
                 receiving = streams.create_task(self._attend_stream(live))
         if receiving.result():
             self.ended(live, ProtocolViolation("a host ended a session that did not move"))

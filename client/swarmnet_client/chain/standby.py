@@ -4,10 +4,10 @@ A standby is a row of sessions, on one or more hosts, that together have the blo
 stages:
 
 1. **Opened.** Its sessions are open, and linked one to the next.
-2. **Fed.** The sender (the hop before, or the client) also sends its steps to the standby
+2. **Fed.** The sender (the previous hop, or the client) also sends its steps to the standby
    (``Tee``): first its log, then each new step.
 3. **Ready.** It has computed all but the latest steps.
-4. **Linked.** If the hop is about to leave, the standby links to the hop behind, which from then on
+4. **Linked.** If the hop is about to leave, the standby links to the next hop, which from then on
    takes its steps from the standby. The last hop's standby answers the client.
 5. **Installed.** The standby is the hop now, and the sender keeps only its second link
    (:class:`ChainSupervisor`). No step has waited.
@@ -16,8 +16,8 @@ If the hop fails, the standby is installed at once, from stage 2 on. It lacks a 
 whole log.
 
 Hops that leave have a standby, and all hops of a client that asks for standbys. Other hops get a
-spare one once a replay would take long. A spare is on a single host without other work, which may
-end it for other work.
+spare one once a replay would take long. A spare is on a single host without other work. That host
+may end the spare when other work comes.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class Standby:
     feeding: asyncio.Task[None] | None = None
     """The client's own link to it, if the client is the sender."""
     is_linked: bool = False
-    """Whether the hop behind takes its steps."""
+    """Whether the next hop takes its steps."""
 
     @property
     def is_linking(self) -> bool:
@@ -93,7 +93,7 @@ class _Place:
     live: LiveHop
     sender: Sender
     after: LiveHop | None
-    """The hop behind; None if the hop is the last one."""
+    """The next hop; None if this hop is the last one."""
     is_spare: bool = False
     preparing: asyncio.Task[None] | None = None
     standby: Standby | None = None
@@ -204,8 +204,8 @@ class Standbys:
         place.failures += 1
         self._close(standby)
         if standby.is_linking and standby.replaced.next is not None:
-            # The hop behind may take steps from the standby by now: the hop has to link to it
-            # again.
+            # The next hop may take steps from the standby by now, so the replaced hop has to link
+            # to the next hop again.
             standby.replaced.next = None
         self.changed.set()
 
@@ -248,7 +248,7 @@ class Standbys:
                     timing = self.hosts.timing
                     backoff_s = timing.heartbeat_s * 2.0 ** min(place.failures, 10)
                     await asyncio.sleep(min(backoff_s, timing.stall_s))
-                if place.live.leaving:  # the blocks of its host may be others now
+                if place.live.leaving:  # its host may have announced other blocks since
                     with contextlib.suppress(SwarmnetError):
                         await self.hosts.refresh()
                 try:
@@ -267,7 +267,7 @@ class Standbys:
 
     def _route(self, place: _Place, precision: str | None) -> list[Hop]:
         hop, announced = place.live.hop, self.hosts.span_of(place.live.peer)
-        # A host that has moved may have some of the blocks still, for new sessions.
+        # A host that moved to other blocks may still serve some of the old ones to new sessions.
         has_moved = place.live.leaving and announced not in (None, place.live.announced)
         return self.hosts.route(
             (hop.start, hop.end),
@@ -283,7 +283,7 @@ class Standbys:
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:
         opened: list[LiveHop] = []
         try:
-            with contextlib.suppress(ConfigError):  # the chain's own hops meet it too
+            with contextlib.suppress(ConfigError):  # the chain's own hops fail with it, too
                 role = SessionRole.SPARE if place.is_spare else SessionRole.STANDBY
                 opened = await self.sessions.open(
                     route, None, self.links.next_epoch(), self._failed, role=role
@@ -303,8 +303,8 @@ class Standbys:
                     live.stream.close()
 
     def _failed(self, hop: Hop, error: SwarmnetError) -> None:
-        """Ban a host that does not open a session, or ended it, unless it only has no room for a
-        standby."""
+        """Ban a host that did not open a session or ended it. Not if the only reason is that it has
+        no room for a standby."""
         if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
             self.hosts.failed(hop.peer)
 

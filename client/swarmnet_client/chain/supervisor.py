@@ -11,8 +11,9 @@ hop is replaced when:
 A hop whose host is about to stop hands over to a standby (``standby.py``), which is ready before
 the hop is closed.
 
-Whoever finds a hop wrong drops it (:meth:`ChainRepair.drop`), which sets ``_trouble``. A single
-loop, :meth:`ChainSupervisor._repair_forever`, then has ``repair.py`` open, replace and link hops.
+Code that finds a fault in a hop drops the hop (:meth:`ChainRepair.drop`), which sets ``_trouble``.
+A single loop, :meth:`ChainSupervisor._repair_forever`, then has ``repair.py`` open, replace and
+link hops.
 """
 
 import asyncio
@@ -129,7 +130,8 @@ class ChainSupervisor:
             await self._standbys.close()
 
     def wake(self) -> None:
-        """Open hops again whose idle sessions were ended: a step is about to be sent."""
+        """Open the hops again if their sessions were ended because they were idle. Called when a
+        step is about to be sent."""
         if self._is_resting:
             self._trouble.set()
 
@@ -184,11 +186,11 @@ class ChainSupervisor:
     async def _hand_over(self) -> None:
         """Have standbys take over from hops whose hosts are about to stop.
 
-        1. The standby links to the hop behind.
+        1. The standby links to the next hop.
         2. The standby becomes the hop.
 
         A chain without a step in flight soon lets such a hop go. Its standby, or a new hop, is then
-        rebuilt from the log of the hop before.
+        rebuilt from the previous hop's log.
         """
         for live, after in zip(self.repair.hops, [*self.repair.hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
@@ -210,8 +212,8 @@ class ChainSupervisor:
     # ---- failures -------------------------------------------------------------------------------
 
     def _session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
-        """The session on a hop ended with ``error``. A refusal may be the fault of a hop before it,
-        or of the client."""
+        """The session on a hop ended with ``error``. If the error is a refusal, the fault may be
+        that of an earlier hop or of the client."""
         if (standby := self._standbys.with_hop(live)) is not None:
             self._standbys.session_ended(standby, live, error)
         elif isinstance(error, Refused):
@@ -319,14 +321,13 @@ class ChainSupervisor:
             case "link_lost":
                 receiver = live.next if reply.link_lost.epoch == live.epoch else None
                 if receiver is None and reply.link_lost.epoch == live.epoch:
-                    # The link to a hop that is being opened: it is made again when that hop is
-                    # open.
+                    # The next hop is still being opened. The link is made again when it is open.
                     live.epoch = 0
-                # One stream of messages tells of two links: to the next hop, and to its standby.
+                # The lost link may also be the one to the standby of the next hop.
                 if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
                     receiver = fed.hops[0]
                 elif (standby := self._standbys.of(live)) is not None and standby.is_linking:
-                    receiver = None  # the hop behind takes its steps from the standby already
+                    receiver = None  # the next hop already takes its steps from the standby
                 if receiver is not None:
                     await self._link_lost(live, receiver, Unreachable("a host does not reach the next one"))
             case "link_made":

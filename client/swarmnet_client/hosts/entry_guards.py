@@ -17,7 +17,7 @@ from swarmnet_protocols.machine.files import make_private, write_whole
 from swarmnet_protocols.net import PeerId
 
 WANTED = 2
-"""Guards online at each end, below which another one is chosen."""
+"""Number of guards wanted online at each end. With fewer, another one is chosen."""
 MOST = 4
 """Most guards kept for each end, online or not."""
 LIFETIME_S = (14 * 86400.0, 42 * 86400.0)

@@ -96,8 +96,8 @@ class ModelHosts:
         self._directory = directory
         self._announced = HostSample(directory, manifest, rng)
         self._sought: tuple[int, int] | None = None
-        """Blocks [start, end) that no known host has completely. The next refresh looks for their
-        hosts.
+        """Blocks [start, end) of which some have no known host. The next refresh looks for hosts of
+        these.
         """
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
@@ -236,7 +236,8 @@ class ModelHosts:
     ) -> list[Hop]:
         """Return the hosts of a chain over the blocks of ``span``, if possible of ``precision``.
 
-        - ``ends``: the peers before and behind the chain; None for the client.
+        - ``ends``: the peer that sends to the first hop, and the peer that the last hop sends to;
+          None for the client.
         - ``avoid``: hosts not to use.
         - ``continues``: the hosts are to continue an answer, and may have refused new work.
         - ``hops``: open hops, which stay where they can.
@@ -251,7 +252,7 @@ class ModelHosts:
         try:
             return find_chain(view, span, self._rng, source=ends[0], sink=ends[1], precision=precision)
         except NoRoute as error:
-            # Few hosts may have these blocks, none of which is in the sample.
+            # The directory may have hosts of these blocks that the sample lacks.
             self._sought = error.missing[0][0], error.missing[-1][1]
             raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
 
@@ -343,9 +344,9 @@ class ModelHosts:
         self._exclusions.bans.served(peer)
 
     def overloaded(self, peer: PeerId, wait_s: float, *, continues: bool = False) -> None:
-        """Note that a host refused work for ``wait_s``: do not use it for such work until then.
+        """A host refused work: do not use it for such work for ``wait_s``.
 
-        It refused new work, or, with ``continues``, to continue an answer.
+        The work was a new answer or, with ``continues``, the rest of an answer.
         """
         self._exclusions.refused(peer, wait_s, self._now(), continues=continues)
 

@@ -1,4 +1,4 @@
-"""Pings to the hosts that a client knows, which measure their delays and queueing times."""
+"""Pings to the hosts that a client knows. They measure delays and queueing times."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ from swarmnet_protocols.timing import Timing
 PINGED_PER_BLOCK = 4
 """Hosts of each block that a client pings, so that every part of a chain has measured hosts."""
 PINGED_HOSTS = 24
-"""Hosts that a client pings even if every block already has enough pinged hosts."""
+"""Number of hosts that a client pings even if each block has ``PINGED_PER_BLOCK`` with fewer."""
 MAX_PINGED_HOSTS = 96
 """Most ping streams of a client. The chain search assumes a high delay to hosts without one."""
 SMOOTHING = 0.3

@@ -1,5 +1,5 @@
-"""A packed lm_head: it reads the same float32 weight from a half or a quarter of the memory, as the
-checkpoint stores it.
+"""A packed lm_head: a copy of its float32 weight in 16 or 8 bits a value, as the checkpoint stores
+it. So a multiplication reads a half or a quarter of the memory, with the same result.
 
 Multiplying one hidden state by lm_head is most of a client's work for a token. It takes as long as
 reading the weight from memory.
@@ -18,8 +18,8 @@ from swarmnet_protocols.machine import native_code
 SOURCE = Path(__file__).with_name("packed.c")
 BLOCK = 32
 MAX_ROWS = 4
-"""Hidden states at most that are multiplied by the packed weight. With more, arithmetic takes
-longer than reading, and torch is faster."""
+"""Most hidden states that are multiplied by the packed weight. With more, arithmetic takes longer
+than reading, and torch is faster."""
 
 
 class _WeightLayout(Structure):
@@ -61,8 +61,8 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: torch.Tensor, native: Native) -> "PackedWeight | None":
-        """``weight`` [outputs, inputs], contiguous float32 on the CPU with ``inputs`` a multiple of
-        ``BLOCK``, in packed form.
+        """Pack ``weight`` [outputs, inputs]: contiguous float32 on the CPU, with ``inputs`` a
+        multiple of ``BLOCK``.
 
         None if its values need all bits of float32.
         """
@@ -86,8 +86,8 @@ class PackedWeight:
 
 
 class TrackedWeight(nn.Parameter):
-    """A weight that records access to ``data``: through it, values can change while the version
-    that autograd counts stays."""
+    """A weight that records whether ``data`` was used. A change through ``data`` does not raise
+    autograd's version of the weight, so it would not be noticed otherwise."""
 
     is_touched = False
 

@@ -1,4 +1,5 @@
-"""Reads padding from the attention mask of a batch: the columns of each row that hold tokens."""
+"""Finds the columns of each row of a batch that hold tokens, by the attention mask. The others are
+padding."""
 
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ import torch
 Columns = list[tuple[int, int]]
 """For each row, the columns [first, end) that hold its tokens.
 
-In a batch with holes, these are the columns after ``Unpadded.close``.
+In a batch with holes, these are the columns in which ``Unpadded.close`` puts the tokens.
 """
 
 
@@ -19,9 +20,9 @@ def read_mask(mask: torch.Tensor | None, batch: int, held: int, width: int) -> C
     - ``held``: columns of earlier calls.
     - ``width``: columns of this call.
 
-    Masked columns before a row's last token count as left padding. Raises ``ValueError`` if the
-    mask has another shape, or masks a new column while ``held`` is not 0: padding must be on the
-    left.
+    All masked columns before a row's last token are taken for padding on its left, even those
+    between tokens. Raises ``ValueError`` if the mask has another shape. Also if a later call, with
+    ``held`` above 0, masks a new column: padding must be on the left.
     """
     total = held + width
     if mask is None:
@@ -57,10 +58,9 @@ class Unpadded:
     """
 
     def __init__(self, mask: torch.Tensor, columns: Sequence[tuple[int, int]]) -> None:
-        rank = (
-            mask.bool().long()
-            + (torch.arange(mask.shape[1]) >= torch.tensor([[end] for _, end in columns])) * 2
-        )
+        is_after = torch.arange(mask.shape[1]) >= torch.tensor([[end] for _, end in columns])
+        # First the masked columns, then the tokens, then all columns after the last token.
+        rank = mask.bool().long() + is_after * 2
         self._order = rank.argsort(dim=1, stable=True)
 
     @classmethod

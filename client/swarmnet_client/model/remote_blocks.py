@@ -1,6 +1,6 @@
 """The blocks of a model, computed by hosts.
 
-Chains generate; batches, which autograd differentiates, train.
+A chain generates. A batch trains: autograd can differentiate it.
 """
 
 import dataclasses
@@ -78,9 +78,9 @@ class RemoteBlocks:
     ) -> torch.Tensor:
         """Return hidden states [B, n, D] after all blocks.
 
-        Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns`` are the
-        [first, end) of each row that hold tokens; padding is not sent and comes back as zeros.
-        Raises what ``Adapter`` and ``RemoteBatch`` raise.
+        Gradients flow back to the inputs and to the tensors of ``adapter``. ``columns``: for each
+        row, the columns [first, end) that hold tokens. Padding is not sent, and comes back as
+        zeros. Raises the errors of ``Adapter`` and ``RemoteBatch``.
         """
         places = torch.arange(hidden_states.shape[1], device=hidden_states.device)
         bounds = torch.tensor(columns, device=hidden_states.device)

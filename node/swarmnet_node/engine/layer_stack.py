@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 def load_stack(
     load_span: Callable[..., Any], config: Any, start: int, devices: Sequence[torch.device]
 ) -> Any:
-    """Load one decoder stack of the blocks from ``start`` on, each on its own device.
+    """Load the blocks from ``start`` on as one decoder stack. ``devices`` has the device of each
+    block.
 
-    ``load_span`` is that of the model, with all arguments but the blocks and the device.
+    ``load_span`` loads a span of blocks onto one device: ``LocalModel.load_span`` with its other
+    arguments bound.
     """
     spans: list[Any] = []
     at = start

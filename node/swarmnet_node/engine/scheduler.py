@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 PREFILL_SHARE = 4
-"""Prefill gets at least one part in this many of a batch, even while decoding could fill all of it.
+"""Prefill gets at least one part in this many of a batch, even if decoding could fill all of it.
 So neither starves the other."""
 AHEAD_SHARE = 4
 """Clients that are ahead of their share may fill the batch up to one part in this many of its

@@ -15,11 +15,12 @@ from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
-"""Seconds to ignore a worker after it claimed a round that no voter confirmed. Less lets false
-claims cost time again and again; more locks out a worker that was right too early."""
+"""Seconds to ignore a worker after it claimed a round that no voter confirmed. With less, its false
+claims would cost time more often. With more, a worker that was only ahead of the voters would be
+locked out for long."""
 MAX_EXCLUDED = 256
-"""Most excluded workers to remember: four groups of 64. A forgotten one may take part again, and is
-excluded at its next false result."""
+"""Most excluded workers to remember: four groups of 64. Beyond this, the worker excluded first may
+take part again. It is excluded again at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 
@@ -29,8 +30,8 @@ class KnownWorkers:
 
     Workers come from the directory and from each roster.
 
-    - Voters: the members of the last roster that continued the roster before. A majority of voters
-      decides whether this worker is behind, so newcomers cannot outvote them.
+    - Voters: the members of the last roster that had more than half of the voters before it. A
+      majority of voters decides whether this worker is behind, so newcomers cannot outvote them.
     - Mates: the members of the last roster.
     - Excluded workers are neither known nor voters.
     """

@@ -72,7 +72,8 @@ class HubRanges:
         try:
             with self._answer(file, start, end) as answer:
                 _check_range(answer, file, start, end)
-                for chunk in answer.iter_raw():  # as it arrives: a broken answer loses nothing
+                # In chunks: if the answer breaks off, the bytes before that are kept.
+                for chunk in answer.iter_raw():
                     found += chunk[: end - start - len(found)]
                     late = time.monotonic() - begun - TIMEOUT_S
                     if len(found) == end - start or is_stopped() or late * MIN_BYTES_PER_S > len(found):

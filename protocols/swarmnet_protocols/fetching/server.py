@@ -40,8 +40,8 @@ class Library(Protocol):
         """The hash of the model's manifest."""
 
     def document(self, what: pb.What, file: bytes) -> bytes:
-        """Return a table, the bits of the present pieces, the listing or the manifest; empty if not
-        here.
+        """Return the document ``what``: a file's table of pieces or its bits of present pieces, the
+        listing, or the manifest. Empty if it is not here.
         """
 
     def place(self, file: bytes, start: int, end: int) -> tuple[Path, int] | None:
@@ -55,11 +55,11 @@ class Standing(IntEnum):
     """How a stream took its last reply. The lowest standing gets the next turn."""
 
     TOOK = 0
-    """Within its turn."""
+    """It took the reply within its turn."""
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """Not within its turn. It waits until streams that read have had theirs."""
+    """It did not take the reply within its turn. So it comes after all streams that do."""
 
 
 class SendTurn:

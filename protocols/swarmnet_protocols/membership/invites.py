@@ -168,7 +168,7 @@ def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: floa
     if grant.terms.peer not in {None, peer}:
         raise NotAuthorised("the invite is for another peer", hint=f"ask for an invite for {peer}")
     if not verify(grant.key, request.proof, _proof_bytes(grant.id, peer)):
-        raise NotAuthorised("the invite was shown without its key")
+        raise NotAuthorised("the request is not signed with the key of the invite")
     return grant
 
 
