@@ -15,7 +15,7 @@ from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 SPANS = ((0, 2), (2, 4), (4, 6))
 FORWARD_S, DELAY_S = 0.02, 0.01
-WARM_S, MEASURED_S = 12.0, 20.0
+WARM_S, MEASURED_S = 12.0, 8.0
 
 
 @pytest.mark.parametrize(

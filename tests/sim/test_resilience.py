@@ -243,8 +243,8 @@ TRACE = """
 import asyncio, random, sys
 from pathlib import Path
 import torch
-from tests.sim.test_resilience import trace
 from tests.support.swarm.swarm_lab import load_reference
+from tests.sim.test_resilience import trace
 torch.set_num_threads(1)
 print("trace", trace(load_reference(Path(sys.argv[1]), Path(sys.argv[2])), int(sys.argv[3])))
 """

@@ -131,6 +131,7 @@ def test_a_flipped_bit_in_an_expert_is_refused_and_its_source_named(
     model.load_experts(0, [77], **FLOAT32)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("has_tables", [True, False])
 def test_a_killed_download_of_experts_is_resumed(
     has_tables: bool, checkpoint: Checkpoint, hub: ModelHub, tmp_path: Path

@@ -147,7 +147,7 @@ def test_hosts_that_send_little_hold_up_no_newcomer(
     in_world(scenario)
 
 
-@defence("an answer has a minimum rate", off=replacing(peers, "LATE_S", 1e6))
+@defence("an answer has a minimum rate", off=replacing(peers, "LATE_S", 2 * LATE_S))
 def test_an_answer_has_a_minimum_rate() -> None:
     async def scenario(world: World) -> None:
         slow = await world.host("slow", drip)

@@ -44,7 +44,9 @@ IMPORT_ALL = (
     + """
 import importlib, pkgutil
 sys.modules["uvloop"] = None
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
+import_transformers()
 prepare_hivemind()  # hivemind imports uvloop
 
 def import_all():
