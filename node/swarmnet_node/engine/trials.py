@@ -97,7 +97,10 @@ def check_ends(model: Any, hidden_size: int) -> None:
     bare = copy.copy(model)
     bare._modules = {**model._modules, "layers": nn.ModuleList()}
     zeros, positions = _one_position(model, hidden_size)
-    outputs = bare(inputs_embeds=zeros + 1, position_ids=positions, use_cache=False).last_hidden_state
+    try:
+        outputs = bare(inputs_embeds=zeros + 1, position_ids=positions, use_cache=False).last_hidden_state
+    except CONFIG_FAULTS as error:
+        raise ConfigError(f"{type(model).__name__} does not fit its config: {error}") from error
     if not torch.equal(outputs, zeros + 1):
         raise ConfigError(f"{type(model).__name__} changes its inputs before or after its blocks")
 

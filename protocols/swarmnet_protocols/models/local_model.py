@@ -552,5 +552,7 @@ def _by_block(checkpoint: ModelCheckpoint, blocks: int) -> dict[BlockKey, tuple[
             tensors["local_layers" if block is None else block].append(name)
     missing: Sequence[BlockKey] = [key for key, names in tensors.items() if not names]
     if missing:
-        raise IntegrityError(f"{checkpoint.root}: the checkpoint has no tensors of block {missing[0]}")
+        raise IntegrityError(
+            f"{checkpoint.root}: the checkpoint has no tensors of block {missing[0]}, and num_hidden_layers is {blocks}"
+        )
     return {key: tuple(names) for key, names in tensors.items()}

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 from swarmnet_protocols.models.checkpoints.language_model import headed_class
-from swarmnet_protocols.models.checkpoints.unread import UNUSED
+from swarmnet_protocols.models.checkpoints.unread import UNUSED, obstacle_in
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertMatrices,
     experts_modules,
@@ -50,15 +50,6 @@ EMBEDDING_SCALE = "embedding_multiplier"
 
 Clients multiply; hosts do not.
 """
-_KNOWN_OBSTACLES = {
-    "index_topk": "its sparse attention keeps an index beside keys and values",
-    "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
-    "num_kv_shared_layers": "some layers attend to the keys and values of others, which may be on another host",
-    "attention_chunk_size": "its layers attend to chunks of the sequence",
-    "hc_mult": "several residual streams run between its layers",
-}
-"""Settings of a config that, unless they are 0, mean that a layer needs more than the outputs of
-the layer before; and what it needs."""
 _META = torch.device("meta")
 _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
 """Initialisers that ``TorchFunctionMode`` intercepts. The others call these, or are rare."""
@@ -154,14 +145,10 @@ def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
     cls = causal_class(config)
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
         raise _no_blocks(config, "it is not just embeddings, layers and a norm")
-    for name, reason in _KNOWN_OBSTACLES.items():
-        if getattr(config, name, None):
-            raise _no_blocks(config, reason)
-    try:
-        with _META, _SkipInitialisation():
-            base: Any = cls(with_blocks(config, 0, 0)).base_model
-    except CONFIG_FAULTS as error:
-        raise ConfigError(f"no {architecture_of(config)} can be built from this config: {error}") from error
+    if obstacle := obstacle_in(config):
+        raise _no_blocks(config, obstacle)
+    empty: Any = ModelBuilder(cls, with_blocks(config, 0, 0)).empty()
+    base = empty.base_model
     ends = _ends_of(base)
     if ends is None:
         parts = ", ".join(name for name, _ in base.named_children())
@@ -361,9 +348,17 @@ class ModelBuilder:
         self._optional = optional
 
     def empty(self) -> nn.Module:
-        """The model on the meta device: shapes without values."""
-        with _META, _SkipInitialisation():
-            empty: nn.Module = self._cls(copy.deepcopy(self._config))
+        """The model on the meta device: shapes without values.
+
+        Raises ``ConfigError`` for a config of which none can be built.
+        """
+        try:
+            with _META, _SkipInitialisation():
+                empty: nn.Module = self._cls(copy.deepcopy(self._config))
+        except CONFIG_FAULTS as error:
+            raise ConfigError(
+                f"no {architecture_of(self._config)} can be built from this config: {error}"
+            ) from error
         return empty
 
     def weight_bytes(self, dtype: torch.dtype) -> int:

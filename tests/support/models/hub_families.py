@@ -344,8 +344,9 @@ FAMILIES: dict[str, Family] = {
         "LFM2 350M to 2.6B",
         "Lfm2ForCausalLM",
         {
-            **TEXT,
+            **{name: value for name, value in TEXT.items() if name != "rms_norm_eps"},
             "model_type": "lfm2",
+            "norm_eps": 1e-5,
             "block_dim": 32,
             "block_ff_dim": 48,
             "block_auto_adjust_ff_dim": False,
@@ -358,9 +359,15 @@ FAMILIES: dict[str, Family] = {
         "Nemotron-H, Nemotron Nano 2 and 3",
         "NemotronHForCausalLM",
         {
-            **TEXT,
+            **{name: value for name, value in TEXT.items() if name != "rms_norm_eps"},
             "model_type": "nemotron_h",
-            "hybrid_override_pattern": "M-M*",
+            "layer_norm_epsilon": 1e-5,
+            "hybrid_override_pattern": "M-E*",
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "moe_shared_expert_intermediate_size": 24,
             "mamba_num_heads": 4,
             "mamba_head_dim": 16,
             "ssm_state_size": 8,
@@ -464,7 +471,7 @@ FAMILIES: dict[str, Family] = {
                 "beta_fast": 32.0,
                 "beta_slow": 1.0,
                 "factor": 4.0,
-                "original_max_position_embeddings": 64,
+                "original_max_position_embeddings": 1024,
                 "rope_type": "yarn",
                 "truncate": False,
             },
@@ -821,7 +828,9 @@ architecture that is not listed is refused: use the directory.
 
 If a key, a setting or a tensor changes answers and is not read, the file is refused by its name
 ([0101](decisions/0101-gguf-completely-or-refused.md),
-[0110](decisions/0110-what-transformers-drops.md)).
+[0110](decisions/0110-what-transformers-drops.md)). Tests change each setting of each listed
+directory: the answer changes as in transformers, or the directory is refused, or the setting is
+known to change nothing.
 
 ## Families that work
 

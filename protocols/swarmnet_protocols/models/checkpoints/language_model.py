@@ -7,6 +7,7 @@ that replace some tokens' embeddings.
 
 import copy
 import functools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,21 +16,35 @@ if TYPE_CHECKING:
 _SHARED = ("tie_word_embeddings", "quantization_config")
 """Settings of the language model that are at the top level of a multimodal config, not in its text
 config."""
+_OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+"""Settings for what a call returns beside logits."""
 
 
 def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
-    """Return the text config of a multimodal model. A config of a text model is returned unchanged.
+    """Return a copy of the config of the language model. Its calls return logits and caches only.
 
     Raises ``ValueError`` for a config with several parts for text.
     """
-    inner = config.get_text_config(decoder=True)
-    if inner is config:
-        return config
-    inner = copy.deepcopy(inner)
+    inner = copy.deepcopy(config.get_text_config(decoder=True))
     for name in _SHARED:
         if hasattr(config, name):
             setattr(inner, name, getattr(config, name))
+    for name in _OUTPUTS:
+        if hasattr(inner, name):
+            setattr(inner, name, False)
+    inner.return_dict = inner.use_cache = True
     return inner
+
+
+def language_settings(config: "PretrainedConfig", settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model in a config.json, of which ``config`` was made.
+
+    Some multimodal files have no part for text: there they are those of the whole.
+    """
+    inner = config.get_text_config(decoder=True)
+    part = next((name for name in config.sub_configs if getattr(config, name, None) is inner), "")
+    found = settings.get(part)
+    return found if isinstance(found, dict) else {**settings, "model_type": inner.model_type}
 
 
 def headed_class(config: "PretrainedConfig") -> type | None:

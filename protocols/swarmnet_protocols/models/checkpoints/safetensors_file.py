@@ -3,6 +3,7 @@
 This module checks headers, and reads tensors and tokenizer.
 """
 
+import copy
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -27,7 +28,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     WeightSizes,
 )
 from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
-from swarmnet_protocols.models.checkpoints.language_model import language_config
+from swarmnet_protocols.models.checkpoints.language_model import language_config, language_settings
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
 from swarmnet_protocols.models.checkpoints.unread import check_blocks, check_settings, check_tensors
 
@@ -61,6 +62,8 @@ HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensor
 MAX_DIMS = 8
 MAX_CONFIG_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
+MAX_BLAMED = 200
+"""Settings that are left out in turn, to name the one for which transformers makes no config."""
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
     "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
@@ -283,21 +286,30 @@ class SafetensorsCheckpoint:
         return ()
 
     def check_kind(self) -> None:
-        """Nothing here: its config names a class, which is refused unless it generates text."""
+        """Its config names a class, which is refused later unless it generates text. Its settings
+        are checked here, before a model is built of them."""
+        whole, settings = self._whole_config()
+        with self._named():
+            check_settings(language_config(whole), language_settings(whole, settings))
 
     def check_complete(self, build: "Callable[[], Any]") -> None:
         """Tensors of the language model itself are compared with the class when they are loaded."""
-        config, settings = self._config(), _read_json(self.root / "config.json", MAX_CONFIG_BYTES)
-        texts = [each for each in settings.values() if isinstance(each, dict) and "model_type" in each]
-        own = next((each for each in texts if each["model_type"] == config.model_type), settings)
+        whole, _ = self._whole_config()
+        config = language_config(whole)
         blocks: dict[int, list[str]] = {}
         for name in self.tensor_names:
             if (block := self.naming.block_of(name)) is not None:
                 blocks.setdefault(block, []).append(name)
-        try:
-            check_settings(config, own, build)
-            check_tensors(self._others, is_multimodal=bool(texts))
+        with self._named():
+            build()
+            check_tensors(self._others, is_multimodal=type(config) is not type(whole))
             check_blocks(blocks, config.num_hidden_layers)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say in a ``ConfigError`` where the files are."""
+        try:
+            yield
         except ConfigError as error:
             raise ConfigError(f"{self.root}: {error}", hint=error.hint) from error
 
@@ -309,20 +321,27 @@ class SafetensorsCheckpoint:
         return config
 
     def _config(self) -> "PretrainedConfig":
+        return language_config(self._whole_config()[0])
+
+    def _whole_config(self) -> "tuple[PretrainedConfig, dict[str, Any]]":
+        """The config, with all parts of a multimodal model, and the settings in its file."""
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
+        faults = (*CONFIG_FAULTS, OSError, StrictDataclassError)
         path = self.root / "config.json"
         settings = _read_json(path, MAX_CONFIG_BYTES)
         if "configuration_files" in settings:  # transformers would read those instead
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         try:
-            config = language_config(
-                AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
-            )
-        except (*CONFIG_FAULTS, OSError, StrictDataclassError) as error:
-            raise ConfigError(f"{path} does not describe a model that transformers knows: {error}") from error
-        return config
+            config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            language_config(config)
+        except faults as error:
+            cause = next(_causes(settings, faults), "")
+            raise ConfigError(
+                f"{path} does not describe a model that transformers knows: {cause}{error}"
+            ) from error
+        return config, settings
 
     def generation_config(self) -> "GenerationConfig | None":
         from transformers.generation import GenerationConfig
@@ -487,6 +506,21 @@ def _reading_sentencepiece() -> Iterator[None]:
             yield
         finally:
             convert_slow_tokenizer.requires_backends = asked
+
+
+def _causes(settings: Mapping[str, Any], faults: tuple[type[BaseException], ...]) -> Iterator[str]:
+    """The settings without which transformers makes a config of the rest: one of them is wrong."""
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    text = settings.get("text_config")
+    parts: list[Mapping[str, Any]] = [text, settings] if isinstance(text, dict) else [settings]
+    for part in parts:
+        for name in list(part)[:MAX_BLAMED]:
+            rest: dict[str, Any] = {key: value for key, value in part.items() if key != name}
+            rest = rest if part is settings else {**settings, "text_config": rest}
+            with suppress(*faults):
+                AutoConfig.for_model(**copy.deepcopy(rest))
+                yield f"{name} = {str(part[name])[:100]}: "
 
 
 class _CopiedTensor:

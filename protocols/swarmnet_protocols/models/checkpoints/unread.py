@@ -4,10 +4,13 @@ transformers keeps settings that it does not know, and drops tensors that no mod
 notes or heads of other tasks. The rest changes answers: those are refused by name.
 """
 
+import ast
+import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
@@ -25,7 +28,31 @@ _TOWERS = re.compile(
 """Tensors of encoders of images and sound, which prompts of text do not need."""
 _OF_DRAFTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|\.mtp")
 """Tensors of blocks behind the last, which predict several tokens and are not used."""
+HARMLESS: Mapping[str, re.Pattern[str]] = {
+    reason: re.compile(pattern)
+    for reason, pattern in {
+        "training": r"\w*(dropout|_pdrop|jitter_noise|aux_loss)\w*|initializer_\w+|init_std"
+        r"|rescale_prenorm_residual|time_step_(max|floor)|pretraining_tp|mtp_loss_scaling_factor",
+        "drafts": r"num_nextn_predict_layers|num_mtp_layers|mtp_\w+",
+        "outputs": r"use_cache|return_dict|output_\w+|num_logits_to_keep|tie_last_hidden_states",
+        "tokens": r"\w+_token_(id|index)",
+        "tensors": r"tie_(word_)?embeddings?",
+        "lengths": r"max_position_embeddings",
+        "speed": r"chunk_size_feed_forward|use_mamba_kernels|use_mem_eff_path|moe_shared_expert_overlap",
+        "images": r"mrope_\w+",
+        "precision": r"residual_in_fp32|mamba_ssm_cache_dtype",
+        "notes": r"_name_or_path|architectures|(torch_)?dtype|transformers_version|id2label|label2id|problem_type",
+    }.items()
+}
+"""Settings that never change an answer, by the reason: they are for training, for drafts of several
+tokens, or for what a call returns besides logits; ids of tokens, which the tokenizer has; what the
+tensors tell; the longest sequence, which ``max_positions`` reads; ways to compute the same;
+axes of images, since tokens of text have one position; the precision of sums, which is the host's;
+and notes."""
+_NOTES_OF_ROPE = re.compile(r"(rope_)?type|rope_theta|finetuned|original_max_position_embeddings")
+"""Parameters of rotary embeddings that every kind has, or that are notes in some."""
 _HINT = "use a checkpoint whose model_type is that of its own architecture, or a gguf file of it"
+_MIXED = "take config.json and weights from one revision of the model, or download the file again"
 _OFF = (None, False, 0)
 _ONE = (None, 1)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -38,65 +65,240 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("attention_multiplier", "query_pre_attn_scalar", "scale_depth", "swiglu_limit"), _OFF),
     **dict.fromkeys(("alibi", "parallel_attn", "use_parallel_residual", "rope_interleaved"), _OFF),
     **dict.fromkeys(("attention_chunk_size", "attn_temperature_tuning", "use_bidirectional_attention"), _OFF),
-    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "sliding_window"), _OFF),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval", "sliding_window", "per_layer_config"), _OFF),
     "scoring_func": (None, "softmax"),
     "topk_method": (None, "greedy"),
+    "hidden_act": (None, "silu"),
 }
-"""Settings that change answers although no tensor shows it, and the values that change nothing."""
+"""Settings that a class may not declare and that change answers although no tensor shows it, and
+the values that change nothing."""
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     "minimax_m2": {"scoring_func": "sigmoid"},
+    **{kind: {"hidden_act": "gelu_pytorch_tanh"} for kind in ("gemma2", "gemma3_text", "gemma4_text")},
 }
 """By ``model_type``: values of such settings that the class has without reading them."""
+_SAME = (
+    frozenset({"experts_per_token", "num_experts_per_tok"}),
+    frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}),
+)
+"""Names of one setting. A class reads one of them, and files may have others."""
+_OBSTACLES = {
+    "index_topk": "its sparse attention keeps an index beside keys and values",
+    "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
+    "num_kv_shared_layers": "some layers attend to the keys and values of others, which may be on another host",
+    "attention_chunk_size": "its layers attend to chunks of the sequence",
+    "hc_mult": "several residual streams run between its layers",
+    "use_bidirectional_attention": "its tokens attend to later ones",
+}
+"""Settings of a config that, unless they are off, mean that a layer needs more than the earlier
+outputs of the layer before; and what it needs."""
+_ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
+_CHOICES = {"position_embedding_type": ("nope",)}
+"""Values of settings that no code names, because they stand for leaving something out."""
 
 
-def check_settings(config: Any, settings: Mapping[str, Any], build: Callable[[], Any]) -> None:
+def obstacle_in(config: Any) -> str | None:
+    """Why the layers of a model cannot be on several hosts, with the setting that says so."""
+    for name, reason in _OBSTACLES.items():
+        # "vision" is for the tokens of an image
+        if (value := getattr(config, name, None)) and value != "vision":
+            return f"{reason} ({name})"
+    return None
+
+
+def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
     """Raise ``ConfigError`` for a setting that changes answers but that the class does not read.
 
+    A setting is read if the code of the class or of its config names it. If a class declares a
+    setting and does not read it, its own value is what it computes.
+
     - ``settings``: the file's settings of the language model alone.
-    - ``config``: made of these settings.
-    - ``build``: makes the model without values.
+    - ``config``: made of these settings. Any passes that no host computes.
     """
-    known = type(config)()
-    implied = _IMPLIED.get(config.model_type, {})
-    for name in settings.keys() & _NEUTRAL.keys():
-        value = settings[name]
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING or obstacle_in(config):
+        return
+    own, default = type(config).__name__, type(config)()
+    code = _code_of(type(config)) | _code_of(MODEL_MAPPING[type(config)])
+    declared, alike = {each.name for each in fields(config)}, config.attribute_map
+    neutral = {
+        **_NEUTRAL,
+        **{name: (None, value) for name, value in _IMPLIED.get(default.model_type, {}).items()},
+    }
+    for name, value in settings.items():
         is_off = name == "sliding_window" and settings.get("use_sliding_window") is False
-        neutral = (None, implied[name]) if name in implied else _NEUTRAL[name]
-        is_neutral = is_off or value in neutral
-        if not is_neutral and not hasattr(known, name) and name not in _source_of(build()):
+        is_null = value is None and not isinstance(_value(default, name), str)
+        if is_null or is_off or any(each.fullmatch(name) for each in HARMLESS.values()):
+            continue
+        names = {name, alike.get(name, name), *(other for other, meant in alike.items() if meant == name)}
+        read_as = next(iter(names & code), None) or next(
+            (min(each & code) for each in _SAME if name in each and each & code), None
+        )
+        if name == "model_type":  # the config has that of the file, whatever its class is
+            read_as, made = name, default.model_type
+        else:
+            made = _value(config, read_as or name, value)
+        if read_as is None:
+            kept = (_value(default, name),) if names & declared else neutral.get(name, (value,))
+            if value not in kept:
+                raise ConfigError(
+                    f"the config has {name} = {_shown(value)}, which {own} of transformers does not read",
+                    hint=_HINT,
+                )
+        elif made != value and (
+            isinstance(value, str) if isinstance(made, str) else _is_number(value) and _is_number(made)
+        ):
             raise ConfigError(
-                f"the config has {name} = {str(value)[:100]}, which {type(config).__name__} of transformers does not read",
-                hint=_HINT,
+                f"the config has {name} = {_shown(value)}, for which {own} of transformers takes {_shown(made)}",
+                hint=_MIXED,
             )
+        elif isinstance(value, str | None) and names & declared and not _is_choice(name, value, code):
+            raise ConfigError(
+                f"the config has {name} = {_shown(value)}, which {own} of transformers does not know",
+                hint="a newer transformers may know the value",
+            )
+    _check_rope(config, settings, code)
     check_routing(config)
-    kinds = settings.get("layer_types") or ()
+    check_heads(config)
+    kinds = _value(config, "layer_types") or settings.get("layer_types") or ()
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ConfigError(
-            f"the config has layers of sliding_attention, and {type(config).__name__} has no sliding_window",
+            f"the config has layers of sliding_attention, and {own} has no sliding_window", hint=_HINT
+        )
+    if "sliding_attention" in kinds and "sliding_window=" not in code:
+        raise ConfigError(
+            "the config has a sliding_window (use_sliding_window, max_window_layers), which attention of this class does not pass on",
             hint=_HINT,
         )
+
+
+def _check_rope(config: Any, settings: Mapping[str, Any], code: frozenset[str]) -> None:
+    """Raise ``ConfigError`` for a kind of rotary embedding that is not known, or a parameter that
+    the kind does not read."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [each for each in parameters.values() if isinstance(each, dict)] or [parameters]
+    for each in filter(None, kinds):
+        kind = str(each.get("rope_type", "default"))
+        function = ROPE_INIT_FUNCTIONS.get(kind)
+        if function is None and kind != "default" and kind not in code:
+            raise ConfigError(
+                f"the config has rope_type = {_shown(kind)}, which transformers does not know",
+                hint="a newer transformers may know it",
+            )
+        read = code if function is None else code | _code_of(function)
+        for name in ("rope_theta", "factor"):
+            if name in read and name in each and each[name] is None:
+                raise ConfigError(f"the config has no {name} for rotary embeddings", hint=_MIXED)
+        for name, value in each.items():
+            is_harmless = _NOTES_OF_ROPE.fullmatch(name) or HARMLESS["images"].fullmatch(name)
+            if value not in _ONE and name not in read and not is_harmless:
+                raise ConfigError(
+                    f"the config has {name} = {_shown(value)}, which rotary embeddings of type {kind} do not read",
+                    hint=_HINT,
+                )
+        sections = each.get("mrope_section")
+        if "mrope_section" in each and "mrope_section" in code:
+            size = _value(config, "head_dim") or config.hidden_size // config.num_attention_heads
+            half = int(size * (each.get("partial_rotary_factor") or 1)) // 2
+            if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != half:
+                raise ConfigError(
+                    f"the config has mrope_section = {_shown(sections)}, not three numbers whose sum is {half}: head_dim = {size}",
+                    hint=_MIXED,
+                )
+    for name in ("rope_theta", "partial_rotary_factor"):
+        made = [each[name] for each in kinds if name in each]
+        if made and settings.get(name) not in (None, *made):
+            raise ConfigError(
+                f"the config has {name} = {_shown(settings[name])}, and {_shown(made[0])} in its rope_parameters",
+                hint=_MIXED,
+            )
+
+
+def check_heads(config: Any) -> None:
+    """Raise ``ConfigError`` for heads that share keys unevenly, or of sizes that latent attention
+    does not have."""
+    default, latent = type(config)(), getattr(config, "kv_lora_rank", None)
+    pairs = [("num_attention_heads", "num_key_value_heads")]
+    if latent and _value(default, "head_dim") == _value(default, "qk_rope_head_dim"):
+        pairs.append(("qk_rope_head_dim", "head_dim"))
+    for pair in pairs:
+        first, second = (_value(config, name) for name in pair)
+        if first and second and (first != second if latent else first % second):
+            raise ConfigError(f"the config has {pair[0]} = {first} and {pair[1]} = {second}", hint=_MIXED)
+
+
+def _value(config: Any, name: str, default: Any = None) -> Any:
+    """The value of a setting; ``default`` if it is not set, or differs between layers."""
+    try:
+        return getattr(config, name, default)
+    except RuntimeError:  # it differs between layers
+        return default
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float)
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:100]
+
+
+def _is_choice(name: str, value: str | None, code: frozenset[str]) -> bool:
+    """Whether a setting may have this value: its code names it, or it is an activation."""
+    from transformers.activations import ACT2FN
+
+    if _ACTIVATION.fullmatch(name):
+        return value in ACT2FN
+    return value in code or value in _CHOICES.get(name, ())
+
+
+def _code_of(thing: Any) -> frozenset[str]:
+    """The settings and texts that a function names, or the modules of a class."""
+    if inspect.isfunction(thing):
+        return _names_in(thing)
+    modules = {each.__module__ for each in thing.__mro__}
+    found = (_names_in(each) for each in modules if each.startswith("transformers.models."))
+    return frozenset().union(*found)
+
+
+@functools.cache
+def _names_in(code: Any) -> frozenset[str]:
+    """The attributes of configs that a function or a module reads, and its strings."""
+    is_module = isinstance(code, str)
+    owners = ("config", "self") if is_module and ".configuration_" in code else ("config",)
+    found = set()
+    for node in ast.walk(ast.parse(inspect.getsource(sys.modules[code] if is_module else code))):
+        match node:
+            case ast.Constant(str(text)):
+                found.add(text)
+            case ast.Attribute(ast.Name(owner) | ast.Attribute(_, owner), name, ast.Load()) if owner.endswith(
+                owners
+            ):
+                found.add(name)
+            case ast.keyword(str(argument)):
+                found.add(f"{argument}=")
+    return frozenset(found)
 
 
 def check_routing(config: Any) -> None:
     """Raise ``ConfigError`` for a number of experts or groups that a router cannot choose."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
-    experts = next(filter(None, (getattr(config, name, None) for name in names)), None)
-    if experts is None:
+    of_all = next((name for name in names if getattr(config, name, None)), None)
+    if of_all is None:
         return
+    experts = getattr(config, of_all)
     used = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
     groups, kept = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
     size = experts // groups
     if not 0 < used <= size * kept or kept > groups or (groups > 1 and (experts % groups or size < 2)):
         raise ConfigError(
-            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts",
-            hint="take config.json and weights from one revision of the model, or download the file again",
+            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts: num_experts_per_tok, topk_group, n_group and {of_all}",
+            hint=_MIXED,
         )
-
-
-def _source_of(model: Any) -> str:
-    """The code of a model's decoder stack, which names the settings that it reads."""
-    return inspect.getsource(sys.modules[type(model.base_model).__module__])
 
 
 def check_tensors(others: Iterable[str], *, is_multimodal: bool) -> None:

@@ -78,6 +78,12 @@ def test_layers_with_a_window_that_the_class_lacks_are_refused(tmp_path: Path) -
         opened("llama", tmp_path, with_settings(layer_types=["sliding_attention"] * 4))
 
 
+def test_windows_that_attention_does_not_get_are_refused(tmp_path: Path) -> None:
+    """Qwen2-MoE has them in its masks only, which hosts do not use."""
+    with pytest.raises(ConfigError, match="does not pass on"):
+        opened("qwen2_moe", tmp_path, with_settings(use_sliding_window=True, sliding_window=6))
+
+
 @pytest.mark.parametrize(("family", "settings"), [
     ("qwen3_moe", {"num_experts_per_tok": 99}), ("deepseek_v3", {"topk_group": 3}), ("deepseek_v3", {"n_group": 4}),
 ])  # fmt: skip
@@ -103,6 +109,33 @@ def test_a_multimodal_model_may_have_towers_and_nothing_else(tmp_path: Path) -> 
     opened("gemma3", tmp_path / "tower", with_tensor("model.vision_tower.extra.weight"))
     with pytest.raises(ConfigError, match=r"extra\.weight"):
         opened("gemma3", tmp_path / "other", with_tensor("extra.weight"))
+
+
+def test_a_multimodal_config_may_have_no_part_for_text(tmp_path: Path) -> None:
+    """As published ones of Qwen2-VL: its settings are those of the whole."""
+
+    def flatten(config: dict[str, Any], _: Tensors) -> None:
+        config |= config.pop("text_config") | {"model_type": "qwen2_vl"}
+        config["vision_config"].pop("model_type", None)
+
+    opened("qwen2_vl", tmp_path / "flat", flatten)
+    with pytest.raises(ConfigError, match="the config has clip_qkv = "):
+        opened(
+            "qwen2_vl", tmp_path / "other", lambda config, _: config.update(clip_qkv=8) or flatten(config, _)
+        )
+
+
+@pytest.mark.parametrize(("family", "name", "value"), [
+    ("deepseek_v2", "norm_topk_prob", True), ("gpt_oss", "hidden_act", "gelu"), ("gpt_oss", "experts_per_token", 1),
+    ("llama", "hidden_act", "silux"), ("deepseek_v2", "topk_method", "noaux_tc"), ("gemma3", "model_type", "llama"),
+    ("deepseek_v3", "head_dim", 8), ("deepseek_v3", "num_key_value_heads", 2), ("llama", "is_encoder_decoder", True),
+    ("gemma3", "use_bidirectional_attention", True),
+])  # fmt: skip
+def test_a_setting_that_a_class_takes_otherwise_is_refused(
+    family: str, name: str, value: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=name):
+        opened(family, tmp_path, with_settings(**{name: value}))
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "lm_head.scale"])
