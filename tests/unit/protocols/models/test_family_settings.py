@@ -25,9 +25,9 @@ from tests.support.models.hub_families import FAMILIES, Family
 CPU = torch.device("cpu")
 IDS = torch.randint(6, 100, (40,), generator=torch.Generator().manual_seed(1))
 TOLERANCE = 2e-5
-STRIDE = 20
+STRIDE = 40
 """One of so many changes is tried in a fast run."""
-FAST = ("deepseek_v2", "gpt_oss", "llama", "gemma3", "nemotron_h")
+FAST = ("deepseek_v2", "gpt_oss", "gemma3")
 """Families of which a fast run tries a few changes."""
 Settings = dict[str, Any]
 Place = tuple[str, ...]
