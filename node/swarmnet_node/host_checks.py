@@ -1,4 +1,4 @@
-"""Calls to other hosts. They show a node which announced hosts exist.
+"""Calls to other hosts. By them, a node finds out which of the announced hosts exist.
 
 ``routing/sightings.py`` decides which hosts a node calls.
 
@@ -124,7 +124,8 @@ class HostChecker:
     async def computing(self, claims: Mapping[Claim, HostInfo], asked: Asked, make: MakeTrial) -> list[Claim]:
         """Return settled ``claims`` whose hosts compute the same as this node.
 
-        Stop when they answer ``asked``. Hosts that this node has already seen are asked first.
+        Stop when each block of ``asked`` has enough of them. Hosts that this node has already seen
+        are asked first.
         """
         if not asked.blocks:
             return []

@@ -9,8 +9,8 @@ each step the bias moves by ``STEP`` towards the mean load:
     bias_i += STEP * sign(mean load - load_i)
 
 Here the biases are parameters, and workers exchange them like all others. The gradient of a bias is
-its expert's share of the rows minus the mean share. Workers that exchange gradients average it, so
-its sign shows the load of all their batches together.
+its expert's share of the rows minus the mean share. If workers exchange gradients, this one is
+averaged, too. Its sign then shows the load of all their batches together.
 """
 
 from functools import partial

@@ -108,7 +108,8 @@ def check(report: pb.NodeReport) -> None:
         _require(len(host.flows) <= MAX_FLOWS, "too many flows")
         for flow in host.flows:
             _require(
-                all(not peer or is_peer_id(peer) for peer in (flow.upstream, flow.downstream)), "no peer"
+                all(not peer or is_peer_id(peer) for peer in (flow.upstream, flow.downstream)),
+                "a flow with an invalid peer id",
             )
             numbers += [flow.sessions, flow.positions]
         _require(len(record.manifest) == 32, "no manifest hash")
@@ -121,7 +122,7 @@ def check(report: pb.NodeReport) -> None:
             _require(len(trunk.round_trips_s) <= MAX_EXPERT_PEERS, "too many peers with experts")
             numbers += [*trunk.round_trips_s, trunk.far]
             numbers += [trunk.rows, trunk.failed, trunk.hedged, trunk.loaded]
-        _require(is_possible(record), "no host can say this of itself")
+        _require(is_possible(record), "an impossible announcement")
         # A node that hosts only experts has no blocks.
         _require(record.start < record.end or record.end == 0, "no span")
         _require(
@@ -135,7 +136,7 @@ def check(report: pb.NodeReport) -> None:
         _require(len(worker.job) == 32, "no id of a job")
         _require(len(worker.contributions) <= MAX_CONTRIBUTIONS, "too many contributions")
         for each in worker.contributions:
-            _require(is_peer_id(each.peer), "no peer")
+            _require(is_peer_id(each.peer), "a contribution with an invalid peer id")
             numbers.append(each.rounds)
     else:
         raise ProtocolViolation("a report of neither a host nor a worker")
@@ -153,11 +154,14 @@ def _experts_checked(blocks: Sequence[pb.BlockExperts]) -> list[int]:
     """
     numbers = [each.block for each in blocks]
     _require(len(numbers) <= MAX_EXPERT_BLOCKS, "too many blocks with experts")
-    _require(numbers == sorted({*numbers}), "blocks with experts ascend")
+    _require(numbers == sorted({*numbers}), "blocks with experts must ascend")
     _require(not numbers or numbers[-1] < MAX_BLOCKS, "a block beyond every model")
     for each in blocks:
         _require(0 < len(each.experts) <= MAX_EXPERTS // 8, "no experts, or too many")
-        _require(len(each.rows) in {0, int.from_bytes(each.experts).bit_count()}, "rows of each expert")
+        _require(
+            len(each.rows) in {0, int.from_bytes(each.experts).bit_count()},
+            "there must be a number of rows for each expert, or none",
+        )
     return [rows for each in blocks for rows in each.rows]
 
 

@@ -43,7 +43,8 @@ def load(
 
 
 def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
-    """Return the path of the library. Its name has the hash of its inputs and its own hash."""
+    """Return the path of the library. Its name has two hashes: of what it is built from, and of the
+    library itself."""
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")

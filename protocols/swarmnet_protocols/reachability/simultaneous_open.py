@@ -26,7 +26,7 @@ _CHUNK_BYTES = 64 << 10
 async def simultaneous_open(
     local_port: int, address: Multiaddr, *, within_s: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect from ``local_port`` to ``address`` while that end does the same.
+    """Connect from ``local_port`` to ``address``, while the peer there connects to this one.
 
     Raises ``OSError`` or ``TimeoutError``.
     """

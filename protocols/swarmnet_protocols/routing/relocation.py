@@ -7,16 +7,17 @@ a random source. A host stays, shrinks, grows, moves to other blocks, or switche
    It drops blocks that other hosts have, and first the ones that the swarm needs least.
 2. **Gaps.** Hosts fill blocks without a host at once. All hosts compute the same plan
    (``Outlook.repairs``), and each carries out its own part.
-3. **Shortage.** Without gaps, hosts move to raise the throughput. A shortage is demand that would
-   not be served: above the present throughput, but at most the mean of all hosts. A host moves only
+3. **Shortage.** Without gaps, hosts move to raise the throughput. A shortage is the demand that is
+   above the present throughput. It counts only up to the throughput that an even spread of all
+   hosts would give. A host moves only
    to blocks where the swarm can use much more of its time at that demand. It grows if its owner
    allows more blocks and the swarm gains.
 4. **Other models.** A host that its model can spare switches to a model that needs hosts
    (``model_needs.py``).
 
 A host acts on a shortage or a need only after it has seen it for a while. It relocates once per
-``PAUSE_S``, except to fill a gap. Hosts draw lots, so that all together relocate at most as much as
-is missing between two looks. At the next look they see what others have announced.
+``PAUSE_S``, except to fill a gap. Hosts draw lots, so that between two looks no more hosts relocate
+than are missing. At the next look they see what others have announced.
 
 Before a host leaves its blocks it looks again (:func:`is_confirmed`), since other hosts may have
 left meanwhile.
@@ -47,8 +48,8 @@ LOOK_S = 30.0
 """Mean seconds between two looks of a host. Callers add jitter, so that hosts see each other's
 intents."""
 CONFIRM_S = 150.0
-"""Seconds that a host must see the same shortage before it moves. Shorter ones are often late
-records."""
+"""Seconds that a host must see the same shortage before it moves. A shorter one often only shows
+that some records are late."""
 SWITCH_CONFIRM_S = 300.0
 """Seconds that a host must see the same need of another model before it switches. A host that is
 restarted is back by then."""
@@ -74,7 +75,7 @@ one move do that."""
 
 
 class Kind(Enum):
-    """What a host does that does not stay. It announces each kind before it acts."""
+    """How a host may relocate. It announces the relocation before it acts."""
 
     SHRINK = auto()
     """Serve some of the present blocks."""
@@ -291,8 +292,8 @@ def _among_blocks(
     memory = replace(memory, gap_since=math.inf)
     if outlook.is_balanced or now < memory.relocated_at + PAUSE_S:
         return None, replace(memory, shortage=None)
-    # With this probability, all hosts together move at most as much as is missing, or one host,
-    # between two looks.
+    # With this probability, the hosts that move between two looks together add about what is
+    # missing, or one host moves.
     chance = max(outlook.short, mine.blocks_per_s) / (outlook.blocks * outlook.mean)
     is_large = len(outlook.placed) > FEW_HOSTS
     last = memory.shortage

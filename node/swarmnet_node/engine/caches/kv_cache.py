@@ -47,8 +47,8 @@ Prefix = tuple[torch.Tensor, torch.Tensor]
 layer."""
 
 GROWTH_POSITIONS = 64
-"""Positions that buffers grow by, so that a sequence is copied about once in 64 tokens. Fewer
-copies more often; more wastes memory."""
+"""Positions that buffers grow by, so that a sequence is copied about once in 64 tokens. With fewer,
+it would be copied more often. With more, memory would be wasted."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class LayerShape:
 class KVGeometry:
     """Shapes, dtype and device of a sequence's cache on one stage.
 
-    - ``arena``: contains the caches, if the stage has an arena. A sequence takes its positions in
-      all layers of the arena, even on a part of the stage.
+    - ``arena``: contains the caches, if the stage has an arena. A sequence takes room in all layers
+      of the arena, even if the stage is a part with fewer layers.
     - ``first``: the number of the first of these layers in the arena.
     - ``states``: the geometry of recurrent states, if any. Such a stage has no arena.
     """

@@ -28,8 +28,8 @@ MAX_MEMORY_BYTES = 256 << 20
 disconnected peers for up to an hour, and nothing else limits that."""
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
-"""Share of the limit that p2pd gets as GOMEMLIMIT. Above it, Go collects garbage more often, so
-that only live memory can reach the limit."""
+"""GOMEMLIMIT of p2pd, as a share of the memory limit. Above GOMEMLIMIT, Go collects garbage more
+often, so only memory in use, not garbage, makes p2pd reach the limit."""
 FLAGS: dict[str, object] = {
     "relay": 0,
     "relayService": 0,

@@ -26,7 +26,8 @@ class CO2Settings(Settings):
     sync_every: int = Field(default=8, ge=1)
     """τ, inner steps between exchanges. One exchange must complete in this time.
 
-    48 sends a sixth of the bytes, and ends at a loss 3 % higher in the standard task.
+    With 48, a worker sends a sixth of the bytes, and the loss in the standard task is 3 % higher at
+    the end.
     """
     outer_lr: float = Field(default=0.5, gt=0)
     """α. The inner learning rate must be larger than with other methods.
@@ -43,8 +44,9 @@ class CO2Settings(Settings):
 class CO2(OuterMethod):
     """CO2 with a measured Λ: the number of contributions before ``apply``, at least one.
 
-    Workers stay equal if all apply a round after the same contribution. The contribution to round r
-    is x(r) - x_i(r), so x(r) is kept until round r is applied.
+    Workers stay equal if all of them apply the average of a round at the same point of the run:
+    after their contribution to the same later round. The contribution to round r is x(r) - x_i(r),
+    so x(r) is kept until round r is applied.
     """
 
     name = "co2"
@@ -69,8 +71,8 @@ class CO2(OuterMethod):
         late = max(1, max(self._bases, default=round) - round)
         base = self._bases.get(round, self._weights)
         self._bases = {later: weights for later, weights in self._bases.items() if later > round}
-        # The others have just contributed to the next round and keep its base. A worker that did
-        # not contribute keeps it as well, so that the next update is the same on all workers.
+        # Workers that have just contributed to the next round have stored its base, x(round + 1). A
+        # worker that did not contribute stores it here, so that the next update is the same on all.
         self._bases.setdefault(round + 1, self._weights)
         if average is None:
             return parameters
