@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from swarmnet_protocols.machine.aio import cancel, persist, until
+from swarmnet_protocols.machine.aio import cancel, in_background, persist, until
 from tests.defences import defence, replacing
 from tests.support.network.virtual_time import VirtualLoop, run
 
@@ -89,3 +89,25 @@ def test_a_loop_ends_when_it_is_cancelled() -> None:
         assert task.cancelled()
 
     run(main())
+
+
+def test_work_in_the_background_ends_with_its_context() -> None:
+    async def main() -> list[str]:
+        seen: list[str] = []
+
+        async def fail() -> None:
+            raise ValueError
+
+        async def run() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append("cancelled")
+
+        async with in_background(fail(), run()):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            seen.append("goes on after a failure")
+        return seen
+
+    assert run(main()) == ["goes on after a failure", "cancelled"]
