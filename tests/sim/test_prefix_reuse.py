@@ -358,4 +358,4 @@ async def fail(lab: Lab, name: str, after_s: float) -> None:
     host = lab.nodes[name].host
     await lab.stop(name)
     del lab.nodes[name]
-    await lab.start(f"{name}+", lab.hosting((host.start, host.end)))
+    await lab.start(f"{name}+", lab.hosting((host.blocks.start, host.blocks.end)))
