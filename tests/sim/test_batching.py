@@ -363,7 +363,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
 
         def __init__(self, chain: Any, steps: int) -> None:
             self._chain, self._left = chain, steps
-            self.report, self.before_replays = chain.report, chain.before_replays
+            self.report = chain.report
             self.lengths = chain.lengths
 
         async def forward(self, *step: Any) -> Any:
@@ -378,7 +378,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
         async with lab.client() as swarm:
 
             @asynccontextmanager
-            async def open_chain() -> Any:
+            async def open_chain(_: Any) -> Any:
                 nonlocal opened
                 opened += 1
                 async with lab.chain(swarm) as chain:
@@ -397,7 +397,7 @@ def test_an_answer_without_progress_is_given_up(reference: Reference) -> None:
         opened = 0
 
         @asynccontextmanager
-        async def open_chain() -> Any:
+        async def open_chain(_: Any) -> Any:
             nonlocal opened
             opened += 1
             raise Unreachable("never works")

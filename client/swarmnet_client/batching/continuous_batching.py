@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.sequences import KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
@@ -115,7 +117,7 @@ class Batcher:
     def __init__(
         self,
         head: LmHead,
-        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
         draft_model: DraftModel | None = None,
         room: Callable[[], float] = lambda: math.inf,
@@ -143,7 +145,7 @@ class Batcher:
     async def run(
         cls,
         head: LmHead,
-        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
         draft_model: DraftModel | None = None,
         room: Callable[[], float] = lambda: math.inf,
@@ -303,7 +305,7 @@ class BatchedModel:
             await hosts.refresh()
             async with Batcher.run(
                 LmHead(local_layers, computing),
-                lambda: Chain.open(hosts, spec, local_layers.embed, local_layers.logits),
+                partial(Chain.open, hosts, spec, local_layers.embed, local_layers.logits),
                 limits,
                 draft_model,
                 lambda: hosts.room((0, spec.blocks)),

@@ -27,6 +27,7 @@ from swarmnet_client.batching.prefix_reuse import (
 )
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.model.draft_model import DraftModel
 from swarmnet_client.model.local_layers import LmHead
 from swarmnet_client.model.sampling import Draw, Token
@@ -100,7 +101,7 @@ class SequenceGroup:
         self,
         size: int,
         head: LmHead,
-        open_chain: Callable[[], AbstractAsyncContextManager[Chain]],
+        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
         kept: int = KEPT_POSITIONS,
         draft_model: DraftModel | None = None,
     ) -> None:
@@ -156,9 +157,8 @@ class SequenceGroup:
     async def run(self) -> None:
         """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward``
         raises."""
-        async with self._open_chain() as chain:
+        async with self._open_chain(self._give_up_idle) as chain:
             self.report = chain.report
-            chain.before_replays(self._give_up_idle)
             await race(self._send_prompts(chain), self._send_tokens(chain), self._idle())
 
     async def _send_prompts(self, chain: Chain) -> None:

@@ -10,7 +10,7 @@ their inputs. A waiting step only takes longer.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
@@ -19,7 +19,7 @@ import torch
 from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
-from swarmnet_client.chain.steps_in_flight import StepsInFlight
+from swarmnet_client.chain.steps_in_flight import GiveUpIdle, StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
@@ -46,13 +46,14 @@ class Chain:
         spec: ChainSpec,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
+        give_up_idle: GiveUpIdle = frozenset,
     ) -> None:
         self.report = ChainReport()
         self._hosts = hosts
         self._spec = spec
         self._steps_s: list[float] = []
         self._tasks = asyncio.TaskGroup()
-        self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size)
+        self._in_flight = StepsInFlight(spec.log_bytes, spec.hidden_size, give_up_idle)
         self._supervisor = ChainSupervisor(hosts, spec, self._in_flight, self.report, embed, self._tasks)
         self._auditor = Auditor(hosts, spec, self._supervisor.repair, self.report, embed, read)
 
@@ -64,16 +65,21 @@ class Chain:
         spec: ChainSpec,
         embed: Callable[[torch.Tensor], torch.Tensor],
         read: Read | None = None,
+        give_up_idle: GiveUpIdle = frozenset,
     ) -> AsyncIterator["Chain"]:
         """Open a chain over all blocks of ``spec``, repaired for as long as the context is open.
 
-        ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into embeddings
-        [P, D] for the first hop: the log keeps ids, which are smaller. ``read`` turns outputs into
-        logits, in a thread of its own. Audits of the last hop then compare these too.
+        - ``embed`` turns inputs of ``forward`` ([P] token ids, or embeddings [P, D]) into
+          embeddings [P, D] for the first hop: the log keeps ids, which are smaller.
+        - ``read`` turns outputs into logits, in a thread of its own. Audits of the last hop then
+          compare these too.
+        - ``give_up_idle`` is called whenever a hop has to be replaced. It returns the numbers of
+          the sequences that no answer needs. The chain forgets them, so that a new hop computes
+          only the other sequences again.
         """
         if spec.trace is not None:
             spec.trace.begin_chain(spec.blocks)
-        chain = cls(hosts, spec, embed, read)
+        chain = cls(hosts, spec, embed, read, give_up_idle)
         running = asyncio.create_task(chain._run(), name="chain")
         try:
             yield chain
@@ -86,12 +92,6 @@ class Chain:
     def lengths(self) -> Mapping[int, int]:
         """Positions in the KV caches of the chain, by sequence."""
         return self._in_flight.outbox.log.lengths
-
-    def before_replays(self, give_up_idle: Callable[[], Set[int]]) -> None:
-        """Call ``give_up_idle`` whenever a hop has to be replaced. It returns the numbers of the
-        sequences that no answer needs. The chain forgets them, so that a new hop computes only the
-        other sequences again."""
-        self._in_flight.give_up_idle = give_up_idle
 
     # ---- steps ----------------------------------------------------------------------------------
 

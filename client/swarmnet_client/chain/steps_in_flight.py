@@ -19,6 +19,9 @@ from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
+GiveUpIdle = Callable[[], Set[int]]
+"""Drops the sequences that no answer needs any more, and returns their numbers."""
+
 
 class StepsInFlight:
     """Numbers the steps of one chain, logs them in ``outbox``, and returns the outputs of each.
@@ -26,13 +29,12 @@ class StepsInFlight:
     A step goes on waiting while it is replayed.
     """
 
-    def __init__(self, log_bytes: int, hidden_size: int) -> None:
+    def __init__(self, log_bytes: int, hidden_size: int, give_up_idle: GiveUpIdle = frozenset) -> None:
         """``log_bytes`` is the limit of the activation log. ``hidden_size`` is D, the length of an
         output."""
         room = Scope("this chain", {Resource.LOG: log_bytes}, {}).reserve(Resource.LOG, 0)
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
-        self.give_up_idle: Callable[[], Set[int]] = frozenset
-        """Drops the sequences that no answer needs any more, and returns their numbers."""
+        self._give_up_idle = give_up_idle
         self._hidden_size = hidden_size
         self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
         self._received: set[int] = set()
@@ -58,7 +60,7 @@ class StepsInFlight:
     def forget_idle(self) -> None:
         """Forget the sequences that no answer needs: a replay does not send them."""
         log = self.outbox.log
-        log.retain(log.lengths.keys() - self.give_up_idle())
+        log.retain(log.lengths.keys() - self._give_up_idle())
 
     async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
         """Send one step and return the outputs that the rows want, [wanted, D].

@@ -31,7 +31,10 @@ async def batcher(
     async with (
         lab.client(client) as hosts,
         Batcher.run(
-            head_of(lab.reference.local), lambda: lab.chain(hosts), limits or BatchLimits(), draft_model
+            head_of(lab.reference.local),
+            lambda give_up: lab.chain(hosts, give_up_idle=give_up),
+            limits or BatchLimits(),
+            draft_model,
         ) as running,
     ):
         yield running, hosts

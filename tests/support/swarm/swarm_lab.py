@@ -4,7 +4,7 @@ events."""
 import asyncio
 import copy
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -256,11 +256,17 @@ class Lab:
             yield await stack.enter_async_context(watching)
 
     def chain(
-        self, hosts: ModelHosts, *, max_length: int = 512, standby: bool | None = None, wait_s: float = 0.0
+        self,
+        hosts: ModelHosts,
+        *,
+        max_length: int = 512,
+        standby: bool | None = None,
+        wait_s: float = 0.0,
+        give_up_idle: Callable[[], Set[int]] = frozenset,
     ) -> Any:
         blocks = self.reference.local.manifest.blocks
         spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby, wait_s=wait_s)
-        return Chain.open(hosts, spec, self.reference.embed, self.reference.logits)
+        return Chain.open(hosts, spec, self.reference.embed, self.reference.logits, give_up_idle)
 
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None
