@@ -140,9 +140,11 @@ def test_an_answer_continues_when_a_node_hangs_whose_p2pd_does_not(
     await_idle(lab)  # the resumed node notices that its client has moved
 
 
+@pytest.mark.thorough
 def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     lab: Swarm, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In virtual time: the phase ``prefill`` of ``sim/test_failover.py``."""
     hit: list[NodeProcess] = []
     complete = ChainSupervisor._complete_step
 
@@ -259,7 +261,9 @@ def test_the_sessions_of_a_killed_client_are_freed(lab: Swarm) -> None:
     await_idle(lab)
 
 
+@pytest.mark.thorough
 def test_the_command_goes_on_when_a_replica_comes_back_in_time(lab: Swarm, story: list[int]) -> None:
+    """In virtual time: ``sim/test_resilience.py``. Above, a client waits for a real process."""
     gone, back = (lab.nodes[name] for name in middle(lab))
     stop(back)  # on a busy machine a process takes longer to start than the command waits
     try:

@@ -232,6 +232,7 @@ def test_garbage_ends_the_stream_it_came_on(victim: Victim, protocol: ProtocolSp
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("protocol", INFERENCE, ids=lambda protocol: protocol.id)
 @pytest.mark.parametrize("sizes", [(1 << 31, 0), (0, 1 << 31)], ids=["header", "payload"])
 def test_an_oversized_frame_is_refused_before_it_is_read(
