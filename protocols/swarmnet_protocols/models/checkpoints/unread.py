@@ -94,6 +94,8 @@ _OBSTACLES = {
 """Settings of a config that, unless they are off, mean that a layer needs more than the earlier
 outputs of the layer before; and what it needs."""
 _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
+_NUMBERS = re.compile(r"\w*multipliers?|logits_scaling|n_group|topk_group|time_step_limit|mamba_chunk_size")
+"""Settings that a class computes with, so null does not leave them out."""
 _CHOICES = {"position_embedding_type": ("nope",)}
 """Values of settings that no code names, because they stand for leaving something out."""
 
@@ -129,7 +131,9 @@ def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
     }
     for name, value in settings.items():
         is_off = name == "sliding_window" and settings.get("use_sliding_window") is False
-        is_null = value is None and not isinstance(_value(default, name), str)
+        usual = _value(default, name)
+        needs_value = isinstance(usual, str) or (usual is not None and _NUMBERS.fullmatch(name))
+        is_null = value is None and not needs_value
         if is_null or is_off or any(each.fullmatch(name) for each in HARMLESS.values()):
             continue
         names = {name, alike.get(name, name), *(other for other, meant in alike.items() if meant == name)}

@@ -36,6 +36,9 @@ NO_EFFECT = {
     ("gemma4", "top_k_experts"): "no layer has experts",
     ("gemma4", "moe_intermediate_size"): "no layer has experts",
     ("falcon_h1", "mamba_expand"): "mamba_d_ssm comes first",
+    ("falcon_h1", "mamba_norm_before_gate"): "mamba_rms_norm is off",
+    ("lfm2", "block_dim"): "the class has hidden_size",
+    ("qwen3_5_moe", "intermediate_size"): "no layer is dense",
 }
 """Settings of families that are read, and that do nothing in these models: why."""
 ADDED = {"unknown": 3}
@@ -217,7 +220,7 @@ def outcome_of(
 
 def is_named(change: Change, message: str) -> bool:
     """Whether a message names the setting, its value, or the tensor that it does not fit."""
-    if change.value is None and "other state" in message:
+    if "other state" in message or "can be built" in message:
         return True  # layers fail where they compute with it
     name = change.place[-1]
     names = (

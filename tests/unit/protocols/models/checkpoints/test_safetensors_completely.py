@@ -129,7 +129,7 @@ def test_a_multimodal_config_may_have_no_part_for_text(tmp_path: Path) -> None:
     ("deepseek_v2", "norm_topk_prob", True), ("gpt_oss", "hidden_act", "gelu"), ("gpt_oss", "experts_per_token", 1),
     ("llama", "hidden_act", "silux"), ("deepseek_v2", "topk_method", "noaux_tc"), ("gemma3", "model_type", "llama"),
     ("deepseek_v3", "head_dim", 8), ("deepseek_v3", "num_key_value_heads", 2), ("llama", "is_encoder_decoder", True),
-    ("gemma3", "use_bidirectional_attention", True),
+    ("gemma3", "use_bidirectional_attention", True), ("granitemoehybrid", "attention_multiplier", None),
 ])  # fmt: skip
 def test_a_setting_that_a_class_takes_otherwise_is_refused(
     family: str, name: str, value: Any, tmp_path: Path
