@@ -21,7 +21,8 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.node import Hosting, Node
 from swarmnet_node.owner.limits import Machine, OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 GOVERN_S = 0.5
 """Seconds between two measurements of resident memory, if it is limited."""

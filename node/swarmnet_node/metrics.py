@@ -17,7 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarmnet_protocols.directory.node_reports import experts_of, rows_of
-from swarmnet_protocols.net.limits.resources import Rate, ResourceSnapshot
+from swarmnet_protocols.net.limits.resource_limits import Rate
+from swarmnet_protocols.net.limits.resources import ResourceSnapshot
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from swarmnet_protocols.wire.report_pb2 import TrunkReport

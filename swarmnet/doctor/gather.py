@@ -301,7 +301,8 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
     mDNS on."""
     if entry is None or not entry.file.mdns:
         return 0
-    from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses, peer_in
+    from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses
+    from swarmnet_protocols.joining.mdns_record import peer_in
 
     found = set(map(peer_in, await find_addresses(entry.file.swarm_id, within_s=FIRST_S)))
     return len(found - set(map(peer_in, node.addresses if node else ())))
@@ -313,7 +314,8 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     # In a thread, because libp2p's bindings take seconds to import on a slow machine and would
     # delay the other deadlines.
     await asyncio.to_thread(_import_transport)
-    from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
+    from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+    from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport

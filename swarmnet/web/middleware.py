@@ -37,7 +37,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.resources import Scope as CallerScope
 from swarmnet_protocols.net.limits.subnets import subnet_of
 

@@ -20,7 +20,8 @@ from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.framing import FrameReader
 from swarmnet_protocols.net.limits.flow_control import LimitedReader
 from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Rate
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.timing import Timing

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.trainer import Trainer
+from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.job_templates import template
-from swarmnet_protocols.training.jobs import Job, parse_job
+from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.training.methods import Average, Method
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.job_settings import Job
 from tests.bench.training_plots import write_plots
 from tests.bench.training_run import LINKS, Curve, Simulation, absences
 

@@ -21,7 +21,7 @@ from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import result_codec
-from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
 

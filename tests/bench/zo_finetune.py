@@ -28,7 +28,7 @@ from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
 from tests.support.training.round_bytes import bytes_of_a_round

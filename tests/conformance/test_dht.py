@@ -23,7 +23,7 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.timing import Timing

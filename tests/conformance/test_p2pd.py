@@ -22,7 +22,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.p2pd import transport as p2pd
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING

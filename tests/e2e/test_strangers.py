@@ -33,7 +33,7 @@ from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.endpoint import MAX_LINGERING
 from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, Resource
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.net.protocol_ids import EXPERTS, INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refused

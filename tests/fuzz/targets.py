@@ -26,7 +26,7 @@ from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, wit
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
-from swarmnet_protocols.joining import local_network
+from swarmnet_protocols.joining import mdns_record
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.checkpoints import safetensors_file
@@ -318,7 +318,7 @@ def redemption_seeds() -> list[bytes]:
 
 def mdns_seeds() -> list[bytes]:
     addresses = [f"/ip4/192.168.7.5/{each}/p2p/{_PEER}" for each in ("tcp/4001", "udp/4001/quic-v1")]
-    return [local_network.make_record(SWARM, addresses)]
+    return [mdns_record.make_record(SWARM, addresses)]
 
 
 def swarm_file_seeds() -> list[bytes]:
@@ -501,9 +501,9 @@ TARGETS: dict[str, Target] = {
         ("membership.certificates.open_certificate", "membership.signed.unseal", "membership.signed.decode"),
     ),
     "mdns record": Target(
-        lambda data: local_network.read_record(SWARM, data, (ipaddress.ip_network("192.168.7.0/24"),)),
+        lambda data: mdns_record.read_record(SWARM, data, (ipaddress.ip_network("192.168.7.0/24"),)),
         mdns_seeds,
-        ("joining.local_network.read_record",),
+        ("joining.mdns_record.read_record",),
     ),
     "redemption": Target(read_redemption, redemption_seeds, ("membership.invites.open_redemption",)),
     "revocations": Target(
@@ -566,4 +566,4 @@ def believe_signatures(set_attribute: Callable[[object, str, object], None]) -> 
     for module in (records, signed, invites, jobs):
         if hasattr(module, "verify"):
             set_attribute(module, "verify", yes)
-    set_attribute(local_network, "_is_of", yes)
+    set_attribute(mdns_record, "_is_of", yes)

@@ -15,8 +15,9 @@ from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import STATES, Verdict, agree, differences, judge
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, Scope
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest

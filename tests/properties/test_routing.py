@@ -18,12 +18,9 @@ from swarmnet_protocols.routing.chain_search import (
     MARGIN,
     PRECISION_S,
     REPLACED_S,
-    Hop,
-    View,
-    credible,
     find_chain,
-    pair_of,
 )
+from swarmnet_protocols.routing.chain_view import Hop, View, credible, pair_of
 from swarmnet_protocols.routing.coordinates import DIMENSIONS, MAX_ERROR, MIN_HEIGHT_S, Coordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 

@@ -15,9 +15,9 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.net import Message, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb

@@ -18,7 +18,8 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, PeerId, Stream
 from swarmnet_protocols.net.limits import subnets
-from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION
 from swarmnet_protocols.net.refusal import Refused

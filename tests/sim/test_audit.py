@@ -17,7 +17,7 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import Message, PeerId
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import AggregationRules, Outcome, RoundMember

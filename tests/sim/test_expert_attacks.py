@@ -26,7 +26,7 @@ from swarmnet_protocols.directory.host_announcements import PROTOCOL
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, encode_experts, encode_rows
 from swarmnet_protocols.session.steps import Row, Step

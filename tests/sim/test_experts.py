@@ -23,7 +23,8 @@ from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Rate, Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, Rate, Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.routing.experts.moves import most_moves

@@ -8,7 +8,8 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.membership import admitted_peers
 from swarmnet_protocols.membership.admitted_peers import MAX_STREAMS_PER_PEER
 from swarmnet_protocols.net import Message, Stream
-from swarmnet_protocols.net.limits.resources import RETRY_S, Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import RETRY_S, Scope
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS, SESSION
 from swarmnet_protocols.net.refusal import Refused

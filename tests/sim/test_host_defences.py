@@ -11,7 +11,8 @@ from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import refusal_pb2

@@ -15,7 +15,7 @@ from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import IntroducedTransport, Introductions
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import PEER_DIALS
+from swarmnet_protocols.net.limits.resource_limits import PEER_DIALS
 from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb

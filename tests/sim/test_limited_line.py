@@ -12,7 +12,7 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow
-from swarmnet_protocols.net.limits.resources import Rate
+from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row

@@ -3,7 +3,7 @@
 import pytest
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from tests.support.network.private_swarm import PrivateSwarm
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 

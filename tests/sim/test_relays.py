@@ -20,7 +20,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, ReachKind, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import RELAY, RELAY_S
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import Patience

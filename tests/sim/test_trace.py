@@ -19,7 +19,7 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.protocol_ids import SESSION
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session import hop_times
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS
 

@@ -12,7 +12,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import Adapter, AdapterPart
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb

@@ -24,7 +24,7 @@ from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 

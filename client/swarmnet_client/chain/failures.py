@@ -24,7 +24,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.wire import refusal_pb2
 
 CLIENT_FAULTS = {

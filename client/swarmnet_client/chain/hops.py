@@ -19,7 +19,7 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import NextHop

@@ -13,7 +13,7 @@ from swarmnet_client.chain.hops import ChainSpec, ClientLink, LiveHop, Sender
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import LinkSender, NextHop
 
 _log = logging.getLogger(__name__)

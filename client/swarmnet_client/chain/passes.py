@@ -31,7 +31,7 @@ from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,

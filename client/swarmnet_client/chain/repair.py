@@ -47,7 +47,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.machine.aio import all_of
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import NextHop, log_id
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionS
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.wire import session_pb2 as pb
 

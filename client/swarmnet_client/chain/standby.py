@@ -34,7 +34,7 @@ from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.wire import refusal_pb2
 
 _log = logging.getLogger(__name__)

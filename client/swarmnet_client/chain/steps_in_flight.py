@@ -12,7 +12,8 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer
-from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.link import Outbox
 from swarmnet_protocols.session.steps import Row, Step

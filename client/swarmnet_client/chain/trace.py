@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple, TextIO
 
 from swarmnet_protocols.errors import ProtocolViolation
-from swarmnet_protocols.routing.chain_search import Hop
+from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.hop_times import HopTimes, Moment, decode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 

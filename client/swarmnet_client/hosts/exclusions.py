@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Bans, pair_of
+from swarmnet_protocols.routing.bans import Bans
+from swarmnet_protocols.routing.chain_view import pair_of
 from swarmnet_protocols.routing.host_info import HostInfo
 
 SEPARATED_S = 60.0

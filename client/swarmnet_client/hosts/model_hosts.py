@@ -45,14 +45,8 @@ from swarmnet_protocols.net import (
     PeerId,
     Transport,
 )
-from swarmnet_protocols.routing.chain_search import (
-    Hop,
-    View,
-    credible,
-    failed_links,
-    find_chain,
-    uncovered,
-)
+from swarmnet_protocols.routing.chain_search import failed_links, find_chain, uncovered
+from swarmnet_protocols.routing.chain_view import Hop, View, credible
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.routing.spans import overlap

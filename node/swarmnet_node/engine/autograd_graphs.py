@@ -18,7 +18,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Reservation, Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceManager
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import (
     RETRY_S,
     Reservation,
-    Resource,
     ResourceLimitReached,
     ResourceManager,
     Scope,

@@ -35,7 +35,8 @@ from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 

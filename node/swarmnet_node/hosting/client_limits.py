@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from swarmnet_node.owner.limits import ONE_CLIENT
 from swarmnet_protocols.membership.rules import Quotas
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
-from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 MIN_MESSAGES_BYTES = 8 << 20
 """Smallest limit on the bytes of received messages of one client."""

@@ -55,7 +55,8 @@ from swarmnet_protocols.machine.aio import all_of, race
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
-from swarmnet_protocols.net.limits.resources import RETRY_S, Resource, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, Scope
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream

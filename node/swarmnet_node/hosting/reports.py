@@ -25,7 +25,7 @@ from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.errors import DeadlineExceeded
 from swarmnet_protocols.net import Reach
-from swarmnet_protocols.net.limits.resources import Rate, Resource
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
 

@@ -49,13 +49,8 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId, Stream
 from swarmnet_protocols.net.dialling import Introductions
-from swarmnet_protocols.net.limits.resources import (
-    Rate,
-    Reservation,
-    Resource,
-    ResourceLimitReached,
-    Scope,
-)
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.limits.resources import Reservation, Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Reservation, Scope
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 
 NEW_S = 3.0

@@ -36,7 +36,7 @@ from swarmnet_protocols.machine.platform import sync
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.jobs import BYTES, is_published
+from swarmnet_protocols.training.job_settings import BYTES, is_published
 
 _PROGRESS = "progress.json"
 _MAX_PROGRESS_BYTES = 64 << 10

@@ -29,7 +29,7 @@ from swarmnet_node.training.documents import documents, files_of
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
-from swarmnet_protocols.training.jobs import BYTES, PYTHON_STDLIB, DataSection, JobError, is_published
+from swarmnet_protocols.training.job_settings import BYTES, PYTHON_STDLIB, DataSection, JobError, is_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.fetching.hub_ranges import no_answer
-from swarmnet_protocols.training.jobs import PYTHON_STDLIB, DataSection, JobError
+from swarmnet_protocols.training.job_settings import PYTHON_STDLIB, DataSection, JobError
 
 MAX_LINE_BYTES = 16 << 20
 TEXT_DOCUMENT_BYTES = 16 << 10

@@ -12,7 +12,8 @@ from swarmnet_protocols.machine.files import write_whole
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.models import Progress
-    from swarmnet_protocols.training.jobs import Job, SealedJob
+    from swarmnet_protocols.training.job_settings import Job
+    from swarmnet_protocols.training.jobs import SealedJob
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class LocalFiles:
     @classmethod
     def named_in(cls, job: "Job") -> "LocalFiles":
         """Return the paths that the user of this machine wrote into a job file."""
-        from swarmnet_protocols.training.jobs import PYTHON_STDLIB, is_published
+        from swarmnet_protocols.training.job_settings import PYTHON_STDLIB, is_published
 
         data, model = job.data.path, job.model.checkpoint
         return cls(

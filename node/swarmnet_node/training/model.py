@@ -20,7 +20,7 @@ from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
 from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.models.partial_model import build_whole, causal_class
-from swarmnet_protocols.training.jobs import Job, JobError, ModelSection, is_published
+from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
 """Bytes of memory per parameter: the parameter in float32, AdamW's two moments, the agreed

@@ -15,7 +15,7 @@ from swarmnet_node.training.shared_state import SharedState
 from swarmnet_node.training.trainer import StepReport, Trainer
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
-from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
 from swarmnet_protocols.training.rounds.terms import Slice
 

@@ -20,7 +20,7 @@ from swarmnet_node.training.expert_balance import ExpertBalance
 from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.training.jobs import Job, TrainingSection
+from swarmnet_protocols.training.job_settings import Job, TrainingSection
 
 _FINAL_RATE = 0.1
 """The last learning rate of the cosine schedule, as a fraction of the peak."""

@@ -49,7 +49,8 @@ from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, join
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.job_records import WorkerInfo, job_announcement, worker_announcement
-from swarmnet_protocols.training.jobs import Job, open_job
+from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rosters import Candidate, Roster

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.fetching.pieces import PIECE_BYTES
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import refusal_pb2

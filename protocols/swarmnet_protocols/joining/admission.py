@@ -52,7 +52,7 @@ from swarmnet_protocols.membership.issuer import (
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ADMISSION_S
 from swarmnet_protocols.net.refusal import Refusal, Refused

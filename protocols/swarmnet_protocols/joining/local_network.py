@@ -3,44 +3,40 @@
 With it, a swarm file without addresses is enough.
 
 1. A peer that can be dialled registers an instance of ``_swarmnet._tcp.local.`` under a random
-   name. Its TXT record has a salted hash of the swarm id, and its private addresses in libp2p's
-   ``dnsaddr=`` format. Outsiders see that swarmnet runs, but not which swarm.
-2. Every peer of a swarm that allows mDNS browses these instances. A record with the hash of its own
-   swarm names a found peer.
+   name, with its addresses in the TXT record (``mdns_record.py``).
+2. Every peer of a swarm that allows mDNS browses these instances. A record of its own swarm names a
+   found peer.
 3. A found peer is used like a bootstrap peer. Every peer contacts each found peer once, even if it
    knows others. So two groups that began apart become one.
 
-Anyone in the local network may send such records. The hash covers the addresses. So only a peer
-with the swarm file can make a record, and somebody who copies a record cannot change whom it names.
-Other answers are dropped before any part of them is stored (:class:`_Ear`), so they take no peer's
-place. Number and size of
+Anyone in the local network may send answers. Those without a record of this swarm are dropped
+before any part of them is stored (:class:`_Ear`), so they take no peer's place. Number and size of
 records are bounded. Only addresses in networks of this machine's interfaces are dialled. libp2p's
 peer id and the membership handshake prove who answers there.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
+from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, peer_in, read_record
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
     Network,
-    dialable,
     ip_of,
     own_interfaces,
     shared_networks,
 )
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
-from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Rate
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -53,8 +49,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 SERVICE = "_swarmnet._tcp.local."
-MAX_RECORD_BYTES = 1200
-"""Largest TXT record in bytes, sent or read. It fits into one packet."""
 MAX_FOUND = 64
 """Most found peers that are remembered, and most that are contacted at the same time. Further ones
 are ignored."""
@@ -73,8 +67,6 @@ MAX_PACKETS = RateLimit(1000.0, 4000.0)
 """Packets that are read from all addresses."""
 QUERY_PACKETS = 10
 """Number of packets that a query counts as, because it may be answered."""
-MAX_ANNOUNCED = 6
-"""Most addresses of this peer that are announced. More do not fit into a record."""
 RETRY_S = 5.0
 """Seconds before another try with a found peer that did not answer."""
 CHECK_S = 3.0
@@ -88,85 +80,6 @@ repeats a record at most once a second, and packets get lost."""
 SETTLE_S = 3.0
 """Seconds to collect further peers after the first. The first peer may be a member that is being
 revoked. A peer that has just answered another query waits a second before it repeats its record."""
-
-_DOMAIN = b"swarmnet-mdns-1\0"
-_SALT_BYTES = 16
-_SWARM, _ADDRESS = "swarm=", "dnsaddr="
-
-
-# ---- the TXT record ----------------------------------------------------------------------------
-
-
-def make_record(swarm: bytes, addresses: Sequence[str]) -> bytes:
-    """Return the TXT record by which a peer of ``swarm`` announces ``addresses``.
-
-    They are multiaddrs that end with its peer id.
-    """
-    salt = secrets.token_bytes(_SALT_BYTES)
-    kept = [each for each in addresses if len(_ADDRESS + each) < 256][:MAX_ANNOUNCED]
-    strings = [f"{_SWARM}{salt.hex()}{_hash(swarm, salt, kept)}", *(_ADDRESS + each for each in kept)]
-    return b"".join(bytes([len(each)]) + each.encode() for each in strings)
-
-
-def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tuple[str, ...]:
-    """Return the multiaddrs in a TXT record that are in ``networks`` and may be dialled.
-
-    Empty for a record that is not of ``swarm``, malformed or too large.
-    """
-    if len(record) > MAX_RECORD_BYTES:
-        return ()
-    try:
-        strings = [each.decode("ascii") for each in _strings(record)]
-    except ValueError:
-        return ()
-    hashes = [each.removeprefix(_SWARM) for each in strings if each.startswith(_SWARM)]
-    addresses = [each.removeprefix(_ADDRESS) for each in strings if each.startswith(_ADDRESS)]
-    peers = {peer_in(each) for each in addresses}
-    if len(hashes) != 1 or len(peers) != 1 or not _is_of(swarm, hashes[0], addresses):
-        return ()
-    peer = peers.pop()
-    found = dialable(peer, addresses, networks)
-    return tuple(f"{each}/p2p/{peer}" for each in found if _is_local(each, networks))
-
-
-def peer_in(address: str) -> PeerId:
-    """Return the peer id at the end of a multiaddr; the whole text if there is none."""
-    return PeerId(address.rpartition("/p2p/")[2])
-
-
-def _hash(swarm: bytes, salt: bytes, addresses: Sequence[str]) -> str:
-    """Return a hash that only peers with the swarm id can make or recognise."""
-    data = b"\0".join((salt, *(each.encode() for each in addresses)))
-    return hmac.new(swarm, _DOMAIN + data, hashlib.sha256).hexdigest()
-
-
-def _is_of(swarm: bytes, salted: str, addresses: Sequence[str]) -> bool:
-    digits = 2 * _SALT_BYTES
-    try:
-        salt = bytes.fromhex(salted[:digits])
-    except ValueError:
-        return False
-    return hmac.compare_digest(salted, salt.hex() + _hash(swarm, salt, addresses))
-
-
-def _strings(record: bytes) -> Iterator[bytes]:
-    """Yield the strings of a TXT record. Raises ``ValueError`` if the last one is cut short."""
-    start = 0
-    while start < len(record):
-        end = start + 1 + record[start]
-        if end > len(record):
-            raise ValueError("a string of a TXT record is cut short")
-        yield record[start + 1 : end]
-        start = end
-
-
-def _is_local(address: str, networks: Sequence[Network]) -> bool:
-    """Tell whether an address is in one of ``networks`` and leads there without a relay."""
-    ip = ip_of(address)
-    return "/p2p-circuit" not in address and ip is not None and any(ip in each for each in networks)
-
-
-# ---- announcing and browsing -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -279,8 +192,8 @@ class LocalNetwork:
         if not self._is_on_loopback:
             networks = tuple(each for each in shared_networks(interfaces, ()) if not each.is_global)
         own = (host for host, _ in interfaces if ":" not in host)
-        spoken = sorted({host for host in own if _is_local(f"/ip4/{host}/tcp/0", networks)})
-        announced = [each for each in self._own() if _is_local(each, networks)]
+        spoken = sorted({host for host in own if is_local(f"/ip4/{host}/tcp/0", networks)})
+        announced = [each for each in self._own() if is_local(each, networks)]
         return _Place(networks, tuple(spoken), tuple(announced[:MAX_ANNOUNCED]))
 
     @contextlib.asynccontextmanager

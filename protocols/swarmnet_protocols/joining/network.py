@@ -193,7 +193,8 @@ async def connect(
     from swarmnet_protocols.joining.admission import Admissions
     from swarmnet_protocols.joining.local_network import LocalNetwork
     from swarmnet_protocols.machine.clock import wall_clock
-    from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
+    from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+    from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.net.limits.rate_limit import LinkLimiter

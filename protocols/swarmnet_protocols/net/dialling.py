@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
-from swarmnet_protocols.net.limits.resources import Rate, Scope
+from swarmnet_protocols.net.limits.resource_limits import Rate
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.multiaddr import PEER_ID, IPAddress, Multiaddr, parse_multiaddr
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import Network, may_dial_back
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_ip, parse_multiaddrs
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import probe_pb2 as pb

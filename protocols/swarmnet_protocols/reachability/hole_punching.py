@@ -21,7 +21,7 @@ from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, Swarmn
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Reach, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED
-from swarmnet_protocols.net.limits.resources import Rate
+from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddrs
 from swarmnet_protocols.net.protocol_ids import PUNCH, PUNCH_S
 from swarmnet_protocols.net.typed_stream import TypedStream

@@ -25,7 +25,8 @@ from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.limits.resources import Rate, Reservation, Resource
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Reservation
 from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, SubnetSlots, subnet_of
 from swarmnet_protocols.net.protocol_ids import RELAY

@@ -2,7 +2,7 @@
 
 ``directory/host_announcements.py`` makes a ``HostInfo`` from the bytes that arrive. The search for
 chains, the choice of blocks, pings and the dashboard all use it. Each fact is only a claim of the
-host. ``chain_search.credible`` bounds what announced speeds and loads are worth, and
+host. ``chain_view.credible`` bounds what announced speeds and loads are worth, and
 ``sightings.py`` counts hosts once they have answered.
 """
 

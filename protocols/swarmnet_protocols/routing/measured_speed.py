@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Hop, View
+from swarmnet_protocols.routing.chain_view import Hop, View
 from swarmnet_protocols.routing.host_info import HostInfo
 
 GAIN = 0.5

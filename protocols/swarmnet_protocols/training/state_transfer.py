@@ -19,7 +19,7 @@ from swarmnet_protocols.fetching.hedging import hedged
 from swarmnet_protocols.fetching.piece_memory import PieceMemory
 from swarmnet_protocols.fetching.pieces import HASH_BYTES, PIECE_BYTES, ModelFile
 from swarmnet_protocols.net import Buffer, PeerId, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream

@@ -251,7 +251,7 @@ def export(
 
     import_transformers()
     from swarmnet_node.training.checkpoint import export_model
-    from swarmnet_protocols.training.jobs import BYTES
+    from swarmnet_protocols.training.job_settings import BYTES
 
     with progress(quiet=as_json) as report:
         tokenizer = export_model(

@@ -8,13 +8,13 @@ from swarmnet.cli.progress.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_size
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.training.jobs import Job
+    from swarmnet_protocols.training.job_settings import Job
 
 
 def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
     """What a job reads, sends and uses on this machine. Paths in it were given by this machine's
     user, not by the job's author."""
-    from swarmnet_protocols.training.jobs import PYTHON_STDLIB
+    from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
 
     if job.data.hub is not None:
         read = f"the dataset {job.data.hub} of the hub"

@@ -24,7 +24,8 @@ from swarmnet_node.engine.counters import BUSY_S
 from swarmnet_protocols.directory.host_announcements import WANTED
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import Hop, View, credible, find_chain, uncovered
+from swarmnet_protocols.routing.chain_search import find_chain, uncovered
+from swarmnet_protocols.routing.chain_view import Hop, View, credible
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.routing.throughput import Claim, throughput

@@ -12,7 +12,8 @@ from google.protobuf.message import Message as Protobuf
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake
-from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE
 from swarmnet_protocols.net.typed_stream import Patience

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from swarmnet_protocols.membership.certificates import Admittance, issue
-from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
+from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import Admission, Rules

@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.protocol_ids import LINK

@@ -1,6 +1,7 @@
 """An activation log with its own memory account."""
 
-from swarmnet_protocols.net.limits.resources import Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
 
 

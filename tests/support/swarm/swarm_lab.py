@@ -24,7 +24,8 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import Placed
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_protocols.membership.handshake import GuardedTransport, Handshakes
+from swarmnet_protocols.membership.guarded_transport import GuardedTransport
+from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport

@@ -21,7 +21,8 @@ from swarmnet_node.training.worker import averaging_rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec
-from swarmnet_protocols.training.jobs import Job, parse_job
+from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.training.methods import Average
 from swarmnet_protocols.training.rounds.averaging import Outcome
 from swarmnet_protocols.training.rounds.reduction import AggregationRules

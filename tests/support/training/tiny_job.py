@@ -7,7 +7,7 @@ import torch
 
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.training.jobs import Job
+from swarmnet_protocols.training.job_settings import Job
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.jobs import DataSection, EvalSection, Job
+from swarmnet_protocols.training.job_settings import DataSection, EvalSection, Job
 from tests.bench.training import METHODS, parse_method, report, standard_job
 from tests.bench.training_plots import write_plots
 from tests.bench.training_run import LINKS, Absence, Curve, Link, Simulation, Traffic, absences

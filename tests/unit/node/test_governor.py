@@ -10,7 +10,8 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.memory_limit import Governor
 from swarmnet_node.node import Hosting
 from swarmnet_protocols.models.partial_model import LayerWidths
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 GIB = 1 << 30
 

@@ -25,7 +25,7 @@ from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Check, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.limits.resources import Rate, Resource
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.protocol_ids import DHT_SAMPLE
 from swarmnet_protocols.wire import records_pb2
 

@@ -13,7 +13,8 @@ from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, wit
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport
-from swarmnet_protocols.net.limits.resources import Rate, Resource, Scope
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_PING, DHT_SAMPLE, DHT_STORE, DIRECTORY

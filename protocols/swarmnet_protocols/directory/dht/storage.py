@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.limits.resources import Reservation, Resource, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached, Scope
 
 if TYPE_CHECKING:
     from hivemind.dht.routing import DHTID

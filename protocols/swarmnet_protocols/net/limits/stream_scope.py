@@ -19,13 +19,8 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import until
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.limits.resources import (
-    Rate,
-    Resource,
-    ResourceLimitReached,
-    ResourceManager,
-    Scope,
-)
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.refusal import OUT_OF_RESOURCES, Refusal
 from swarmnet_protocols.timing import Timing
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from swarmnet_protocols.net import PeerId, Stream
-from swarmnet_protocols.net.limits.resources import Rate, Reservation, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceManager, Scope
 from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, StreamScope
 from swarmnet_protocols.timing import Timing
 

@@ -17,7 +17,8 @@ from enum import IntEnum
 
 from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.net.limits.subnets import host_of, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
 

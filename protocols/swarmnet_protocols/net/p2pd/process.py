@@ -13,7 +13,7 @@ from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.machine.platform import APART, reclaim_port
-from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 
 _log = logging.getLogger(__name__)
 

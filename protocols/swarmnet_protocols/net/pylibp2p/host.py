@@ -30,7 +30,7 @@ from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnre
 from swarmnet_protocols.machine.platform import reclaim_port, return_freed_memory, share_port
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
-from swarmnet_protocols.net.limits.resources import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
 from swarmnet_protocols.net.p2pd.process import check_free

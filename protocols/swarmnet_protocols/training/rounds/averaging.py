@@ -19,7 +19,7 @@ import torch
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream

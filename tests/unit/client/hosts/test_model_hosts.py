@@ -14,7 +14,7 @@ from swarmnet_client.hosts.exclusions import (
 )
 from swarmnet_client.hosts.pings import MAX_PINGED_HOSTS, PINGED_HOSTS, PINGED_PER_BLOCK, PingMonitor, drawn
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.chain_search import pair_of
+from swarmnet_protocols.routing.chain_view import pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.timing import Timing

@@ -18,7 +18,8 @@ from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, MAX_BATCH_TOKENS, En
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.timing import Timing
 from tests.support.network.virtual_time import TimedExecutor, run
 from tests.support.swarm.doubling import GEOMETRY, Doubling, sequence_of, with_engine

@@ -13,7 +13,8 @@ from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, L
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 
 GEOMETRY = KVGeometry((LayerShape(1, 4, 4),), torch.float32, torch.device("cpu"))
 SEQUENCE_BYTES = GEOMETRY.bytes_for(GROWTH_POSITIONS)

@@ -13,7 +13,8 @@ from swarmnet_node.engine.kernels.backend import LoraLayers
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager, Scope
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
 from tests.defences import Patch, defence

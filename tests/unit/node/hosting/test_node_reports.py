@@ -29,7 +29,8 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, Resource, ResourceManager, Scope
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager, Scope
 from swarmnet_protocols.net.protocol_ids import REPORT, REPORT_IDLE_S
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row

@@ -18,7 +18,7 @@ from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reas
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.partial_model import LayerWidths
-from swarmnet_protocols.net.limits.resources import Resource
+from swarmnet_protocols.net.limits.resource_limits import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29
 """In November 2026."""

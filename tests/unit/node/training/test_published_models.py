@@ -14,7 +14,7 @@ from swarmnet_node.training.model import model_config
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import partial_model, resolve
 from swarmnet_protocols.models.checkpoints import safetensors_file
-from swarmnet_protocols.training.jobs import JobError, ModelSection
+from swarmnet_protocols.training.job_settings import JobError, ModelSection
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.models.tiny_models import save_tiny
 from tests.support.training.tiny_job import CONFIG

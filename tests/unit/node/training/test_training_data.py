@@ -21,7 +21,7 @@ from swarmnet_node.training import data as data_module
 from swarmnet_node.training import documents
 from swarmnet_node.training.data import BatchSampler, ByteTokenizer, open_corpus, permute
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.training.jobs import DataSection, JobError
+from swarmnet_protocols.training.job_settings import DataSection, JobError
 from tests.defences import defence, replacing
 
 

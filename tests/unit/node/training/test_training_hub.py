@@ -12,7 +12,7 @@ from pyarrow import parquet
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.documents import documents
 from swarmnet_protocols.errors import Unreachable
-from swarmnet_protocols.training.jobs import DataSection, JobError
+from swarmnet_protocols.training.job_settings import DataSection, JobError
 from tests.support.models.dataset_hub import NAME, DatasetHub, serving
 from tests.unit.node.training.test_training_start import hear_of_files
 

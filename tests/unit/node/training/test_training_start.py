@@ -41,7 +41,8 @@ from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import _job_topic, job_announcement
-from swarmnet_protocols.training.jobs import Job, SealedJob, open_job, parse_job, seal_job
+from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.jobs import SealedJob, open_job, parse_job, seal_job
 from swarmnet_protocols.wire import workers_pb2
 from tests.defences import defence, nothing, replacing
 from tests.support.models.tiny_models import save_tiny

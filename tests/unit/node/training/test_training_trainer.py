@@ -19,8 +19,9 @@ from swarmnet_node.training.model import (
 )
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
-from swarmnet_protocols.training.jobs import Job, JobError, TrainingSection, parse_job
+from swarmnet_protocols.training.jobs import parse_job
 from tests.support.models.rounding import NEAR, assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 

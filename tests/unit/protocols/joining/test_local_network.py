@@ -11,16 +11,18 @@ from hypothesis import strategies as st
 from zeroconf._dns import DNSPointer, DNSText
 from zeroconf._protocol.outgoing import DNSOutgoing
 
-from swarmnet_protocols.joining import local_network
+from swarmnet_protocols.joining import local_network, mdns_record
 from swarmnet_protocols.joining.local_network import (
-    MAX_ANNOUNCED,
     MAX_FOUND,
     MAX_PACKETS,
-    MAX_RECORD_BYTES,
     SERVICE,
     SOURCE_PACKETS,
     LocalNetwork,
     _Ear,
+)
+from swarmnet_protocols.joining.mdns_record import (
+    MAX_ANNOUNCED,
+    MAX_RECORD_BYTES,
     make_record,
     peer_in,
     read_record,
@@ -28,7 +30,8 @@ from swarmnet_protocols.joining.local_network import (
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.resources import Rate, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Rate
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.network.virtual_time import run
 
@@ -65,7 +68,7 @@ def test_a_record_of_another_swarm_is_ignored() -> None:
     assert read_record(SWARM, make_record(OTHER, [TCP]), LAN) == ()
 
 
-@defence("the announcement of a swarm is salted", off=replacing(local_network.secrets, "token_bytes", bytes))
+@defence("the announcement of a swarm is salted", off=replacing(mdns_record.secrets, "token_bytes", bytes))
 def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
     """An outsider who collects records cannot tell which swarms they are of."""
     first, second = (strings_of(make_record(SWARM, [TCP]))[0] for _ in range(2))
@@ -77,7 +80,7 @@ def test_no_two_records_have_a_common_mark_of_the_swarm() -> None:
 
 
 @defence(
-    "only a peer that knows the swarm announces addresses for it", off=replacing(local_network, "_is_of", yes)
+    "only a peer that knows the swarm announces addresses for it", off=replacing(mdns_record, "_is_of", yes)
 )
 def test_a_copied_hash_admits_no_other_addresses() -> None:
     """An outsider can repeat a record, and with it an address of a member, but not announce
@@ -89,12 +92,12 @@ def test_a_copied_hash_admits_no_other_addresses() -> None:
 
 @defence(
     "only addresses in the local network are taken from it",
-    off=replacing(local_network, "_is_local", yes),
+    off=replacing(mdns_record, "is_local", yes),
     address="/ip4/93.184.216.34/tcp/4001",
 )
 @defence(
     "addresses in the local network are checked before they are dialled",
-    off=replacing(local_network, "dialable", lambda _peer, addresses, _networks: tuple(addresses)),
+    off=replacing(mdns_record, "dialable", lambda _peer, addresses, _networks: tuple(addresses)),
     address="/ip4/192.168.7.5/tcp/0",
 )
 @pytest.mark.parametrize(
@@ -122,7 +125,7 @@ def test_a_record_with_two_peers_is_ignored() -> None:
 
 @defence(
     "records of the local network have a largest size",
-    off=replacing(local_network, "MAX_RECORD_BYTES", 1 << 20),
+    off=replacing(mdns_record, "MAX_RECORD_BYTES", 1 << 20),
 )
 def test_a_record_that_is_too_large_is_ignored() -> None:
     padding = txt(*[b"x" * 255] * (MAX_RECORD_BYTES // 255 + 1))

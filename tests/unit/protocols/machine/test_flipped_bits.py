@@ -31,7 +31,8 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import resolve, resolver
 from swarmnet_protocols.models.local_model import LocalModel
 from swarmnet_protocols.training import jobs
-from swarmnet_protocols.training.jobs import DataSection, open_job, seal_job
+from swarmnet_protocols.training.job_settings import DataSection
+from swarmnet_protocols.training.jobs import open_job, seal_job
 from swarmnet_protocols.wire.roles import Role
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.models.tiny_models import save_tiny, write_gguf

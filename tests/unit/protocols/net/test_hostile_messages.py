@@ -14,13 +14,8 @@ from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, framing, typed
 from swarmnet_protocols.net.framing import CHECK_S, STALL_S, FrameReader
 from swarmnet_protocols.net.limits.flow_control import LimitedReader
 from swarmnet_protocols.net.limits.rate_limit import RateLimit, RateLimiter
-from swarmnet_protocols.net.limits.resources import (
-    Rate,
-    Resource,
-    ResourceLimitReached,
-    ResourceManager,
-    Scope,
-)
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.limits.stream_scope import MAX_WAIT_S, OPEN_FRAMES, StreamScope
 from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.session.adapters import read_part

@@ -12,7 +12,7 @@ import pytest
 from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS, Network
-from swarmnet_protocols.net.limits.resources import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability import dial_back
 from swarmnet_protocols.reachability.dial_back import (

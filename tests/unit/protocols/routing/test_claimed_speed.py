@@ -12,8 +12,9 @@ import pytest
 from swarmnet_client.hosts.entry_guards import LIFETIME_S, MOST, WANTED, EntryGuards
 from swarmnet_client.hosts.exclusions import Exclusions
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search
-from swarmnet_protocols.routing.chain_search import Hop, View, credible, find_chain
+from swarmnet_protocols.routing import chain_search, chain_view
+from swarmnet_protocols.routing.chain_search import find_chain
+from swarmnet_protocols.routing.chain_view import Hop, View, credible
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
 from tests.defences import Patch, defence, nothing, replacing
@@ -85,7 +86,7 @@ def ordered_by_id(patch: Patch) -> None:
 
 @defence(
     "an unmeasured host counts as the median at best",
-    off=replacing(chain_search, "median_high", min),
+    off=replacing(chain_view, "median_high", min),
     span=30,
     slower=1.0,
 )
@@ -159,7 +160,7 @@ def test_slanderers_change_the_share_of_an_honest_host_little() -> None:
 
 @defence(
     "an unmeasured claim of an empty queue counts as the median",
-    off=replacing(chain_search, "median_high", min),
+    off=replacing(chain_view, "median_high", min),
 )
 def test_a_claim_of_no_queue_gains_nothing() -> None:
     rng = random.Random(3)
@@ -173,7 +174,7 @@ def test_a_claim_of_no_queue_gains_nothing() -> None:
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 
-@defence("a claim of no work counts as the median", off=replacing(chain_search, "median_high", min))
+@defence("a claim of no work counts as the median", off=replacing(chain_view, "median_high", min))
 def test_a_claim_of_no_work_gains_nothing() -> None:
     rng = random.Random(4)
     hosts = swarm(30)
@@ -183,7 +184,7 @@ def test_a_claim_of_no_work_gains_nothing() -> None:
     assert excess(chains) <= MOST_OF_A_TRUTHFUL_HOST
 
 
-@defence("steps that take longer than announced show work", off=replacing(chain_search, "USUAL_EXCESS", 1e9))
+@defence("steps that take longer than announced show work", off=replacing(chain_view, "USUAL_EXCESS", 1e9))
 def test_a_host_slower_than_announced_has_work_whatever_it_reports() -> None:
     hosts = swarm(30)
     view = View(

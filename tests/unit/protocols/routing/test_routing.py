@@ -7,20 +7,10 @@ import pytest
 
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing import chain_search, coordinates
-from swarmnet_protocols.routing.chain_search import (
-    BAN_MAX_S,
-    BAN_S,
-    CANDIDATES_PER_BLOCK,
-    UNKNOWN_DELAY_S,
-    Bans,
-    Hop,
-    View,
-    _shortlist,
-    credible,
-    find_chain,
-    pair_of,
-)
+from swarmnet_protocols.routing import chain_view, coordinates
+from swarmnet_protocols.routing.bans import BAN_MAX_S, BAN_S, Bans
+from swarmnet_protocols.routing.chain_search import CANDIDATES_PER_BLOCK, _shortlist, find_chain
+from swarmnet_protocols.routing.chain_view import UNKNOWN_DELAY_S, Hop, View, credible, pair_of
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from tests.defences import defence, replacing
@@ -96,7 +86,7 @@ def test_a_chain_has_one_precision_unless_it_is_far_slower() -> None:
 
 @defence(
     "a host that alone has its precision, and is not audited, is avoided",
-    off=replacing(chain_search, "_alone_in_precision", lambda _: frozenset()),
+    off=replacing(chain_view, "_alone_in_precision", lambda _: frozenset()),
 )
 def test_a_host_alone_in_its_precision_yields_to_auditable_ones() -> None:
     """A liar could announce a precision of its own, and no other host would compute its outputs
@@ -234,7 +224,7 @@ def test_a_false_coordinate_beats_no_measured_delay() -> None:
 
 @defence(
     "an unmeasured host is no nearer than the median of the measured ones",
-    off=replacing(chain_search, "median_high", min),
+    off=replacing(chain_view, "median_high", min),
 )
 def test_an_unmeasured_host_is_no_nearer_than_the_measured_median() -> None:
     measured = {A: 0.02, B: 0.03, C: 0.04}

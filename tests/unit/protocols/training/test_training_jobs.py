@@ -9,8 +9,9 @@ import pytest
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
+from swarmnet_protocols.training.job_settings import OF_THE_MODEL, Job, JobError
 from swarmnet_protocols.training.job_templates import METHODS, template
-from swarmnet_protocols.training.jobs import Job, JobError, open_job, parse_job, seal_job
+from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
 from tests.defences import defence, nothing, replacing
 from tests.support.training.tiny_job import for_others
 
@@ -277,7 +278,7 @@ def test_the_tokenizer_of_model_files_travels_as_such(tmp_path: Path) -> None:
     model = written.model.model_copy(update={"config": None, "checkpoint": str(tmp_path)})
     data = written.data.model_copy(update={"tokenizer": str(tmp_path)})
     job = for_others(written.model_copy(update={"model": model, "data": data}), bytes(32))
-    assert (job.model.checkpoint, job.data.tokenizer) == (None, jobs.OF_THE_MODEL)
+    assert (job.model.checkpoint, job.data.tokenizer) == (None, OF_THE_MODEL)
     here = job.with_files(model=tmp_path)
     assert here.model.checkpoint == here.data.tokenizer == str(tmp_path)
     with pytest.raises(ConfigError) as missing:

@@ -13,14 +13,8 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits import resources
-from swarmnet_protocols.net.limits.resources import (
-    PEER_LIMITS,
-    SYSTEM_LIMITS,
-    Resource,
-    ResourceLimitReached,
-    ResourceManager,
-    Scope,
-)
+from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 from swarmnet_protocols.net.protocol_ids import DHT_FIND
 from swarmnet_protocols.net.refusal import Refusal

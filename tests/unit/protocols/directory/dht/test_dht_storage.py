@@ -8,7 +8,8 @@ from swarmnet_protocols.directory.dht import storage as dht_storage
 from swarmnet_protocols.directory.dht.storage import BoundedStorage, StorageLimits
 from swarmnet_protocols.directory.records import MAX_LIFETIME_S
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.limits.resources import Resource, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.defences import Patch, defence, replacing
 from tests.support.attacks.switched_off import count_only
 

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.net.limits import resources
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import (
     MIN_SWEEP,
     SMALL_BYTES,
-    Rate,
     Reservation,
-    Resource,
     ResourceLimitReached,
     ResourceManager,
     Scope,

@@ -7,7 +7,8 @@ import pytest
 
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.limits import subnets
-from swarmnet_protocols.net.limits.resources import Rate, Resource, ResourceLimitReached, ResourceManager
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
 from swarmnet_protocols.net.limits.subnets import MAX_SILENT, SubnetLimits, host_of
 from swarmnet_protocols.timing import Timing

@@ -1,0 +1,307 @@
+"""What a job says: its sections, and the rules that hold between their values.
+
+An owner's file may name local files. A published job identifies data and model files by hash
+instead (:meth:`Job.about`), and the user of each worker gives the paths of local copies
+(:meth:`Job.with_files`).
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.training import MAX_MEMBERS
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.methods import Method
+
+PYTHON_STDLIB = "python-stdlib"
+BYTES = "bytes"
+OF_THE_MODEL = "model"
+"""Stands in a sealed job for the tokenizer among the model's files."""
+BUILT_IN_MODEL = "smollm2-135m-instruct"
+
+_PUBLISHED = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}@[0-9a-f]{40}", re.ASCII)
+_FIX = 'write it as "org/name@REVISION", with the 40 hexadecimal digits of a commit'
+
+Name = Annotated[str, Field(min_length=1, max_length=512)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class JobError(ConfigError):
+    """A wrong value in a job.
+
+    For a job read from a file, ``jobs.JobFile.naming_lines`` adds file and line.
+    """
+
+    def __init__(self, section: str, key: str, must: str, *, hint: str = "") -> None:
+        super().__init__(f"{key!r} in [{section}] {must}" if key else f"[{section}] {must}", hint=hint)
+        self.section = section
+        self.key = key
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class JobSection(_Section):
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    seed: int = Field(default=0, ge=0, lt=1 << 63)
+    rounds: int = Field(ge=1, le=10_000_000)
+
+
+class ModelSection(_Section):
+    """The model: a transformers config, initialised from the seed, or the name of a checkpoint.
+
+    In a sealed job ``manifest`` identifies the checkpoint's files. Without a ``checkpoint`` name
+    each worker's user gives their path.
+    """
+
+    config: dict[str, JsonValue] | None = None
+    checkpoint: Name | None = None
+    manifest: Digest | None = None
+    """SHA-256 of the checkpoint's manifest, set by `train create`."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether training starts from the weights of a checkpoint."""
+        return self.config is None
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelSection":
+        if (self.config is None) == (self.checkpoint is None and self.manifest is None):
+            raise JobError("model", "", "needs 'config' or 'checkpoint'")
+        if self.config is not None:
+            try:
+                json.dumps(self.config, allow_nan=False)
+            except ValueError as error:
+                raise JobError("model", "config", "may hold finite numbers only") from error
+            if not isinstance(self.config.get("model_type"), str):
+                raise JobError("model", "config", "must have a 'model_type', such as \"llama\"")
+        return self
+
+
+class DataSection(_Section):
+    """The data: local files, or a dataset of the hub, ``org/name@REVISION``.
+
+    ``path`` names a file, a directory, a glob, or ``python-stdlib``. In a sealed job ``path`` is
+    ``python-stdlib`` or missing. Without ``hub`` each worker's user gives the path of the files.
+    """
+
+    format: Literal["text", "jsonl", "parquet"] = "text"
+    path: Name | None = None
+    hub: Name | None = None
+    split: str = Field(default="train", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
+    """Prefix of the names of a dataset's files."""
+    field: Name = "text"
+    tokenizer: Name = BYTES
+    sequence_length: int = Field(ge=2, le=1 << 20)
+    validation: float = Field(default=0.02, gt=0, le=0.5)
+    max_documents: int | None = Field(default=None, ge=1)
+    digest: Digest | None = None
+    """SHA-256 of the tokens, set by `train create`. A worker with other data refuses to train."""
+    size_bytes: int | None = Field(default=None, ge=1, lt=1 << 50)
+    """Size of all documents, set by `train create`. Workers read no more than this."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataSection":
+        if self.path is not None and self.hub is not None:
+            raise JobError("data", "hub", "and 'path' exclude each other")
+        if self.hub is not None and not _PUBLISHED.fullmatch(self.hub):
+            raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
+        return self
+
+
+class TrainingSection(_Section):
+    batch_size: int = Field(ge=1, le=65_536)
+    microbatch: int | None = Field(default=None, ge=1)
+    learning_rate: float = Field(gt=0, le=10)
+    warmup_steps: int = Field(default=0, ge=0)
+    schedule: Literal["cosine", "constant"] = "cosine"
+    weight_decay: float = Field(default=0.1, ge=0, le=1)
+    betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
+    clip_norm: float = Field(default=1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainingSection":
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise JobError("training", "betas", "must be two numbers in [0, 1)")
+        if self.microbatch is not None and self.batch_size % self.microbatch:
+            raise JobError("training", "microbatch", f"must divide batch_size = {self.batch_size}")
+        return self
+
+
+class MethodSection(_Section):
+    name: Name
+    settings: dict[str, int | float | str] = {}
+
+
+class ExchangeSection(_Section):
+    codec: Name | None = None
+    """The codec of contributions; None for the method's default."""
+    deadline_s: float = Field(default=60.0, gt=0, le=86_400)
+    min_workers: int = Field(default=1, ge=1, le=MAX_MEMBERS)
+    max_workers: int = Field(default=MAX_MEMBERS, ge=1, le=MAX_MEMBERS)
+    aggregate: Literal["mean", "median", "centered-clip"] = "mean"
+
+    @model_validator(mode="after")
+    def _check(self) -> "ExchangeSection":
+        if self.max_workers < self.min_workers:
+            raise JobError(
+                "exchange",
+                "max_workers",
+                f"must be at least min_workers = {self.min_workers}",
+                hint="raise it, or lower min_workers",
+            )
+        return self
+
+
+class EvalSection(_Section):
+    every_rounds: int = Field(default=1, ge=1)
+    batches: int = Field(default=8, ge=1, le=100_000)
+
+
+class Job(_Section):
+    """A validated job.
+
+    Equal jobs have equal canonical forms, whatever the order and spacing of their files.
+    """
+
+    job: JobSection
+    model: ModelSection
+    data: DataSection
+    training: TrainingSection
+    method: MethodSection
+    exchange: ExchangeSection = ExchangeSection()
+    eval: EvalSection = EvalSection()
+
+    def make_method(self) -> "Method":
+        """Make the method with this job's settings.
+
+        Raises ``JobError`` that names a wrong setting.
+        """
+        from swarmnet_protocols.training.methods import get_method
+
+        try:
+            return get_method(self.method.name, self.method.settings)
+        except ConfigError as error:
+            named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
+            raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
+
+    def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
+        """Return this job in publishable form.
+
+        It has the hashes of its data and of its checkpoint's manifest, and no local paths. Raises
+        ``JobError`` for a tokenizer that other machines cannot fetch.
+        """
+        data, model = self.data, self.model
+        tokenizer = data.tokenizer
+        if tokenizer != BYTES and tokenizer == model.checkpoint and not is_published(tokenizer):
+            tokenizer = OF_THE_MODEL
+        own_path = data.path != PYTHON_STDLIB
+        named = model.checkpoint is not None and is_published(model.checkpoint)
+        job = self.model_copy(
+            update={
+                "data": data.model_copy(
+                    update={
+                        "path": None if own_path else data.path,
+                        "tokenizer": tokenizer,
+                        "digest": digest,
+                        "size_bytes": size_bytes,
+                    }
+                ),
+                "model": model.model_copy(
+                    update={
+                        "checkpoint": model.checkpoint if named else None,
+                        "manifest": None if manifest is None else manifest.hex(),
+                    }
+                ),
+            }
+        )
+        job.check_published()
+        return job
+
+    def check_published(self) -> None:
+        """Check that the job names no local file, and identifies its data and model by hash.
+
+        Raises ``JobError``.
+        """
+        data, model = self.data, self.model
+        if data.path not in (None, PYTHON_STDLIB):
+            raise JobError(
+                "data",
+                "path",
+                "is a path: a job of another peer names no files of this machine",
+                hint="its owner makes it with `train create`; you give your copy of the data with --data",
+            )
+        if data.digest is None or data.size_bytes is None:
+            raise JobError(
+                "data", "digest", "or 'size_bytes' is missing", hint="make the job with `train create`"
+            )
+        if data.tokenizer not in (BYTES, OF_THE_MODEL) and not is_published(data.tokenizer):
+            raise JobError(
+                "data",
+                "tokenizer",
+                f'is neither "{BYTES}", nor that of the model, nor published',
+                hint=f"use one of these, or a name of the hub: {_FIX}",
+            )
+        if data.tokenizer == OF_THE_MODEL and not model.is_checkpoint:
+            raise JobError("data", "tokenizer", "is that of the model, which has no files")
+        if model.checkpoint is not None and not is_published(model.checkpoint):
+            raise JobError(
+                "model",
+                "checkpoint",
+                "is no published model: a job of another peer names no files of this machine",
+                hint=_FIX,
+            )
+        if model.is_checkpoint and model.manifest is None:
+            raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
+
+    def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
+        """Return this job with the local paths of its data and model, which this user gave.
+
+        Raises ``ConfigError`` if a path is missing, or is given though the job does not need it.
+        """
+        job = self
+        if self.data.path is None and self.data.hub is None:
+            if data is None:
+                raise ConfigError(
+                    "this job's data are files that its owner distributes separately",
+                    hint="give the path of your copy: --data PATH",
+                )
+            job = job.model_copy(update={"data": job.data.model_copy(update={"path": str(data)})})
+        elif data is not None:
+            raise ConfigError("this job names its data itself", hint="leave out --data")
+        if model is not None:
+            if not self.model.is_checkpoint:
+                raise ConfigError("this job starts from a new model", hint="leave out --model")
+            job = job.model_copy(update={"model": job.model.model_copy(update={"checkpoint": str(model)})})
+        elif self.model.is_checkpoint and self.model.checkpoint is None:
+            raise ConfigError(
+                "this job's model is files that its owner distributes separately",
+                hint="give the path of your copy: --model PATH",
+            )
+        if job.data.tokenizer == OF_THE_MODEL:
+            tokenizer = {"tokenizer": job.model.checkpoint}
+            job = job.model_copy(update={"data": job.data.model_copy(update=tokenizer)})
+        return job
+
+    def check(self) -> None:
+        """Check the method, the codec and the method's settings. Raises ``JobError``."""
+        self.make_method()
+        if self.exchange.codec is None:
+            return
+        from swarmnet_protocols.training.codecs import get_codec
+
+        try:
+            get_codec(self.exchange.codec)
+        except ConfigError as error:
+            raise JobError("exchange", "codec", f"is wrong: {error}", hint=error.hint) from error
+
+
+def is_published(name: str) -> bool:
+    """Return whether every machine can fetch the model ``name``. A local path cannot be fetched."""
+    return name == BUILT_IN_MODEL or _PUBLISHED.fullmatch(name) is not None
