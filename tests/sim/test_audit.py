@@ -23,7 +23,7 @@ from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.attacks.forgers import FORGERS, towards
+from tests.support.attacks.forgers import FORGERS, Forger, towards
 from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, start
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
@@ -106,7 +106,7 @@ def test_a_host_of_a_chain_with_wrong_outputs_is_found_in_200_steps(
     simulate(reference, scenario)
 
 
-def judge_unread(*outputs: torch.Tensor, read: object) -> Verdict:
+def judge_unread(*outputs: Any, read: object) -> Verdict:
     del read
     return verdict.judge(*outputs)
 
@@ -200,7 +200,7 @@ def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Re
 
 
 def believe_the_second(
-    said: torch.Tensor, second: torch.Tensor, third: Any = None, **_options: object
+    said: torch.Tensor, second: torch.Tensor, third: Any = (), **_options: object
 ) -> Verdict:
     return Verdict.RIGHT if verdict.agree(said, second) else Verdict.WRONG
 
@@ -262,6 +262,34 @@ def test_a_host_that_lies_about_activations_convicts_no_neighbour(
         return await used(lab, ["a1", "b1", "c1"], look)
 
     assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
+
+
+def inexact(error: float) -> Forger:
+    """Outputs of ill-conditioned blocks, by a host that rounds with a relative ``error``."""
+    return lambda outputs: torch.sin(300 * (1 + error) * outputs / outputs.abs().mean(dim=-1, keepdim=True))
+
+
+@defence(
+    "a third host gets nudged inputs",
+    off=replacing(auditor, "nudged", lambda inputs, seed: (inputs, inputs)),
+)
+def test_an_honest_host_of_another_kind_is_not_accused(reference: Reference) -> None:
+    """Any rounding changes the outputs of its blocks much. Both witnesses round alike."""
+
+    async def scenario(lab: Lab) -> None:
+        for name, span in THREE_OF_EACH.items():
+            hosting = lab.hosting(span)
+            kind = inexact(2**-8 if name == "b1" else 0.0)
+            await lab.start(name, lying(hosting, kind) if span == (2, 4) else hosting)
+
+        def look(swarm: ModelHosts, chain: Chain) -> None:
+            assert chain.report.audits
+            assert not chain.report.wrong
+            assert not swarm.ledger.doubted
+
+        await used(lab, ["a1", "b1", "c1"], look)
+
+    simulate(reference, scenario)
 
 
 def test_without_another_host_nothing_is_audited_and_nothing_fails(reference: Reference) -> None:

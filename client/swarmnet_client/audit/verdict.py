@@ -9,10 +9,15 @@ Honest hosts differ, because they round differently. Outputs are compared in two
 In each view, a position as a whole and its most different number have a bound of their own. A bound
 on the whole alone would allow anything in a few channels.
 
+Some positions are ill-conditioned: there any rounding changes the outputs much. Two hosts of one
+kind then agree exactly, and an honest host of another kind differs. So a third host, which decides
+between two, gets nudged inputs. A host is wrong at a position only if its outputs are several times
+as far off as such a nudge moves them.
+
 The functions are pure.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -37,13 +42,37 @@ class Bound:
     whole: float
     part: float
 
+    def ratio(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Return the differences of each position in units of the bounds, the larger of the two
+        [P]."""
+        return torch.maximum(whole / self.whole, part / self.part)
+
 
 STATES = Bound(whole=0.25, part=4.0)
 """For hidden states, as they are and after a norm. Larger bounds hide lies. Smaller bounds accuse
-honest hosts, and even these accuse one now and then that computes dozens of blocks in bfloat16
-(decision 0104 has the measurements)."""
+honest hosts. Even these bounds are exceeded now and then by a host that computes dozens of blocks
+in bfloat16 (decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
 """For logits. A host that moves one token's logit further is found."""
+
+NUDGE = 2.0**-5
+"""Relative change of each input of a third host. Smaller nudges move outputs less than dozens of
+blocks in bfloat16 do, and ill-conditioned positions stay hidden. Larger ones excuse lies."""
+MARGIN = 4.0
+"""How many times as far as a nudge moves a position a host may be off. A larger margin excuses
+larger lies. With a smaller one, bfloat16 would come close to it."""
+
+
+def nudged(inputs: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return inputs [P, D] for a third host: each number is a little larger or smaller, at random.
+
+    The two tensors are nudged in opposite directions. If rounding decides between two experts, one
+    of the two crosses over.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    signs = torch.randint(0, 2, inputs.shape, generator=generator) * 2 - 1
+    up, down = (inputs.float() * (1 + sign * NUDGE * signs) for sign in (1, -1))
+    return up.to(inputs.dtype), down.to(inputs.dtype)
 
 
 def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -80,11 +109,20 @@ def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> b
 
     Both have the same inputs. ``read`` is given for outputs of the last hop.
     """
-    return all(
-        is_within(*differences(mine, theirs), bound)
-        for start in range(0, len(one), SLICE)
-        for mine, theirs, bound in views(one[start : start + SLICE], other[start : start + SLICE], read)
-    )
+    return bool((distances(one, other, read) <= 1).all())
+
+
+def distances(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> torch.Tensor:
+    """Return how far apart two outputs [P, D] are at each position, in units of the bounds [P].
+
+    The view that differs most counts. Numbers that overflow in a view are infinitely far apart.
+    """
+    found = []
+    for start in range(0, len(one), SLICE):
+        cut = slice(start, start + SLICE)
+        parts = [bound.ratio(*differences(*pair)) for *pair, bound in views(one[cut], other[cut], read)]
+        found.append(torch.stack(parts).amax(dim=0))
+    return torch.cat(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def views(
@@ -102,11 +140,6 @@ def _centred(logits: torch.Tensor) -> torch.Tensor:
     return logits - logits.mean(dim=1, keepdim=True)
 
 
-def is_within(whole: torch.Tensor, part: torch.Tensor, bound: Bound) -> bool:
-    """Check both bounds. Numbers that overflow in a view are NaN there, and within no bound."""
-    return bool((whole <= bound.whole).all() and (part <= bound.part).all())
-
-
 class Verdict(Enum):
     """The result of an audit for the audited host."""
 
@@ -120,26 +153,33 @@ class Verdict(Enum):
     """The third host agrees with the audited one and not with the second. No proof against the
     second: the two may collude."""
     UNDECIDED = auto()
-    """All three differ, or the third agrees with both."""
+    """All three differ, or only at ill-conditioned positions."""
 
 
 def judge(
     reported: torch.Tensor,
     second: torch.Tensor,
-    third: torch.Tensor | None = None,
+    third: Sequence[torch.Tensor] = (),
     *,
     read: Read | None = None,
 ) -> Verdict:
-    """Return the verdict on the outputs that a host ``reported``.
+    """Return the verdict on the outputs [P, D] that a host ``reported``.
 
-    ``second`` and ``third`` are what other hosts computed from the same inputs. ``read`` as in
-    ``agree``.
+    ``second`` is what another host computed from the same inputs, and ``third`` what one more host
+    computed from ``nudged`` inputs. ``read`` as in ``agree``.
     """
-    if agree(reported, second, read):
+    apart = distances(reported, second, read)
+    if (apart <= 1).all():
         return Verdict.RIGHT
-    if third is None:
+    if not third:
         return Verdict.OPEN
-    is_wrong, is_doubted = agree(second, third, read), agree(reported, third, read)
+
+    def is_backed(ally: torch.Tensor) -> bool:
+        """Whether the third host sides with ``ally`` at a position where the two differ."""
+        moved = torch.stack([distances(ally, each, read) for each in third]).amax(dim=0)
+        return bool((apart > (MARGIN * moved).clamp_min(1)).any())
+
+    is_wrong, is_doubted = is_backed(second), is_backed(reported)
     if is_wrong == is_doubted:
         return Verdict.UNDECIDED
     return Verdict.WRONG if is_wrong else Verdict.DOUBTED_WITNESS

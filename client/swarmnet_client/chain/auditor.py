@@ -8,17 +8,18 @@ decides a mismatch.
 3. If two neighbours disagree, both are replaced, and not made neighbours again for a while. So a
    lying neighbour cannot have an honest host convicted.
 4. If all agree, a witness recomputes the outputs from the same inputs.
+5. If its outputs differ, a third host computes from nudged inputs (``audit/verdict.py``).
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
-from swarmnet_client.audit.verdict import Read, Verdict, judge
+from swarmnet_client.audit.verdict import Read, Verdict, judge, nudged
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.passes import ask_pass
 from swarmnet_client.chain.repair import ChainRepair
@@ -273,16 +274,19 @@ class Auditor:
             self._repair.separate(one, other, error)
 
     async def _judge(self, plan: AuditPlan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
-        second, asked = await self._recompute(plan, claimed, ())
-        if second is None:
+        recomputed, asked = await self._recompute(plan, (claimed.inputs,), ())
+        if not recomputed:
             return
         self._report.audits += 1
         read = self._read if plan.hop.end == self._spec.blocks else None
+        second = recomputed[0][claimed.at]
         verdict = await asyncio.to_thread(judge, claimed.outputs, second, read=read)
         if verdict is Verdict.OPEN:
-            third, _ = await self._recompute(plan, claimed, asked)
-            if third is None:
+            inputs = nudged(claimed.inputs, self._ledger.rng.getrandbits(63))
+            recomputed, _ = await self._recompute(plan, inputs, asked)
+            if not recomputed:
                 return
+            third = [outputs[claimed.at] for outputs in recomputed]
             verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
         if verdict is Verdict.WRONG:
             self._repair.convict(live)
@@ -292,37 +296,40 @@ class Auditor:
             self._ledger.doubted.update(asked)
 
     async def _recompute(
-        self, plan: AuditPlan, claimed: _ClaimedOutputs, asked: tuple[PeerId, ...]
-    ) -> tuple[torch.Tensor | None, tuple[PeerId, ...]]:
-        """Have hosts other than ``asked`` compute outputs from the same inputs.
+        self, plan: AuditPlan, inputs: Sequence[torch.Tensor], asked: tuple[PeerId, ...]
+    ) -> tuple[Sequence[torch.Tensor], tuple[PeerId, ...]]:
+        """Have hosts other than ``asked`` compute the outputs of sequences [P, D].
 
-        Returns the outputs and these hosts; None if no other host answers.
+        Returns the outputs and these hosts; nothing if no other host answers.
         """
+        cost = plan.cost * len(inputs)
         tried: tuple[PeerId, ...] = asked
         while path := self._witnesses(plan.hop, tried):
             tried = (*tried, *(hop.peer for hop in path))
-            values = claimed.inputs
-            self._ledger.charge(plan.cost)
+            values = inputs
+            self._ledger.charge(cost)
             try:
                 for hop in path:
                     values = await self._pass(hop, values)
             except SwarmnetError as error:
-                self._ledger.charge(-plan.cost)
+                self._ledger.charge(-cost)
                 _log.debug("a witness did not answer", extra={"reason": str(error)[:200]})
                 continue
-            return values[claimed.at], tuple(hop.peer for hop in path)
-        return None, ()
+            return values, tuple(hop.peer for hop in path)
+        return (), ()
 
-    async def _pass(self, hop: Hop, values: torch.Tensor) -> torch.Tensor:
+    async def _pass(self, hop: Hop, sequences: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        counts = [len(values) for values in sequences]
+        inputs = torch.cat([*sequences])
         begin = pb.Begin(
             swarm=self._hosts.swarm_id,
             manifest=self._hosts.manifest,
             span=pb.Span(start=hop.start, end=hop.end),
-            counts=[len(values)],
+            counts=counts,
             wire=wire_code(self._spec.dtype),
         )
-        (outputs,) = await ask_pass(self._hosts, hop, begin, (values,), [values.shape])
-        return outputs
+        (outputs,) = await ask_pass(self._hosts, hop, begin, (inputs,), [inputs.shape])
+        return torch.split(outputs, counts)
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
         """Return hosts outside of the chain that have the hop's precision.
