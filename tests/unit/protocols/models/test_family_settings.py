@@ -229,7 +229,7 @@ def is_named(change: Change, message: str) -> bool:
         "the tensor",
         "does not fit",
         "for which",
-        "validate_rope",
+        "validate_",
     )
     return any(each in message for each in names) or str(change.value) in message
 
