@@ -17,6 +17,7 @@ from swarmnet import cli
 from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model import model as client_model
+from swarmnet_client.model import remote_blocks
 from swarmnet_client.model.local_layers import LoadOptions
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
@@ -297,16 +298,15 @@ def test_an_interrupt_after_a_checkpoint_saves_nothing_twice(
 def test_finished_work_is_kept_when_the_swarm_is_unreachable(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    with served(reference, monkeypatch) as running:
-        batches = iter([running.model.blocks.batch] * 3)
+    with served(reference, monkeypatch):
+        batches = iter([RemoteBatch] * 3)
 
         def remote_batch(*arguments: Any) -> RemoteBatch:
-            for reach in batches:
-                batch: RemoteBatch = reach(*arguments)
-                return batch
+            for batch in batches:
+                return batch(*arguments)
             raise NoRoute([(2, 4)])
 
-        monkeypatch.setattr(running.model.blocks, "batch", remote_batch)
+        monkeypatch.setattr(remote_blocks, "RemoteBatch", remote_batch)
         code, events = command(*tuning(reference, tmp_path, "--method", "prompt"))
     assert code == 5
     assert [(event["event"], event.get("step")) for event in events[-3:]] == [
