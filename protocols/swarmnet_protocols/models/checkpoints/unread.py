@@ -94,7 +94,9 @@ _OBSTACLES = {
 """Settings of a config that, unless they are off, mean that a layer needs more than the earlier
 outputs of the layer before; and what it needs."""
 _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
-_NUMBERS = re.compile(r"\w*multipliers?|logits_scaling|n_group|topk_group|time_step_limit|mamba_chunk_size")
+_NUMBERS = re.compile(
+    r"\w*multipliers?|logits_scaling|logit_scale|layer_norm_eps|n_group|topk_group|time_step_limit|mamba_chunk_size"
+)
 """Settings that a class computes with, so null does not leave them out."""
 _CHOICES = {"position_embedding_type": ("nope",)}
 """Values of settings that no code names, because they stand for leaving something out."""

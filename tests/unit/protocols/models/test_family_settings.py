@@ -45,6 +45,7 @@ ADDED = {"unknown": 3}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2}
 TOGETHER: dict[str, Settings] = {
     "use_sliding_window": WINDOWS,
+    "sliding_window": WINDOWS,
     "max_window_layers": WINDOWS,
     "enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
 }
@@ -229,6 +230,8 @@ def is_named(change: Change, message: str) -> bool:
         "the tensor",
         "does not fit",
         "for which",
+        "mrope_section",
+        "no_rope_layers",
         "validate_",
     )
     return any(each in message for each in names) or str(change.value) in message
