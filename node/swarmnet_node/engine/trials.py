@@ -57,7 +57,7 @@ class ForwardMethod:
 
 
 class Triable(Protocol):
-    """What trials need of a stage."""
+    """The parts of a stage that trials use."""
 
     method: ForwardMethod
     hidden_size: int
@@ -74,7 +74,8 @@ class Triable(Protocol):
 
 @dataclass(frozen=True)
 class LayerNeeds:
-    """What the layers of a model need. ``mixers`` are modules with recurrent states."""
+    """Caches, attention rules and recurrent states of a model's layers. ``mixers`` are the modules
+    with recurrent states."""
 
     shapes: tuple[LayerShape, ...]
     """``NO_ATTENTION`` for a layer without attention."""

@@ -97,7 +97,7 @@ _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
 _NUMBERS = re.compile(
     r"\w*multipliers?|logits_scaling|logit_scale|layer_norm_eps|n_group|topk_group|time_step_limit|mamba_chunk_size"
 )
-"""Settings that a class computes with, so null does not leave them out."""
+"""Settings that a class computes with: null fails there instead of leaving them out."""
 _CHOICES = {"position_embedding_type": ("nope",)}
 """Values of settings that no code names, because they stand for leaving something out."""
 
