@@ -1,7 +1,6 @@
 """The public Python names."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +52,7 @@ class AutoSwarmModelForCausalLM:
         """
         from swarmnet_client.model.local_layers import LoadOptions
 
-        options = replace(
-            LoadOptions.picked(dtype, device, wire=wire), standby=standby, draft=draft, wait_s=wait_s
-        )
+        options = LoadOptions.picked(dtype, device, wire=wire, standby=standby, draft=draft, wait_s=wait_s)
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
 
 

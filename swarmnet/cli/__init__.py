@@ -24,77 +24,42 @@ class Commands(LazyGroup):
     """All commands, in the order of ``--help``."""
 
     lazy = (
+        LazyCommand("demo", "demo.demo:demo", TRY, "Start a swarm on this machine and ask it a question."),
+        LazyCommand("run", "commands.run:run", USE, "Answer one prompt, or chat."),
+        LazyCommand("serve", "commands.serve:serve", USE, "Serve an OpenAI-compatible endpoint."),
+        LazyCommand("bench", "commands.bench:bench", USE, "Measure what a swarm, or this machine, delivers."),
+        LazyCommand("model", "commands.model:app", USE, "Fetch and check model files."),
+        LazyCommand("join", "commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
-            "demo",
-            "swarmnet.cli.commands.demo:demo",
-            TRY,
-            "Start a swarm on this machine and ask it a question.",
-        ),
-        LazyCommand("run", "swarmnet.cli.commands.run:run", USE, "Answer one prompt, or chat."),
-        LazyCommand(
-            "serve",
-            "swarmnet.cli.commands.serve:serve",
-            USE,
-            "Serve an OpenAI-compatible endpoint.",
+            "status", "commands.control:status", SHARE, "Show what the node on this machine is doing."
         ),
         LazyCommand(
-            "bench",
-            "swarmnet.cli.commands.bench:bench",
-            USE,
-            "Measure what a swarm, or this machine, delivers.",
+            "limits", "commands.control:limits", SHARE, "Show or change what the node may use, and when."
         ),
-        LazyCommand("model", "swarmnet.cli.commands.model:app", USE, "Fetch and check model files."),
-        LazyCommand("join", "swarmnet.cli.commands.join:join", SHARE, "Host a part of a model."),
+        LazyCommand("pause", "commands.control:pause", SHARE, "Free the node's memory for a while."),
+        LazyCommand("resume", "commands.control:resume", SHARE, "Serve again after a pause."),
         LazyCommand(
-            "status",
-            "swarmnet.cli.commands.status:status",
-            SHARE,
-            "Show what the node on this machine is doing.",
-        ),
-        LazyCommand(
-            "limits",
-            "swarmnet.cli.commands.limits:limits",
-            SHARE,
-            "Show or change what the node may use, and when.",
-        ),
-        LazyCommand(
-            "pause", "swarmnet.cli.commands.control:pause", SHARE, "Free the node's memory for a while."
-        ),
-        LazyCommand("resume", "swarmnet.cli.commands.control:resume", SHARE, "Serve again after a pause."),
-        LazyCommand(
-            "finish",
-            "swarmnet.cli.commands.control:finish",
-            SHARE,
-            "Stop the node after its sessions have moved.",
+            "finish", "commands.control:finish", SHARE, "Stop the node after its sessions have moved."
         ),
         LazyCommand(
             "bootstrap",
-            "swarmnet.cli.commands.bootstrap:bootstrap",
+            "commands.bootstrap:bootstrap",
             SHARE,
             "Run a peer through which others enter the swarm.",
         ),
         LazyCommand(
-            "service",
-            "swarmnet.cli.commands.service:app",
-            SHARE,
-            "Start a command with the machine, under systemd.",
+            "service", "commands.service:app", SHARE, "Start a command with the machine, under systemd."
         ),
         LazyCommand(
             "doctor",
-            "swarmnet.cli.commands.doctor:doctor",
+            "commands.doctor:doctor",
             SHARE,
             "Find what is wrong on this machine, and how to fix it.",
         ),
-        LazyCommand(
-            "swarm", "swarmnet.cli.commands.swarm:app", OWN, "Create swarms and manage their members."
-        ),
-        LazyCommand(
-            "dashboard", "swarmnet.cli.commands.dashboard:dashboard", OWN, "Show a swarm on a web page."
-        ),
-        LazyCommand(
-            "tune", "swarmnet.cli.commands.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."
-        ),
-        LazyCommand("train", "swarmnet.cli.commands.train:app", TRAIN, "Train a model together with others."),
+        LazyCommand("swarm", "commands.swarm:app", OWN, "Create swarms and manage their members."),
+        LazyCommand("dashboard", "commands.dashboard:dashboard", OWN, "Show a swarm on a web page."),
+        LazyCommand("tune", "training.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
+        LazyCommand("train", "training.train:app", TRAIN, "Train a model together with others."),
     )
 
 

@@ -40,7 +40,7 @@ def command_group(about: str) -> typer.Typer:
 @dataclass(frozen=True)
 class LazyCommand:
     """A command as `swarmnet --help` lists it. ``target``: ``module:name`` of its function or
-    ``typer.Typer``."""
+    ``typer.Typer``, in ``swarmnet.cli``."""
 
     name: str
     target: str
@@ -49,7 +49,7 @@ class LazyCommand:
 
     def load(self) -> Any:
         module, name = self.target.split(":")
-        target = getattr(import_module(module), name)
+        target = getattr(import_module(f"swarmnet.cli.{module}"), name)
         if not isinstance(target, typer.Typer):
             function, target = target, command_group("")
             target.command(self.name)(function)

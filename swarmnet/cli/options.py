@@ -85,15 +85,9 @@ _ENTERED = (
 )
 SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
 SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
-ModelOption = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        "-m",
-        metavar="M",
-        help="The model: a known name, a directory, a .gguf file, or org/name[@revision] on the Hugging Face hub.",
-    ),
-]
+_MODEL = "The model: a known name, a directory, a .gguf file, or org/name[@revision] on the Hugging Face hub."
+ModelArgument = Annotated[str, typer.Argument(metavar="M", help=_MODEL)]
+ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="M", help=_MODEL)]
 BootstrapOption = Annotated[
     list[str],
     typer.Option(
@@ -247,7 +241,12 @@ MetricsOption = Annotated[
     ),
     From(str, parse_endpoint),
 ]
+AllowHostOption = Annotated[
+    list[str],
+    typer.Option("--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+StopOnEofFlag = Annotated[bool, typer.Option("--stop-on-eof", hidden=True)]
 
 
 def devices_option(about: str) -> Any:

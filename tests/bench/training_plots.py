@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from swarmnet.cli.progress.plots import Line, Panel, save_panels
+from swarmnet.cli.training.plots import Line, Panel, save_panels
 from tests.bench.training_run import Curve, Point
 
 

@@ -58,14 +58,15 @@ class LoadOptions:
         *,
         only_generates: bool = False,
         wire: str = "auto",
+        **others: Any,
     ) -> "LoadOptions":
-        """From command-line options. ``only_generates``: nothing is trained. Raises ``ConfigError``
-        for an unknown device or precision."""
+        """From command-line options. ``only_generates``: nothing is trained. ``others`` are taken
+        as they are. Raises ``ConfigError`` for an unknown device or precision."""
         if wire not in _WIRES:
             raise ConfigError(f"{wire!r} is not a wire format", hint=f"use one of {', '.join(_WIRES)}")
         place = pick_device(device)
         packed = only_generates and dtype == "auto" and place.type == "cpu"
-        return cls(pick_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire])
+        return cls(pick_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire], **others)
 
 
 def memory_notice(local: LocalModel, options: LoadOptions) -> str:

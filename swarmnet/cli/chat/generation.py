@@ -3,10 +3,11 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnet.cli.options import SpeculateOption
 from swarmnet.cli.output import note, print_json, print_text
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.units import counted
@@ -17,15 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen, and how many. ``temperature`` 0: greedily. ``top_p`` None: the model's
-    generation config."""
+    """The options of `run` that say how tokens are chosen, and how many."""
 
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int | None = None
-    top_p: float | None = None
-    speculate: bool = True
-    min_new_tokens: int = 0
+    max_new_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-new-tokens", "-n", metavar="N", min=1, help="Stop the answer after this many tokens."
+        ),
+    ] = 256
+    temperature: Annotated[
+        float,
+        typer.Option(
+            "--temperature",
+            metavar="T",
+            help="0 always takes the most likely token. Higher values make answers more varied.",
+        ),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        typer.Option("--seed", metavar="S", min=0, help="Repeat this number to get the same answer again."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p",
+            metavar="P",
+            help="Sample only from the most likely tokens that together have this probability.",
+            show_default="the model's own",
+        ),
+    ] = None
+    speculate: SpeculateOption = True
 
 
 @dataclass(frozen=True)
@@ -121,11 +143,13 @@ def generate(
     show: Callable[[str], None],
     *,
     continues: bool = False,
+    exact: bool = False,
 ) -> RunAnswer:
     """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer
     piece by piece.
 
     ``continues``: the answer continues the text of the prompt; otherwise it is a text of its own.
+    ``exact``: the answer has all ``max_new_tokens``, because the model may not end it earlier.
     Raises ``Stopped`` for Ctrl-C.
     """
     tokenizer: Any = model.tokenizer
@@ -147,8 +171,8 @@ def generate(
         choice |= {"do_sample": True, "temperature": sampling.temperature}
         if sampling.top_p is not None:
             choice["top_p"] = sampling.top_p
-    if sampling.min_new_tokens:
-        choice["min_new_tokens"] = sampling.min_new_tokens
+    if exact:
+        choice["min_new_tokens"] = sampling.max_new_tokens
     # Start from zero: a session otherwise sums them over all its answers.
     model.last_run.trips = 0
     model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0

@@ -3,28 +3,15 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from swarmnet.cli.chat.generation import RunHop, SamplingOptions, Screen, generate
+from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.commands.run import open_model
-from swarmnet.cli.options import (
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
-    HostDtypeOption,
-    HostsOption,
-    JsonFlag,
-    MaxDiskOption,
-    TransportOption,
-    WireOption,
-    device_option,
-)
+from swarmnet.cli.options import HostDtypeOption, JsonFlag, ModelArgument, WireOption, device_option
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
-from swarmnet.paths import default_cache_dir
-from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import show_size
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
@@ -47,14 +34,7 @@ class BenchRun:
 
 
 def bench(  # noqa: PLR0913 - a command line, not an interface
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="M",
-            help="The model: a known name, a directory, a .gguf file, or org/name[@revision].",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     *,
     swarm: Annotated[
         str | None,
@@ -83,15 +63,10 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
             "--runs", metavar="N", min=1, help="Number of prompts. Each goes through a chain of its own."
         ),
     ] = 3,
-    transport: TransportOption = "auto",
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption,
     device: Annotated[str, device_option("With --local: the device of the blocks.")] = "auto",
     dtype: HostDtypeOption = "auto",
     wire: WireOption = "auto",
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
-    max_disk_bytes: MaxDiskOption = None,
+    client: ClientOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Measure a swarm as a client sees it: seconds to the first token, and tokens per second. With
@@ -108,18 +83,17 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(
             "give one of them: the swarm to measure, or this machine", param_hint="'--swarm' / '--local'"
         )
-    files = cache_dir or default_cache_dir(), max_disk_bytes
     if swarm is None:
-        _print_local(_measure_here(model, files, device, dtype, quiet=as_json), as_json=as_json)
+        _print_local(_measure_here(model, client, device, dtype, quiet=as_json), as_json=as_json)
         return
     if dtype in {"int8", "int4"}:
         raise typer.BadParameter(
             f"hosts choose their own formats; {dtype} is for --local", param_hint="'--dtype'"
         )
-    network = client_network(swarm, bootstrap, data_dir, hosts)
+    network = client.network(swarm)
     with (
         open_model(
-            model, network, (dtype, wire), files, quiet=as_json, notice=Screen(as_json).notice
+            model, network, client, Screen(as_json), dtype=dtype, wire=wire, only_generates=True
         ) as opened,
         progress(quiet=as_json) as report,
     ):
@@ -139,8 +113,8 @@ def _measure(model: Any, prompt_tokens: int, tokens: int) -> BenchRun:
             f"the model takes {most} tokens, prompt and answer together", param_hint="'--prompt-tokens'"
         )
     ids = torch.randint(model.config.vocab_size, (1, prompt_tokens))
-    wanted = SamplingOptions(tokens, min_new_tokens=tokens, speculate=False)
-    answer = generate(model, ids, wanted, lambda _: None)
+    sampling = SamplingOptions(tokens, speculate=False)
+    answer = generate(model, ids, sampling, lambda _: None, exact=True)
     return BenchRun(
         first_token_s=answer.first_token_s,
         tokens_per_s=(tokens - 1) / (answer.total_s - answer.first_token_s) if tokens > 1 else 0.0,
@@ -166,7 +140,7 @@ def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
 
 
 def _measure_here(
-    name: str, files: tuple[Path, int | None], device: str, dtype: str, *, quiet: bool
+    name: str, client: ClientOptions, device: str, dtype: str, *, quiet: bool
 ) -> tuple["BlockSpeed", int]:
     """The speed of ``LOCAL_BLOCKS`` blocks, and the number of blocks of the model."""
     with progress(quiet=quiet) as report:
@@ -174,11 +148,11 @@ def _measure_here(
         from swarmnet_node.block_speed import measure_blocks
         from swarmnet_protocols.models import resolve
 
-        local = resolve(name, cache_dir=files[0], progress=report, max_disk_bytes=files[1])
+        local = resolve(name, cache_dir=client.models, progress=report, max_disk_bytes=client.max_disk_bytes)
         total = local.manifest.blocks
         report("measuring", 0, None)
         speed = measure_blocks(
-            local, min(LOCAL_BLOCKS, total), device=device, dtype=dtype, cache_dir=files[0]
+            local, min(LOCAL_BLOCKS, total), device=device, dtype=dtype, cache_dir=client.models
         )
         return speed, total
 

@@ -1,13 +1,64 @@
-"""``swarmnet pause``, ``resume`` and ``finish``: control the node on this machine."""
+"""``swarmnet status``, ``limits``, ``pause``, ``resume`` and ``finish``: observe and control the
+node on this machine, over the control socket in its data directory."""
 
-from typing import Annotated
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarmnet.cli.foreground import DEFAULT_GRACE_S
+from swarmnet.cli.limit_options import LimitOptions, lifted, rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
-from swarmnet.cli.output import print_json, print_text
+from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.paths import default_data_dir
+from swarmnet.reach import advice, describe, describe_punching, describe_relaying
+from swarmnet.units import counted, show_duration, show_size
+from swarmnet_node.owner.limits import OwnerLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from google.protobuf.message import Message
+
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
+    from swarmnet_protocols.wire.records_pb2 import HostRecord
+    from swarmnet_protocols.wire.report_pb2 import BlockExperts, HostReport, TrunkReport
+
+
+def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+    """Print what the node on this machine is doing."""
+    from swarmnet_node.owner import control
+
+    node = control.status(data_dir or default_data_dir())
+    if as_json:
+        print_json(_fields(node))
+    else:
+        _print(node)
+
+
+def limits(
+    changed: LimitOptions,
+    *,
+    clear: Annotated[
+        list[str],
+        typer.Option("--clear", metavar="NAME", help="Remove this limit, such as up; repeatable."),
+    ] = [],  # noqa: B006 - typer copies it
+    data_dir: DataDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show or change what the node on this machine may use. Changes hold at once and after a
+    restart."""
+    from swarmnet_node.owner import control
+
+    changes = lifted(clear) | changed.given()
+    folder = data_dir or default_data_dir()
+    before = control.get_limits(folder)
+    wanted = replace(before, **changes)
+    now = control.set_limits(folder, wanted) if wanted != before else before
+    if as_json:
+        print_json(asdict(now))
+    else:
+        print_table("what the node may use", rows(now))
 
 
 def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
@@ -55,3 +106,163 @@ def finish(
         print_json({"finishing": True, "grace_s": grace_s})
     else:
         print_text(f"the node takes no new sessions and stops within {grace_s:g} s")
+
+
+def _fields(node: "NodeStatus") -> dict[str, object]:
+    """The keys that docs/json.md lists: the fields of the message, and some fields of its host."""
+    host = node.host
+    record = host.record
+    fields = _plain(node)
+    trunk = _trunk(host.trunk) if host.HasField("trunk") else None
+    del fields["host"]
+    return fields | {
+        "limits": asdict(OwnerLimits.from_json(node.limits.json)),
+        "manifest": record.manifest.hex(),
+        "blocks": [record.start, record.end],
+        "moving_to": _moving_to(record),
+        "sessions": record.sessions,
+        "total_blocks": host.total_blocks,
+        "cache_bytes": host.cache_bytes,
+        "cache_bytes_limit": host.cache_bytes_limit,
+        # A host of experts only computes rows.
+        "tokens": host.positions if record.end else _rows(host),
+        "forwards": host.forwards,
+        "experts": _text(host.experts),
+        "expert_rows": _rows(host),
+        "expert_streams": host.expert_streams,
+        "trunk": trunk,
+    }
+
+
+def _plain(message: "Message") -> dict[str, object]:
+    """The fields of a message by name, as JSON has them: bytes in hexadecimal digits, null for what
+    is not set."""
+
+    def plain(value: object) -> object:
+        return _plain(value) if hasattr(value, "DESCRIPTOR") else value  # type: ignore[arg-type]
+
+    found: dict[str, object] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            found[field.name] = [plain(each) for each in value]
+        elif field.has_presence and not message.HasField(field.name):
+            found[field.name] = None
+        else:
+            found[field.name] = value.hex() if isinstance(value, bytes) else plain(value)
+    return found
+
+
+def _trunk(trunk: "TrunkReport") -> dict[str, object]:
+    texts = {"lacks": _text(trunk.lacks), "missing": _text(trunk.missing)}
+    return _plain(trunk) | texts | {"missing_experts": _count(trunk.missing)}
+
+
+def _moving_to(record: "HostRecord") -> list[int]:
+    return [record.next_start, record.next_end] if record.next_end else []
+
+
+def _text(experts: "Sequence[BlockExperts]") -> str:
+    from swarmnet_protocols.directory.node_reports import experts_text
+
+    return experts_text(experts)
+
+
+def _count(experts: "Sequence[BlockExperts]") -> int:
+    from swarmnet_protocols.directory.node_reports import experts_of
+
+    return sum(map(len, experts_of(experts).values()))
+
+
+def _rows(host: "HostReport") -> int:
+    return sum(rows for each in host.experts for rows in each.rows)
+
+
+def _print(node: "NodeStatus") -> None:
+    mebibyte = 1 << 20
+    host, record = node.host, node.host.record
+    limits = rows(OwnerLimits.from_json(node.limits.json))
+    moving_to = _moving_to(record)
+    print_table(
+        f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
+        {
+            **({"warning": node.warning} if node.warning else {}),
+            "swarm": node.swarm,
+            "model": node.model + (f": {node.model_reason}" if node.model_reason else ""),
+            **({"model before": node.former_model} if node.former_model else {}),
+            **({"switches to": node.switching_to} if node.switching_to else {}),
+            **(
+                {
+                    "blocks": f"{record.start}:{record.end} of {host.total_blocks}"
+                    + (f": {node.blocks_reason}" if node.blocks_reason else "")
+                }
+                if record.end
+                else {}
+            ),
+            **_experts(node),
+            **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
+            **({"moves to": "{}:{}".format(*moving_to)} if moving_to else {}),
+            **(
+                {
+                    "sessions": record.sessions,
+                    "cache": f"{host.cache_bytes / mebibyte:.1f} of {host.cache_bytes_limit / mebibyte:.0f} MiB",
+                    "computed": f"{counted(host.positions, 'token')} in {counted(host.forwards, 'forward')}",
+                }
+                if record.end
+                else {}
+            ),
+            "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
+            "running for": show_duration(node.uptime_s),
+            "reached": describe(node.reach),
+            **{
+                name: text
+                for name, text in {
+                    "to improve it": advice(node.reach, node.addresses),
+                    "hole punching": describe_punching(node.reach),
+                    "relays for": describe_relaying(node.reach),
+                }.items()
+                if text
+            },
+            "addresses": "\n".join(node.addresses),
+            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('memory'))}",
+            f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
+            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('in a month'))}",
+            **{
+                f"limit: {name}": text
+                for name, text in limits.items()
+                if text not in {"no limit", "always", "all"}
+            },
+            "version": node.version,
+        },
+    )
+
+
+def _experts(node: "NodeStatus") -> dict[str, str]:
+    """Rows about the experts that the node computes for others, and that peers compute for it."""
+    host, found = node.host, {}
+    if host.experts:
+        rows = f"{counted(_rows(host), 'row')}, {counted(host.expert_streams, 'open stream')}"
+        found["experts"] = f"{_text(host.experts)} (blocks:experts)"
+        found["for other hosts"] = rows
+    if node.experts_needed:
+        found["experts on disk"] = (
+            f"{node.expert_hit_rate:.0%} were in memory when needed, {node.expert_prediction_rate:.0%} were predicted"
+        )
+    if host.HasField("trunk"):
+        trunk = host.trunk
+        times = [f"{1000 * each:.1f}" for each in trunk.round_trips_s]
+        peers = counted(len(times), "peer") + (f", round trips {', '.join(times)} ms" if times else "")
+        found |= {
+            "experts on peers": _text(trunk.lacks) or "none any more",
+            "computed by": peers + (f"; {counted(trunk.far, 'peer')} too far" if trunk.far else ""),
+            "asked of peers": f"{counted(trunk.rows, 'row')}; {trunk.failed} requests failed, "
+            f"{trunk.hedged} were slow; {counted(trunk.loaded, 'expert')} loaded here because no peer had them",
+        }
+        if trunk.missing:
+            missing = f"{_text(trunk.missing)} ({counted(_count(trunk.missing), 'expert')})"
+            found["missing experts"] = f"{missing}: swarmnet join SWARM --experts BLOCK:EXPERTS hosts them"
+    return found
+
+
+def _of(limit: str) -> str:
+    return limit if limit == "no limit" else f"limit {limit}"

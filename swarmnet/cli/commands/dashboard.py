@@ -11,6 +11,7 @@ import typer
 
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
+    AllowHostOption,
     BootstrapOption,
     DataDirOption,
     HostOption,
@@ -52,12 +53,7 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
             help=f"File with the key that visitors need, or ${API_KEY}; browsers ask for it as a password.",
         ),
     ] = None,
-    allow_host: Annotated[
-        list[str],
-        typer.Option(
-            "--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."
-        ),
-    ] = [],  # noqa: B006
+    allow_host: AllowHostOption = [],  # noqa: B006
     data_dir: DataDirOption = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -27,6 +27,7 @@ from swarmnet.cli.options import (
     MaxP2pdOption,
     MetricsOption,
     ModelOption,
+    StopOnEofFlag,
     SwarmArgument,
     TransportOption,
     devices_option,
@@ -216,7 +217,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     as_json: JsonFlag = False,
-    stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
+    stop_on_eof: StopOnEofFlag = False,
 ) -> None:
     """Host a part of a model until `swarmnet finish` or Ctrl-C. The first node of a swarm needs no
     --bootstrap.

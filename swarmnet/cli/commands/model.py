@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption
+from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, ModelArgument
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel
 
 app = command_group("Fetch, check and remove model files.")
-ModelName = Annotated[
-    str,
-    typer.Argument(
-        metavar="M", help="The model: a known name, a directory, a .gguf file, or org/name[@revision]."
-    ),
-]
 
 
 @app.command("ls")
@@ -71,7 +65,7 @@ def remove(
 
 @app.command("pull")
 def pull(
-    model: ModelName = DEFAULT_MODEL,
+    model: ModelArgument = DEFAULT_MODEL,
     *,
     cache_dir: CacheDirOption = None,
     max_disk_bytes: MaxDiskOption = None,
@@ -94,7 +88,7 @@ def pull(
 
 @app.command("show")
 def show(
-    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
     """Print a model's architecture, blocks, size and manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
@@ -115,7 +109,7 @@ def show(
 
 @app.command("verify")
 def verify(
-    model: ModelName = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
 ) -> None:
     """Hash all files of a model on this machine and compare the hashes with the model's
     manifest."""

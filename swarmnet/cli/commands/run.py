@@ -1,11 +1,10 @@
 """``swarmnet run``: answers one prompt, or chats."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,26 +12,20 @@ from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
+from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
     DraftOption,
     DtypeOption,
-    HostsOption,
     JsonFlag,
-    MaxDiskOption,
-    SpeculateOption,
+    ModelArgument,
     SwarmOption,
-    TransportOption,
     WireOption,
     check_at_least_zero,
     check_draft,
     check_share,
 )
 from swarmnet.cli.output import progress
-from swarmnet.paths import default_cache_dir, default_history
-from swarmnet.swarm_file.entry import client_network
+from swarmnet.paths import default_history
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -43,14 +36,7 @@ if TYPE_CHECKING:
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="M",
-            help="The model: a known name, a directory, a .gguf file, or org/name[@revision].",
-            show_default=False,
-        ),
-    ],
+    model: ModelArgument,
     prompt: Annotated[
         str | None,
         typer.Argument(
@@ -61,36 +47,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     *,
     swarm: SwarmOption,
-    transport: TransportOption = "auto",
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-new-tokens", "-n", metavar="N", min=1, help="Stop the answer after this many tokens."
-        ),
-    ] = 256,
-    temperature: Annotated[
-        float,
-        typer.Option(
-            "--temperature",
-            metavar="T",
-            help="0 always takes the most likely token. Higher values make answers more varied.",
-        ),
-    ] = 0.0,
-    seed: Annotated[
-        int | None,
-        typer.Option("--seed", metavar="S", min=0, help="Repeat this number to get the same answer again."),
-    ] = None,
-    top_p: Annotated[
-        float | None,
-        typer.Option(
-            "--top-p",
-            metavar="P",
-            help="Sample only from the most likely tokens that together have this probability.",
-            show_default="the model's own",
-        ),
-    ] = None,
+    sampling: SamplingOptions,
     system: Annotated[
         str,
         typer.Option(
@@ -100,8 +57,6 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             show_default=False,
         ),
     ] = "",
-    speculate: SpeculateOption = True,
-    draft: DraftOption = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt without the model's chat template.")
     ] = False,
@@ -115,6 +70,15 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             help="Remember what you type in a chat, for the arrow keys in the next chat.",
         ),
     ] = True,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            "--adapter",
+            metavar="DIR",
+            help="Answer with this adapter, made by `swarmnet tune` or by PEFT (LoRA, prompts).",
+        ),
+    ] = None,
+    draft: DraftOption = "",
     standby: Annotated[
         bool | None,
         typer.Option(
@@ -132,14 +96,6 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             help="Seconds to wait while all hosts are overloaded.",
         ),
     ] = 0.0,
-    adapter: Annotated[
-        Path | None,
-        typer.Option(
-            "--adapter",
-            metavar="DIR",
-            help="Answer with this adapter, made by `swarmnet tune` or by PEFT (LoRA, prompts).",
-        ),
-    ] = None,
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
     trace: Annotated[
@@ -151,9 +107,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             dir_okay=False,
         ),
     ] = None,
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
-    max_disk_bytes: MaxDiskOption = None,
+    client: ClientOptions,
     as_json: JsonFlag = False,
     stream: Annotated[bool, typer.Option("--stream", hidden=True)] = False,
 ) -> None:
@@ -167,37 +121,25 @@ def run(  # noqa: PLR0913 - a command line, not an interface
       swarmnet run smollm2-135m-instruct --swarm lab/swarm.toml --temperature 0.7
       swarmnet run smollm2-135m-instruct --swarm lab < question.txt
     """
-    check_at_least_zero(temperature, option="--temperature")
-    if top_p is not None:
-        check_share(top_p, option="--top-p")
-    check_draft(draft, speculate=speculate)
+    check_at_least_zero(sampling.temperature, option="--temperature")
+    if sampling.top_p is not None:
+        check_share(sampling.top_p, option="--top-p")
+    check_draft(draft, speculate=sampling.speculate)
     is_chat = chat or (prompt is None and sys.stdin.isatty())
     if is_chat and prompt is not None:
         raise typer.BadParameter("a chat has no PROMPT: type it when asked", param_hint="'--chat'")
     if is_chat and trace is not None:
         raise typer.BadParameter("only a single answer can be traced: give a PROMPT", param_hint="'--trace'")
     question = "" if is_chat else _question(prompt)
-    sampling = SamplingOptions(max_new_tokens, temperature, seed, top_p, speculate)
     screen = Screen(as_json, stream)
     if adapter is not None:
-        _check_adapter(adapter, model, cache_dir)
-    network = client_network(swarm, bootstrap, data_dir, hosts)
+        _check_adapter(adapter, model, client.models)
+    network = client.network(swarm)
     if not raw:
         prepare_rendering()
-    files = cache_dir or default_cache_dir(), max_disk_bytes
+    how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
     with (
-        open_model(
-            model,
-            network,
-            (dtype, wire),
-            files,
-            standby=standby,
-            draft=draft,
-            wait_s=wait,
-            only_generates=adapter is None,
-            quiet=as_json,
-            notice=screen.notice,
-        ) as opened,
+        open_model(model, network, client, screen, only_generates=adapter is None, **how) as opened,
         _adapted(opened, adapter) as answering,
     ):
         said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
@@ -211,7 +153,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             screen.end(answer)
 
 
-def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
+def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
     """Raise ``ConfigError`` if the adapter does not fit the model, before the swarm is searched."""
     import_transformers()
     from swarmnet_client.tuning.adapter_dir import check_adapter, check_made_for
@@ -223,7 +165,7 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path | None) -> None:
             f"the adapter in {adapter} is for {config['task_type']}, which writes no text",
             hint="use it from Python: AutoSwarmModelForSequenceClassification",
         )
-    local = resolve(model, cache_dir=cache_dir or default_cache_dir())
+    local = resolve(model, cache_dir=cache_dir)
     check_made_for(adapter, local.manifest.hash)
 
 
@@ -241,41 +183,24 @@ def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"
 
 
 @contextmanager
-def open_model(  # noqa: PLR0913 - options of the command line
-    name: str,
-    network: Network,
-    formats: tuple[str, str],
-    files: tuple[Path, int | None],
-    *,
-    quiet: bool,
-    standby: bool | None = None,
-    draft: str = "",
-    wait_s: float = 0.0,
-    only_generates: bool = True,
-    notice: Callable[[str], None] = lambda text: None,
+def open_model(
+    name: str, network: Network, client: ClientOptions, screen: Screen, **options: Any
 ) -> Iterator["SwarmModel"]:
-    """Open a model on the swarm, and show progress on stderr until it is open.
-
-    ``formats``: the number formats of this machine's weights and of activations on the wire.
-    ``files``: the cache folder, and its most bytes of downloaded model files.
-    """
-    with progress(quiet=quiet) as report:
+    """Open a model on the swarm, and show progress on stderr until it is open. ``options``: as for
+    ``LoadOptions.picked``."""
+    with progress(quiet=screen.as_json) as report:
         report("finding the swarm", 0, None)
         import_transformers()
         from swarmnet_client.model.local_layers import LoadOptions
         from swarmnet_client.model.model import load
 
-        dtype, wire = formats
-        options = LoadOptions.picked(dtype, only_generates=only_generates, wire=wire)
-        options = replace(options, standby=standby, draft=draft, wait_s=wait_s)
-        cache_dir, max_disk_bytes = files
         model = load(
             name,
             network=network,
-            cache_dir=cache_dir,
-            options=options,
-            max_disk_bytes=max_disk_bytes,
-            notice=notice,
+            cache_dir=client.models,
+            options=LoadOptions.picked(**options),
+            max_disk_bytes=client.max_disk_bytes,
+            notice=screen.notice,
         )
     with model:
         yield model

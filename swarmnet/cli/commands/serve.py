@@ -6,35 +6,30 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
+    AllowHostOption,
     DraftOption,
     DtypeOption,
     HostOption,
-    HostsOption,
     JsonFlag,
-    MaxDiskOption,
     ModelOption,
     PortOption,
     SpeculateOption,
+    StopOnEofFlag,
     SwarmOption,
-    TransportOption,
     WireOption,
     check_draft,
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
-from swarmnet.paths import default_cache_dir
-from swarmnet.swarm_file.entry import client_network
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
@@ -46,7 +41,6 @@ from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
 from swarmnet_protocols.models.chat_template import prepare_rendering
 
 if TYPE_CHECKING:
-    from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
 
 DRAIN_S = 60.0
@@ -62,33 +56,12 @@ _ORIGIN = re.compile(
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
-@dataclass(frozen=True)
-class _Serving:
-    """The options of an endpoint."""
+@dataclass(frozen=True, kw_only=True)
+class EndpointOptions:
+    """Where the endpoint is, who may use it and how much, and how it computes."""
 
-    host: str
-    port: int
-    access: "AccessPolicy"
-    quota: "Quota"
-    max_concurrent: int
-    dtype: str
-    wire: str
-    device: str
-    speculate: bool
-    draft: str
-    as_json: bool
-    stop_on_eof: bool = False
-
-
-def serve(  # noqa: PLR0913 - a command line, not an interface
-    *,
-    swarm: SwarmOption,
-    model: ModelOption = DEFAULT_MODEL,
-    transport: TransportOption = "auto",
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8000,
+    host: HostOption = "127.0.0.1"
+    port: PortOption = 8000
     api_key_file: Annotated[
         list[Path],
         typer.Option(
@@ -96,7 +69,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             metavar="FILE",
             help=f"Serve only requests with an API key from this file. A line is KEY or NAME:KEY. Or put one key into ${API_KEY}.",
         ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
     cors: Annotated[
         list[str],
         typer.Option(
@@ -104,19 +77,14 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             metavar="ORIGIN",
             help="Let this page, app or extension use the endpoint: https://example.org, app://obsidian.md.",
         ),
-    ] = [],  # noqa: B006
-    allow_host: Annotated[
-        list[str],
-        typer.Option(
-            "--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."
-        ),
-    ] = [],  # noqa: B006
+    ] = field(default_factory=list)
+    allow_host: AllowHostOption = field(default_factory=list)
     max_concurrent: Annotated[
         int,
         typer.Option(
             "--max-concurrent", metavar="N", min=1, max=1024, help="Compute this many answers at a time."
         ),
-    ] = 32,
+    ] = 32
     requests_per_minute: Annotated[
         int | None,
         typer.Option(
@@ -125,7 +93,7 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             min=1,
             help="Requests per minute for each API key; n choices count as n requests.",
         ),
-    ] = None,
+    ] = None
     tokens_per_minute: Annotated[
         int | None,
         typer.Option(
@@ -134,53 +102,56 @@ def serve(  # noqa: PLR0913 - a command line, not an interface
             min=1,
             help="Tokens per minute for each API key: prompts (once for each choice) and answers.",
         ),
-    ] = None,
+    ] = None
     concurrent: Annotated[
         int | None,
         typer.Option("--concurrent", metavar="N", min=1, help="Answers at a time for each API key."),
-    ] = None,
-    device: Annotated[str, device_option("Device of embeddings and head.")] = "auto",
-    dtype: DtypeOption = "auto",
-    wire: WireOption = "auto",
-    speculate: SpeculateOption = True,
-    draft: DraftOption = "",
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
-    max_disk_bytes: MaxDiskOption = None,
-    as_json: JsonFlag = False,
-    stop_on_eof: Annotated[bool, typer.Option("--stop-on-eof", hidden=True)] = False,
+    ] = None
+    device: Annotated[str, device_option("Device of embeddings and head.")] = "auto"
+    dtype: DtypeOption = "auto"
+    wire: WireOption = "auto"
+    speculate: SpeculateOption = True
+    draft: DraftOption = ""
+    as_json: JsonFlag = False
+    stop_on_eof: StopOnEofFlag = False
+
+    def access(self) -> "AccessPolicy":
+        """Who may use the endpoint. Raises ``ConfigError`` if other machines reach it without a
+        key, or if a key or an origin is invalid."""
+        from swarmnet.web.middleware import AccessPolicy, check_exposed
+
+        keys = _keys(self.api_key_file)
+        check_exposed(self.host, keys)
+        origins = [check_origin(each) for each in self.cors]
+        return AccessPolicy(keys, [self.host, *self.allow_host], origins, ["/health"])
+
+
+def serve(
+    *, swarm: SwarmOption, model: ModelOption = DEFAULT_MODEL, options: EndpointOptions, client: ClientOptions
 ) -> None:
     """Serve a model that runs on the swarm as an OpenAI-compatible endpoint, until Ctrl-C.
 
     All callers share one client of the swarm. An endpoint that only this machine reaches needs no
     key.
     """
-    from swarmnet.gateway.quotas import Quota
-    from swarmnet.web.middleware import AccessPolicy, check_exposed
     from swarmnet.web.server import listen
 
-    check_draft(draft, speculate=speculate)
-    keys = _keys(api_key_file)
-    check_exposed(host, keys)
-    listen(host, port).close()  # reports an address in use before the swarm is searched
-    access = AccessPolicy(keys, [host, *allow_host], [check_origin(each) for each in cors], ["/health"])
-    quota = Quota(requests_per_minute, tokens_per_minute, concurrent)
-    network = client_network(swarm, bootstrap, data_dir, hosts)
-    with progress(quiet=as_json) as report:
+    check_draft(options.draft, speculate=options.speculate)
+    access = options.access()
+    listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
+    network = client.network(swarm)
+    with progress(quiet=options.as_json) as report:
         import_transformers()
         local = resolve_in_swarm(
             model,
             lambda: network,
-            cache_dir=cache_dir or default_cache_dir(),
+            cache_dir=client.models,
             progress=report,
-            max_disk_bytes=max_disk_bytes,
+            max_disk_bytes=client.max_disk_bytes,
         )
-    serving = _Serving(
-        host, port, access, quota, max_concurrent, dtype, wire, device, speculate, draft, as_json, stop_on_eof
-    )
     prepare_rendering()
     allow_open_files(MAX_FILES)
-    run_until_stopped(_serve(local, network, serving))
+    run_until_stopped(_serve(local, network, access, options))
 
 
 def check_origin(text: str) -> str:
@@ -232,8 +203,11 @@ def _named(line: str, place: str) -> tuple[str, str]:
     return (name, key) if colon else (place, name)
 
 
-async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None:
+async def _serve(
+    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions
+) -> None:
     from swarmnet.gateway.app import Gateway
+    from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
     from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
@@ -242,46 +216,48 @@ async def _serve(local: LocalModel, network: Network, serving: _Serving) -> None
     from swarmnet_protocols.machine.aio import race
 
     interrupts = Interrupts.catch()
-    if serving.stop_on_eof:
+    if options.stop_on_eof:
         interrupts.catch_end_of(sys.stdin)
     stop = asyncio.Event()
-    options = LoadOptions.picked(serving.dtype, serving.device, only_generates=True, wire=serving.wire)
-    if text := memory_notice(local, options):
-        say({"event": "notice", "text": text}, text, as_json=serving.as_json)
-    options = replace(options, draft=serving.draft)
-    limits = BatchLimits(active=serving.max_concurrent, waiting=serving.max_concurrent)
+    load = LoadOptions.picked(
+        options.dtype, options.device, only_generates=True, wire=options.wire, draft=options.draft
+    )
+    if text := memory_notice(local, load):
+        say({"event": "notice", "text": text}, text, as_json=options.as_json)
+    limits = BatchLimits(active=options.max_concurrent, waiting=options.max_concurrent)
+    quota = Quota(options.requests_per_minute, options.tokens_per_minute, options.concurrent)
     async with AsyncExitStack() as stack:
         hosts = await stack.enter_async_context(ModelHosts.connect(local, network))
         served = await stack.enter_async_context(
-            BatchedModel.open(local, hosts, options, limits, speculate=serving.speculate)
+            BatchedModel.open(local, hosts, load, limits, speculate=options.speculate)
         )
-        gateway = Gateway(served, serving.quota)
+        gateway = Gateway(served, quota)
         stack.callback(gateway.close)
-        app = protect(gateway.app(), serving.access, max_body_bytes=gateway.parser.max_bytes)
-        endpoint = await stack.enter_async_context(serve_http(app, serving.host, serving.port))
+        app = protect(gateway.app(), access, max_body_bytes=gateway.parser.max_bytes)
+        endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
         interrupts.first = stop.set
-        _announce(endpoint.url, gateway.model, serving)
+        _announce(endpoint.url, gateway.model, access, as_json=options.as_json)
         await race(stop.wait(), hosts.transport.died(), endpoint.failed())
         notify_stopping()
         if not stop.is_set():
             raise NetworkStopped
         draining = "stopping: running answers are finished; Ctrl-C again stops at once"
-        say({"event": "draining"}, draining, as_json=serving.as_json)
+        say({"event": "draining"}, draining, as_json=options.as_json)
         try:
             async with asyncio.timeout(DRAIN_S):
                 await gateway.drain()
         except TimeoutError:
             cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
-            say({"event": "cut_off"}, cut_off, as_json=serving.as_json)
-    say({"event": "stopped"}, "stopped", as_json=serving.as_json)
+            say({"event": "cut_off"}, cut_off, as_json=options.as_json)
+    say({"event": "stopped"}, "stopped", as_json=options.as_json)
 
 
-def _announce(url: str, model: str, serving: _Serving) -> None:
+def _announce(url: str, model: str, access: "AccessPolicy", *, as_json: bool) -> None:
     notify_ready(f"{model} at {url}")
-    if serving.as_json:
+    if as_json:
         print_json({"event": "ready", "url": url, "model": model})
         return
-    asks = "" if serving.access.keys else ", for this machine only; no key is asked for"
+    asks = "" if access.keys else ", for this machine only; no key is asked for"
     note(f"serving {model} at {url}/v1{asks}")
-    note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if serving.access.keys else 'none'}")
+    note(f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'YOUR KEY' if access.keys else 'none'}")
     note("stop with Ctrl-C")

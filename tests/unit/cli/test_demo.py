@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from swarmnet.cli import execute
-from swarmnet.cli.commands import demo
+from swarmnet.cli.demo import demo
 
 PROGRAM = """#!{python} -S
 import json, os, sys

@@ -13,8 +13,8 @@ from swarmnet.cli import output
 from swarmnet.cli.chat.generation import RunAnswer, Screen
 from swarmnet.cli.failures import explain
 from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
-from swarmnet.cli.progress import displays
-from swarmnet.cli.progress.displays import Lines, Telling, bars
+from swarmnet.cli.training import displays
+from swarmnet.cli.training.displays import Lines, Telling, bars
 from swarmnet.logs import configure
 from swarmnet_protocols.errors import SwarmnetError
 from tests.defences import Patch, defence

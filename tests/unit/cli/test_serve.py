@@ -3,7 +3,7 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,6 @@ import typer
 
 from swarmnet.cli.commands import serve
 from swarmnet.cli.interrupts import run_until_stopped
-from swarmnet.gateway.quotas import Quota
 from swarmnet.swarm_file import keys as key_files
 from swarmnet.web.middleware import AccessPolicy
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
@@ -39,22 +38,10 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
 
 
-def endpoint(*, stop_on_eof: bool = False) -> serve._Serving:
-    """The options of an endpoint on a free port."""
-    return serve._Serving(
-        "127.0.0.1",
-        0,
-        AccessPolicy(),
-        Quota(),
-        1,
-        dtype="auto",
-        wire="auto",
-        device="auto",
-        speculate=True,
-        draft="",
-        as_json=True,
-        stop_on_eof=stop_on_eof,
-    )
+def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
+    """An endpoint on a free port; only stand-ins read the model and the network."""
+    options = serve.EndpointOptions(port=0, max_concurrent=1, as_json=True, stop_on_eof=stop_on_eof)
+    return serve._serve(None, None, AccessPolicy(), options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +83,9 @@ def test_a_gateway_ends_with_the_process_that_started_it(
 ) -> None:
     reading, writing = os.pipe()
     monkeypatch.setattr(serve, "notify_ready", lambda _: os.close(writing))
-    serving = endpoint(stop_on_eof=True)
     with os.fdopen(reading) as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
-        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only stand-ins read these
+        run_until_stopped(serving(stop_on_eof=True))
     events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
     assert events == ["ready", "draining", "stopped"]
 
@@ -110,9 +96,8 @@ def test_a_gateway_whose_server_broke_ends_with_an_error(monkeypatch: pytest.Mon
         raise MemoryError("not a page left")
 
     monkeypatch.setattr("swarmnet.web.server._Server.on_tick", on_tick)
-    serving = endpoint()
     with pytest.raises(SwarmnetError, match="failed"):
-        run_until_stopped(serve._serve(None, None, serving))  # type: ignore[arg-type]  # only stand-ins read these
+        run_until_stopped(serving())
 
 
 def test_no_key_takes_the_place_of_another_of_its_name(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from swarmnet.cli import execute
-from swarmnet.cli.commands import train
-from swarmnet.cli.progress.training import sentence
+from swarmnet.cli.training import train
+from swarmnet.cli.training.train_words import sentence
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, export_model
 from swarmnet_node.training.job_store import (

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
-from swarmnet.cli.commands import train_status
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
@@ -28,9 +27,10 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
-from swarmnet.cli.progress.displays import Display, display
-from swarmnet.cli.progress.record import TrainingRecord, newest_job, read_history
-from swarmnet.cli.progress.training import facts_of, tell
+from swarmnet.cli.training import train_status
+from swarmnet.cli.training.displays import Display, display
+from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
+from swarmnet.cli.training.train_words import facts_of, tell
 from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.errors import ConfigError, Unreachable
@@ -287,7 +287,7 @@ def plot(
             f"the worker of job {job[:16]}… has no round yet", hint="try again after its first round"
         )
 
-    from swarmnet.cli.progress.plots import plot_history
+    from swarmnet.cli.training.plots import plot_history
 
     paths = plot_history(points, out)
     if as_json:

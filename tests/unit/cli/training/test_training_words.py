@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.progress.displays import Lines, bars, display
-from swarmnet.cli.progress.record import TrainingRecord
-from swarmnet.cli.progress.training import facts_of, sentence, summary, tell
+from swarmnet.cli.training.displays import Lines, bars, display
+from swarmnet.cli.training.record import TrainingRecord
+from swarmnet.cli.training.train_words import facts_of, sentence, summary, tell
 from tests.support.training.tiny_job import tiny_job
-from tests.unit.cli.progress.test_training_record import READY, eval_event, every_second, round_event
+from tests.unit.cli.training.test_training_record import READY, eval_event, every_second, round_event
 
 
 def shown_on_a_terminal(folder: Path, *steps: dict[str, Any] | tuple[str, int, int | None]) -> list[str]:

@@ -11,8 +11,8 @@ import typer
 
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
-from swarmnet.cli.progress.record import newest_job, read_status
-from swarmnet.cli.progress.training import summary
+from swarmnet.cli.training.record import newest_job, read_status
+from swarmnet.cli.training.train_words import summary
 from swarmnet.paths import default_data_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted

@@ -4,7 +4,7 @@ status``."""
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet.cli.progress.displays import Bar, Fields, Telling
+from swarmnet.cli.training.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_size
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from swarmnet.cli.progress import plots as training_plots
-from swarmnet.cli.progress import record as training_record
-from swarmnet.cli.progress.plots import plot_history
-from swarmnet.cli.progress.record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
+from swarmnet.cli.training import plots as training_plots
+from swarmnet.cli.training import record as training_record
+from swarmnet.cli.training.plots import plot_history
+from swarmnet.cli.training.record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.clock import Clock
 

@@ -1,6 +1,6 @@
 """The events of ``tune`` as sentences."""
 
-from swarmnet.cli.progress.displays import Bar, Fields, Telling
+from swarmnet.cli.training.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_size
 
 

@@ -4,29 +4,21 @@ import importlib.util
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
-    BootstrapOption,
-    CacheDirOption,
-    DataDirOption,
     DtypeOption,
-    HostsOption,
     JsonFlag,
-    MaxDiskOption,
     ModelOption,
     SwarmOption,
-    TransportOption,
     device_option,
 )
-from swarmnet.cli.progress.displays import Fields, display
-from swarmnet.cli.progress.tuning import Words
-from swarmnet.paths import default_cache_dir
-from swarmnet.swarm_file.entry import client_network
+from swarmnet.cli.training.displays import Fields, display
+from swarmnet.cli.training.tune_words import Words
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -44,9 +36,6 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     *,
     model: ModelOption = DEFAULT_MODEL,
     swarm: SwarmOption,
-    transport: TransportOption = "auto",
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    hosts: HostsOption,
     data: Annotated[Path, typer.Option("--data", metavar="FILE.jsonl", help="File with the training rows.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the adapter to this folder.")],
     method: Annotated[TuneMethod, typer.Option("--method", help="What to train.")] = TuneMethod.LORA,
@@ -125,9 +114,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     ] = False,
     device: Annotated[str, device_option("Device of embeddings, head and adapter.")] = "auto",
     dtype: DtypeOption = "auto",
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
-    max_disk_bytes: MaxDiskOption = None,
+    client: ClientOptions,
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an
@@ -168,11 +155,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
-        cache_dir = cache_dir or default_cache_dir()
-        enter = partial(client_network, swarm, bootstrap, data_dir, hosts)
-        local = resolve_in_swarm(
-            model, enter, cache_dir=cache_dir, progress=shown.progress, max_disk_bytes=max_disk_bytes
-        )
+        files: dict[str, Any] = {"cache_dir": client.models, "max_disk_bytes": client.max_disk_bytes}
+        local = resolve_in_swarm(model, lambda: client.network(swarm), progress=shown.progress, **files)
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
         about = {"model": model, "manifest": local.manifest.hash.hex(), "data": list(dataset.sha256)}
@@ -180,15 +164,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         folder = RunDir(out, about | settings.to_json(), force=force)
         shown.progress("finding the swarm", 0, None)
         options = LoadOptions.picked(dtype, device, len(dataset.labels) or None)
-        opened = stack.enter_context(
-            load(
-                model,
-                network=enter(),
-                cache_dir=cache_dir,
-                options=options,
-                max_disk_bytes=max_disk_bytes,
-            )
-        )
+        opened = stack.enter_context(load(model, network=client.network(swarm), options=options, **files))
         tuned = attach(opened, model, settings)
         tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
         if folder.unfinished is not None:
@@ -277,7 +253,7 @@ def _save(tuner: "Tuner", folder: "RunDir") -> dict[str, Any]:
 
 
 def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir") -> dict[str, Any]:
-    from swarmnet.cli.progress.plots import plot_tuning
+    from swarmnet.cli.training.plots import plot_tuning
     from swarmnet_client.tuning.run_dir import CURVE_FILE
 
     summary = tuner.summary() | {"labels": list(dataset.labels)}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from swarmnet.cli.commands.tune import _train
-from swarmnet.cli.progress.displays import Lines, bars
-from swarmnet.cli.progress.tuning import Words
+from swarmnet.cli.training.displays import Lines, bars
+from swarmnet.cli.training.tune import _train
+from swarmnet.cli.training.tune_words import Words
 
 BEGIN = {
     "event": "begin",

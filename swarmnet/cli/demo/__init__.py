@@ -1,0 +1,1 @@
+"""``swarmnet demo``: a swarm of processes on this machine, asked one question."""

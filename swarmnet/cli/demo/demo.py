@@ -1,0 +1,156 @@
+"""``swarmnet demo``: starts a swarm on this machine, asks it one question, and stops it."""
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from swarmnet.cli.demo.demo_swarm import Child, DemoSwarm
+from swarmnet.cli.interrupts import Interrupts
+from swarmnet.cli.options import CacheDirOption, JsonFlag
+from swarmnet.cli.output import print_table, progress
+from swarmnet.paths import default_cache_dir
+from swarmnet.swarm_file import writer as swarm_writer
+from swarmnet.swarm_file.writer import NewSwarm
+from swarmnet.units import counted
+from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.models import DEFAULT_MODEL, Progress
+
+QUESTION = "What is the capital of France?"
+_HOW_TO_USE = """
+the swarm stays until Ctrl-C. From another terminal:
+
+  curl {url}/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{{"model": "smollm2-135m-instruct", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
+
+  swarmnet run smollm2-135m-instruct --swarm {swarm} --bootstrap {address}
+"""
+
+
+def demo(
+    *,
+    nodes: Annotated[
+        int, typer.Option("--nodes", metavar="N", min=1, max=16, help="Number of nodes that share the model.")
+    ] = 3,
+    keep: Annotated[
+        bool,
+        typer.Option(
+            "--keep", help="Keep the swarm running until Ctrl-C, with an OpenAI-compatible endpoint."
+        ),
+    ] = False,
+    experts: Annotated[
+        bool,
+        typer.Option(
+            "--experts",
+            help="Show experts on peers instead: three peers compute them, and one is killed during the answer.",
+        ),
+    ] = False,
+    cache_dir: CacheDirOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Start a swarm of several nodes on this machine, ask it a question, and stop it again.
+
+    \b
+    Examples:
+      swarmnet demo
+      swarmnet demo --keep    then, from another terminal, use the endpoint it prints
+      swarmnet demo --experts
+    """
+    if experts and (keep or nodes != 3):
+        raise typer.BadParameter(
+            "leave out --nodes and --keep: this demo always has one host and three expert peers",
+            param_hint="'--experts'",
+        )
+    with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
+        swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
+        swarm = DemoSwarm(Path(directory), cache_dir or default_cache_dir(), as_json)
+        try:
+            if experts:
+                from swarmnet.cli.demo.experts import show_experts
+
+                asyncio.run(show_experts(swarm))
+            else:
+                asyncio.run(_demo(swarm, nodes, keep=keep))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+
+
+async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
+    interrupts = Interrupts.catch()
+    with progress(quiet=swarm.as_json) as report:
+        spans = _split(await asyncio.to_thread(_count_blocks, swarm.cache_dir, report), count)
+    async with swarm:
+        with progress(quiet=swarm.as_json) as report:
+            address = await _start_nodes(swarm, spans, report)
+        swarm.text(f"> {QUESTION}\n")
+        answer = await swarm.ask(DEFAULT_MODEL, QUESTION, address, "-n", "48")
+        if not swarm.as_json:
+            _print_summary(answer)
+        if keep:
+            gateway = await _serve(swarm, address)
+            stopping = asyncio.Event()
+            interrupts.first = stopping.set
+            await race(stopping.wait(), gateway.fail_at_end())
+    swarm.event({"event": "stopped"})
+
+
+def _count_blocks(cache_dir: Path, report: Progress) -> int:
+    from swarmnet_protocols.models import resolve
+
+    return resolve(DEFAULT_MODEL, cache_dir=cache_dir, progress=report).manifest.blocks
+
+
+def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
+    """Cut [0, blocks) into ``parts`` spans whose sizes differ by at most one."""
+    if parts > blocks:
+        raise typer.BadParameter(
+            f"the model has {blocks} blocks: choose at most as many nodes", param_hint="'--nodes'"
+        )
+    return list(pairwise(blocks * part // parts for part in range(parts + 1)))
+
+
+async def _start_nodes(swarm: DemoSwarm, spans: Sequence[tuple[int, int]], report: Progress) -> str:
+    """Start a node for each span. The first node starts alone, as the bootstrap peer of the others;
+    returns its address."""
+    title = f"starting {counted(len(spans), 'node')}"
+    report(title, 0, len(spans))
+    address = await _start_node(swarm, spans[0], "")
+    report(title, 1, len(spans))
+    async with asyncio.TaskGroup() as group:
+        others = [group.create_task(_start_node(swarm, span, address)) for span in spans[1:]]
+        for done, other in enumerate(asyncio.as_completed(others), 2):
+            await other
+            report(title, done, len(spans))
+    return address
+
+
+async def _start_node(swarm: DemoSwarm, span: tuple[int, int], bootstrap: str) -> str:
+    start, end = span
+    _, address = await swarm.start_node(f"node-{start}-{end}", bootstrap, "--blocks", f"{start}:{end}")
+    return address
+
+
+async def _serve(swarm: DemoSwarm, address: str) -> Child:
+    """Start a gateway, and print how to use it and the swarm."""
+    enter = ("--swarm", swarm.file, "--bootstrap", address)
+    child, ready = await swarm.start("gateway", "serve", *enter, "--port", "0")
+    swarm.event(ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address})
+    swarm.text(_HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address) + "\n")
+    return child
+
+
+def _print_summary(answer: Mapping[str, Any]) -> None:
+    hops = [f"{hop['start']}:{hop['end']} on {hop['peer_id']}" for hop in answer["route"]]
+    print_table(
+        "",
+        {
+            "route": "\n".join(hops),
+            "speed": f"{answer['tokens_per_s']:.1f} tokens/s, the first after {answer['first_token_s']:.2f} s",
+            "next": "swarmnet swarm create NAME --out DIR, then swarmnet join DIR/swarm.toml",
+        },
+    )

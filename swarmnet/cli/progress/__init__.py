@@ -1,1 +1,0 @@
-"""Progress bars, tables and plots of training and fine-tuning."""

@@ -1,0 +1,1 @@
+"""``swarmnet tune`` and ``swarmnet train``, with their progress and plots."""
