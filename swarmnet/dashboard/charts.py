@@ -3,17 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from swarmnet.dashboard.counts import quantile
-from swarmnet.dashboard.history import (
-    DAY_S,
-    MODELS,
-    MONTH_S,
-    PEERS,
-    History,
-    JobPoint,
-    ModelSample,
-    PeerSample,
-)
+from swarmnet.dashboard.history import DAY_S, MONTH_S, History
+from swarmnet.dashboard.observing.counts import quantile
+from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 
 WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100

@@ -4,7 +4,7 @@ functions."""
 from collections.abc import Mapping
 from typing import Any
 
-from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet.dashboard.peers import name_of
 from swarmnet.units import counted
 

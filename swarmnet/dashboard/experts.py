@@ -9,8 +9,8 @@ from functools import lru_cache
 from statistics import median_low
 from typing import Any
 
-from swarmnet.dashboard.counts import hosts_blocks
-from swarmnet.dashboard.observations import PeerObservation
+from swarmnet.dashboard.observing.counts import hosts_blocks
+from swarmnet.dashboard.observing.observations import PeerObservation
 from swarmnet.units import counted
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, format_experts, from_bits
 from swarmnet_protocols.wire import report_pb2

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, Protocol
 
 from swarmnet.dashboard.history import DAY_S, History
-from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet.dashboard.sampling import HistorySampler
 from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.errors import OutOfResources

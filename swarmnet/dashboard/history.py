@@ -7,12 +7,12 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from swarmnet.dashboard.counts import NO_TIMES, Counts
-from swarmnet_protocols.net import PeerId
+from swarmnet.dashboard.observing.counts import NO_TIMES, Counts
+from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample, Resolution
 
 FILE_NAME = "history.sqlite"
 MAX_BYTES = 192 << 20
@@ -28,18 +28,6 @@ _VERSION = 1
 _PAGE_BYTES = 4096
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Resolution:
-    """Seconds between samples. Fine ones are kept for a day, coarse ones, downsampled from them,
-    for a month."""
-
-    fine_s: int
-    coarse_s: int
-
-
-MODELS = Resolution(30, 1800)
-PEERS = Resolution(300, 7200)
 
 _SCHEMA = f"""
 CREATE TABLE model_samples (
@@ -57,48 +45,11 @@ CREATE TABLE job_points (
   PRIMARY KEY (job, round)) WITHOUT ROWID;
 PRAGMA user_version = {_VERSION};
 """
-
-
-@dataclass(frozen=True)
-class ModelSample:
-    """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix
-    time)."""
-
-    model: str
-    at_s: float
-    seconds: float
-    counts: Counts
-    peers: float
-    weakest: int
-    sessions: int
-
-
-@dataclass(frozen=True)
-class PeerSample:
-    """One peer over the ``seconds`` before ``at_s`` (Unix time); it was online for ``online_s`` of
-    them."""
-
-    peer: PeerId
-    name: str | None
-    at_s: float
-    seconds: float
-    positions: int
-    delay_s: float | None
-    online_s: float
-
-
-@dataclass(frozen=True)
-class JobPoint:
-    """One training job at one round."""
-
-    job: str
-    at_s: float
-    round: int
-    tokens: int
-    bytes_sent: int
-    loss: float | None
-    val_loss: float | None
-    workers: int
+_MERGED_MODELS = (
+    "SUM(seconds), SUM(answered), AVG(peers), MIN(weakest), MAX(sessions), SUM(failures), SUM(recoveries),"
+    " sum_times(first_tokens), sum_times(token_times)"
+)
+_MERGED_PEERS = "SUM(seconds), SUM(positions), AVG(delay_s), SUM(online_s)"
 
 
 class History:
@@ -166,8 +117,8 @@ class History:
         samples. Call it every few minutes."""
         try:
             with self._lock, self._db:
-                self._downsample_models(now_s)
-                self._downsample_peers(now_s)
+                self._downsample("model", MODELS, _MERGED_MODELS, now_s)
+                self._downsample("peer", PEERS, _MERGED_PEERS, now_s)
                 self._delete_old(now_s)
         except sqlite3.OperationalError as error:
             _log.warning("cannot downsample the history: %s", error)
@@ -241,24 +192,17 @@ class History:
 
     # ---- within a transaction -------------------------------------------------------------------
 
-    def _add_model(self, sample: ModelSample, step_s: int = MODELS.fine_s) -> None:
+    def _insert(self, table: str, *values: object) -> None:
+        marks = ", ".join("?" * len(values))
+        self._db.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", values)  # noqa: S608 - constants
+
+    def _add_model(self, sample: ModelSample) -> None:
         counts = sample.counts
-        self._db.execute(
-            "INSERT OR REPLACE INTO model_samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                step_s,
-                sample.model,
-                int(sample.at_s),
-                sample.seconds,
-                counts.answered,
-                sample.peers,
-                sample.weakest,
-                sample.sessions,
-                counts.failures,
-                counts.recoveries,
-                _encode_times(counts.first_tokens),
-                _encode_times(counts.token_times),
-            ),
+        self._insert(
+            "model_samples",
+            *(MODELS.fine_s, sample.model, int(sample.at_s), sample.seconds, counts.answered),
+            *(sample.peers, sample.weakest, sample.sessions, counts.failures, counts.recoveries),
+            *(_encode_times(counts.first_tokens), _encode_times(counts.token_times)),
         )
 
     def _add_peer(self, sample: PeerSample) -> None:
@@ -268,24 +212,14 @@ class History:
             (sample.peer, sample.name, int(sample.at_s)),
         )
         (number,) = self._db.execute("SELECT id FROM peers WHERE peer = ?", (sample.peer,)).fetchone()
-        self._db.execute(
-            "INSERT OR REPLACE INTO peer_samples VALUES (?, ?, ?, ?, ?, ?, ?)",
-            (
-                PEERS.fine_s,
-                number,
-                int(sample.at_s),
-                sample.seconds,
-                sample.positions,
-                sample.delay_s,
-                sample.online_s,
-            ),
+        self._insert(
+            "peer_samples",
+            *(PEERS.fine_s, number, int(sample.at_s), sample.seconds, sample.positions),
+            *(sample.delay_s, sample.online_s),
         )
 
     def _add_point(self, point: JobPoint) -> None:
-        self._db.execute(
-            "INSERT OR REPLACE INTO job_points VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            astuple(replace(point, at_s=int(point.at_s))),
-        )
+        self._insert("job_points", *astuple(replace(point, at_s=int(point.at_s))))
         (count,) = self._db.execute("SELECT COUNT(*) FROM job_points WHERE job = ?", (point.job,)).fetchone()
         if count > MAX_JOB_POINTS:
             self._db.execute(
@@ -294,33 +228,18 @@ class History:
                 (point.job,),
             )
 
-    def _downsample_models(self, now_s: float) -> None:
-        boundary = _boundary(now_s, MODELS.coarse_s)
-        models = self._db.execute(
-            "SELECT DISTINCT model FROM model_samples WHERE step_s = ?", (MODELS.fine_s,)
-        ).fetchall()
-        for (model,) in models:
-            (until_s,) = self._db.execute(
-                "SELECT COALESCE(MAX(at_s), 0) FROM model_samples WHERE step_s = ? AND model = ?",
-                (MODELS.coarse_s, model),
-            ).fetchone()
-            rows = self._db.execute(
-                "SELECT * FROM model_samples WHERE step_s = ? AND model = ? AND at_s > ? AND at_s <= ? ORDER BY at_s",
-                (MODELS.fine_s, model, until_s, boundary),
-            ).fetchall()
-            groups: dict[int, list[ModelSample]] = {}
-            for sample in map(_model_sample, rows):
-                groups.setdefault(_ending(sample.at_s, MODELS.coarse_s), []).append(sample)
-            for end_s, samples in groups.items():
-                self._add_model(_merged(model, end_s, samples), MODELS.coarse_s)
+    def _downsample(self, key: str, resolution: Resolution, merged: str, now_s: float) -> None:
+        """Merge the fine samples of each complete interval that has no coarse sample yet.
 
-    def _downsample_peers(self, now_s: float) -> None:
-        boundary = _boundary(now_s, PEERS.coarse_s)
+        ``key``: "model" or "peer". ``merged``: the columns after the time, in SQL.
+        """
+        coarse_s = resolution.coarse_s
         self._db.execute(
-            "INSERT OR IGNORE INTO peer_samples SELECT ?1, peer, (at_s + ?1 - 1) / ?1 * ?1 AS ending, SUM(seconds),"
-            " SUM(positions), AVG(delay_s), SUM(online_s) FROM peer_samples"
-            " WHERE step_s = ?2 AND at_s <= ?3 AND at_s > ?3 - ?4 GROUP BY peer, ending",
-            (PEERS.coarse_s, PEERS.fine_s, boundary, DAY_S),
+            f"INSERT OR REPLACE INTO {key}_samples"  # noqa: S608 - constants
+            f" SELECT ?1, {key}, (at_s + ?1 - 1) / ?1 * ?1 AS ending, {merged} FROM {key}_samples"
+            " WHERE step_s = ?2 AND at_s <= ?3 AND at_s >"
+            f" COALESCE((SELECT MAX(at_s) FROM {key}_samples WHERE step_s = ?1), 0) GROUP BY {key}, ending",
+            (coarse_s, resolution.fine_s, int(now_s) // coarse_s * coarse_s),
         )
 
     def _delete_old(self, now_s: float) -> None:
@@ -359,6 +278,7 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"its format is {version}, not {_VERSION}")
         if (found := connection.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(str(found[0]))
+        connection.create_aggregate("sum_times", 1, _SumOfTimes)
         connection.execute(f"PRAGMA max_page_count = {MAX_BYTES // _PAGE_BYTES}")
     except sqlite3.Error:
         connection.close()
@@ -372,19 +292,17 @@ def _model_sample(row: Sequence[Any]) -> ModelSample:
     return ModelSample(model, at_s, seconds, counts, peers, weakest, sessions)
 
 
-def _merged(model: str, at_s: int, samples: Sequence[ModelSample]) -> ModelSample:
-    counts = Counts()
-    for sample in samples:
-        counts += sample.counts
-    return ModelSample(
-        model,
-        at_s,
-        sum(sample.seconds for sample in samples),
-        counts,
-        sum(sample.peers for sample in samples) / len(samples),
-        min(sample.weakest for sample in samples),
-        max(sample.sessions for sample in samples),
-    )
+class _SumOfTimes:
+    """An aggregate function of SQL: the sum of histograms, as ``_encode_times`` stores them."""
+
+    def __init__(self) -> None:
+        self._sum = Counts()
+
+    def step(self, text: str) -> None:
+        self._sum += Counts(first_tokens=_decode_times(text))
+
+    def finalize(self) -> str:
+        return _encode_times(self._sum.first_tokens)
 
 
 def _encode_times(times: tuple[int, ...]) -> str:
@@ -393,13 +311,3 @@ def _encode_times(times: tuple[int, ...]) -> str:
 
 def _decode_times(text: str) -> tuple[int, ...]:
     return tuple(json.loads(text)) if text else NO_TIMES
-
-
-def _boundary(now_s: float, step_s: int) -> int:
-    """The end of the last complete coarse interval."""
-    return int(now_s) // step_s * step_s
-
-
-def _ending(at_s: float, step_s: int) -> int:
-    """The end of the coarse interval that contains a sample of ``at_s``."""
-    return -(-int(at_s) // step_s) * step_s

@@ -9,9 +9,9 @@ from itertools import accumulate
 from statistics import median_low
 from typing import Any
 
-from swarmnet.dashboard.counts import Counts, quantile
 from swarmnet.dashboard.experts import ExpertCoverage
-from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.observing.counts import Counts, quantile
+from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span

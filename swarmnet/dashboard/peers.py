@@ -4,9 +4,9 @@ observations."""
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from swarmnet.dashboard.counts import MAX_PER_SECOND, hosts_blocks
 from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
-from swarmnet.dashboard.observations import GONE_SHOWN_S, PeerObservation, TimedReport
+from swarmnet.dashboard.observing.counts import MAX_PER_SECOND, hosts_blocks
+from swarmnet.dashboard.observing.observations import GONE_SHOWN_S, PeerObservation, TimedReport
 from swarmnet_protocols.directory.host_announcements import host_info, state_name
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.multiaddr import PEER_ID

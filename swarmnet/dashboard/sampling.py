@@ -3,17 +3,72 @@ each round."""
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.dashboard.counts import Counts
-from swarmnet.dashboard.history import MODELS, PEERS, JobPoint, ModelSample, PeerSample
-from swarmnet.dashboard.observations import Snapshot
+from swarmnet.dashboard.observing.counts import Counts
+from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet_protocols.net import PeerId
 
 RECENT_S = 300.0
 """Seconds over which the response times on the page are taken."""
 ALL_MODELS = ""
 """Name under which the sums over all models are stored."""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """Seconds between samples. Fine ones are kept for a day, coarse ones, downsampled from them,
+    for a month."""
+
+    fine_s: int
+    coarse_s: int
+
+
+MODELS = Resolution(30, 1800)
+PEERS = Resolution(300, 7200)
+
+
+@dataclass(frozen=True)
+class ModelSample:
+    """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix
+    time)."""
+
+    model: str
+    at_s: float
+    seconds: float
+    counts: Counts
+    peers: float
+    weakest: int
+    sessions: int
+
+
+@dataclass(frozen=True)
+class PeerSample:
+    """One peer over the ``seconds`` before ``at_s`` (Unix time); it was online for ``online_s`` of
+    them."""
+
+    peer: PeerId
+    name: str | None
+    at_s: float
+    seconds: float
+    positions: int
+    delay_s: float | None
+    online_s: float
+
+
+@dataclass(frozen=True)
+class JobPoint:
+    """One training job at one round."""
+
+    job: str
+    at_s: float
+    round: int
+    tokens: int
+    bytes_sent: int
+    loss: float | None
+    val_loss: float | None
+    workers: int
 
 
 class HistorySampler:

@@ -18,8 +18,9 @@ from starlette.middleware.gzip import GZipMiddleware
 from swarmnet.dashboard import charts
 from swarmnet.dashboard.feed import MAX_VIEWERS, EncodedState, Feed
 from swarmnet.dashboard.history import History
-from swarmnet.dashboard.observations import SwarmInfo
-from swarmnet.dashboard.observer import Observer, ObserverDependencies
+from swarmnet.dashboard.observing.observations import SwarmInfo
+from swarmnet.dashboard.observing.observer import Observer
+from swarmnet.dashboard.observing.polling import ObserverDependencies
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, protect
 from swarmnet.web.server import HttpEndpoint, serve_http

@@ -11,7 +11,7 @@ from typing import Any
 from swarmnet.dashboard.events import MAX_EVENTS, model_events, peer_events
 from swarmnet.dashboard.experts import ExpertCoverage
 from swarmnet.dashboard.models import model_entry
-from swarmnet.dashboard.observations import JobObservation, PeerObservation, Snapshot
+from swarmnet.dashboard.observing.observations import JobObservation, PeerObservation, Snapshot
 from swarmnet.dashboard.peers import CLIENT, edge_entries, is_shown, peer_entry, rate_of, state_of
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId

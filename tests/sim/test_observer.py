@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet.dashboard import observer as observer_module
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
-from swarmnet.dashboard.observations import SwarmInfo
-from swarmnet.dashboard.observer import Observer, ObserverDependencies
+from swarmnet.dashboard.observing import observer as observer_module
+from swarmnet.dashboard.observing import polling
+from swarmnet.dashboard.observing.observations import SwarmInfo
+from swarmnet.dashboard.observing.observer import Observer
+from swarmnet.dashboard.observing.polling import ObserverDependencies
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.trace import Trace
@@ -264,7 +266,7 @@ def announce(lab: Lab, name: str) -> None:
 def test_announced_peers_that_do_not_exist_displace_no_host(
     reference: Reference, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(observer_module, "MAX_PEERS", 5)
+    monkeypatch.setattr(polling, "MAX_PEERS", 5)
 
     async def scenario(lab: Lab) -> None:
         for number in range(40):

@@ -87,7 +87,7 @@ def _key_in(path: Path | None) -> str | None:
 async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_json: bool) -> None:
     from random import SystemRandom
 
-    from swarmnet.dashboard.observer import ObserverDependencies
+    from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
@@ -136,7 +136,7 @@ async def dashboard_of(
     """Serve a dashboard from a node's process while the context is open; yields its URL."""
     from random import SystemRandom
 
-    from swarmnet.dashboard.observer import ObserverDependencies
+    from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
     from swarmnet_protocols.machine.clock import wall_clock
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Histogram
 
-from swarmnet.dashboard.observations import JobObservation, PeerObservation, TimedReport
+from swarmnet.dashboard.observing.observations import JobObservation, PeerObservation, TimedReport
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram, total
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, check, describe_experts

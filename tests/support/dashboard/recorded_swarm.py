@@ -20,19 +20,11 @@ from prometheus_client import Histogram
 
 from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard import server
-from swarmnet.dashboard.counts import Counts, Totals
 from swarmnet.dashboard.feed import Feed
-from swarmnet.dashboard.history import (
-    DAY_S,
-    MODELS,
-    MONTH_S,
-    PEERS,
-    History,
-    JobPoint,
-    ModelSample,
-    PeerSample,
-)
-from swarmnet.dashboard.observations import PeerObservation, Snapshot, SwarmInfo
+from swarmnet.dashboard.history import DAY_S, MONTH_S, History
+from swarmnet.dashboard.observing.counts import Counts, Totals
+from swarmnet.dashboard.observing.observations import PeerObservation, Snapshot, SwarmInfo
+from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.observations import PeerObservation, Snapshot, SwarmInfo, TimedReport
+from swarmnet.dashboard.observing.observations import PeerObservation, Snapshot, SwarmInfo, TimedReport
 from swarmnet.dashboard.state import State, derive
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import check, describe_experts

@@ -8,18 +8,9 @@ from typing import Any
 import pytest
 
 from swarmnet.dashboard import charts, history
-from swarmnet.dashboard.counts import NO_TIMES, Counts
-from swarmnet.dashboard.history import (
-    DAY_S,
-    FILE_NAME,
-    MODELS,
-    MONTH_S,
-    PEERS,
-    History,
-    JobPoint,
-    ModelSample,
-    PeerSample,
-)
+from swarmnet.dashboard.history import DAY_S, FILE_NAME, MONTH_S, History
+from swarmnet.dashboard.observing.counts import NO_TIMES, Counts
+from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 from swarmnet_protocols.net import PeerId
 
 NOW_S = 1_800_000_000

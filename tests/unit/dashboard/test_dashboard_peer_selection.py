@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from swarmnet.dashboard import peer_selection
-from swarmnet.dashboard.peer_selection import UNKNOWN_SHARE, PollCandidate, select_peers, subnets_of
+from swarmnet.dashboard.observing import peer_selection
+from swarmnet.dashboard.observing.peer_selection import UNKNOWN_SHARE, PollCandidate, select_peers, subnets_of
 from swarmnet_protocols.net import PeerId
 from tests.defences import defence, replacing
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
 from swarmnet.dashboard.models import advice, quantiles, replicas_of
-from swarmnet.dashboard.observations import (
+from swarmnet.dashboard.observing.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
+from swarmnet.dashboard.observing.observations import (
     JobObservation,
     PeerObservation,
     Snapshot,

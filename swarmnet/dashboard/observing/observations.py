@@ -4,7 +4,7 @@ keeps one peer's part of it."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from swarmnet.dashboard.counts import Counts, Totals, hosts_blocks, is_same_run
+from swarmnet.dashboard.observing.counts import Counts, Totals, hosts_blocks, is_same_run
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
