@@ -20,7 +20,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 BURST = 20
 WINDOW_S = 10.0
 """Seconds of a window. One line of code may log ``BURST`` times in each, because strangers can
-cause some log records as often as they like."""
+cause some log records as often as they like. Debug records are not counted: whoever asks for them
+wants them all."""
 
 _NOISY = (
     "asyncio",
@@ -72,6 +73,8 @@ class Throttle(logging.Filter):
         in the code that log."""
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno <= logging.DEBUG:
+            return True
         place = record.pathname, record.lineno
         since, count = self._windows.get(place, (record.created, 0))
         if record.created - since >= WINDOW_S:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from swarmnet_client.chain.failures import (
     Blame,
@@ -79,6 +80,8 @@ class ChainRepair:
     """Positions of all sequences, including positions about to be sent."""
     last_error: SwarmnetError | None = None
     """Why a hop was replaced last, or could not be."""
+    number: int = field(default_factory=count(1).__next__)
+    """The chain's number in the logs of this client."""
     _deadline: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +125,7 @@ class ChainRepair:
         try:
             async with asyncio.timeout(self.hosts.timing.recover_s) as self._deadline:
                 if missing := self._gaps():
-                    _log.debug("a chain has gaps", extra={"blocks": missing, "reason": str(self.last_error)})
+                    self._log("a chain has gaps", blocks=missing, reason=str(self.last_error or "")[:200])
                     self.report.failovers += bool(self.report.route)
                     is_idle = self.in_flight.is_empty
                     if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
@@ -136,10 +139,7 @@ class ChainRepair:
                     self.in_flight.forget_idle()
                     await self._fill(pause_s)
                     self._retries.repaired(clock())
-                    _log.debug(
-                        "a chain has no gaps",
-                        extra={"sessions": [log_id(live.session) for live in self.hops]},
-                    )
+                    self._log("a chain has no gaps", sessions=[log_id(live.session) for live in self.hops])
                 await self.links.make(self.hops)
         except TimeoutError:
             raise self._explain(self._gaps()) from self.last_error
@@ -152,6 +152,9 @@ class ChainRepair:
         error = explain(self.last_error or no_route())
         is_unhosted = isinstance(self.last_error, Unreachable) or not self.hosts.known
         return no_route() if is_unhosted and type(error) is Unreachable else error
+
+    def _log(self, event: str, **fields: object) -> None:
+        _log.debug(event, extra={"chain": self.number} | fields)
 
     def close(self) -> None:
         """End the sessions of all hops."""
@@ -173,7 +176,8 @@ class ChainRepair:
     def drop(self, live: LiveHop, error: SwarmnetError) -> None:
         """Replace a hop."""
         if live.alive:
-            _log.info("host replaced", extra=live.log_fields | {"reason": str(error)[:200]})
+            fields = live.log_fields | {"chain": self.number, "reason": str(error)[:200]}
+            _log.info("a host is replaced", extra=fields)
         live.end(error)
         self.last_error = error
         self.trouble.set()
@@ -266,7 +270,8 @@ class ChainRepair:
 
     async def _look_again(self, failures: Sequence[Unfilled]) -> None:
         pause_s, directory_s = before_attempt(failures)
-        _log.debug("a chain is not filled", extra={"failure": failures[-1].name, "attempts": len(failures)})
+        error = str(self.last_error or "")[:200]
+        self._log("a chain is not filled", failure=failures[-1].name, attempts=len(failures), reason=error)
         if pause_s:
             await asyncio.sleep(pause_s)
         with contextlib.suppress(SwarmnetError, TimeoutError):

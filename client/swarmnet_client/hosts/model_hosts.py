@@ -20,6 +20,7 @@ bytes, and the budget of audits.
 
 import asyncio
 import contextlib
+import logging
 import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -41,16 +42,15 @@ from swarmnet_protocols.joining.peer_clocks import advise_on_clock
 from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.net import (
-    PeerId,
-    Transport,
-)
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.routing.chain_search import failed_links, find_chain, uncovered
-from swarmnet_protocols.routing.chain_view import Hop, View, credible
+from swarmnet_protocols.routing.chain_view import Hop, View, credible, explain_choice
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.routing.measured_speed import Speeds
 from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.timing import Timing
+
+_log = logging.getLogger(__name__)
 
 EXPLORE = 0.05
 """Share of routes that treat an unmeasured host as fast as the fastest, so that it gets
@@ -244,11 +244,15 @@ class ModelHosts:
         hosts = tuple(host for host in view.hosts if host.peer not in excluded)
         view = replace(view, hosts=hosts, hops=hops)
         try:
-            return find_chain(view, span, self._rng, source=ends[0], sink=ends[1], precision=precision)
+            found = find_chain(view, span, self._rng, source=ends[0], sink=ends[1], precision=precision)
         except NoRoute as error:
             # The directory may have hosts of these blocks that the sample lacks.
             self._sought = error.missing[0][0], error.missing[-1][1]
             raise self.no_route(error.missing, avoid=avoid, continues=continues) from error
+        if _log.isEnabledFor(logging.DEBUG):
+            fields = explain_choice(view, found, self._now()) | {"left_out": sorted(excluded)}
+            _log.debug("a route is chosen", extra=fields)
+        return found
 
     def is_doubtful(self, route: Sequence[Hop], opened: Collection[Hop]) -> bool:
         """Whether ``route`` uses a recently failed host, or neighbours that recently did not reach

@@ -39,7 +39,7 @@ class HostCounters:
         self.links_lost = 0
         self.clients_lost = 0
         self.refused: Counter[str] = Counter()
-        """Refusals by reason, named as in session.proto."""
+        """Refusals by reason, named as in refusal.proto."""
         self.first_tokens = node_histogram(
             "first_token_seconds", "From a prompt to its first token, measured by the first hop.", BOUNDS_S
         )

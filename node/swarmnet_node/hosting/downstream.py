@@ -29,8 +29,10 @@ class Downstream:
     - ``tell`` tells the client which links are made and lost.
     - ``lost`` is called before that when a link is lost, with the error and whether the link led to
       a standby. It returns False if the session ends.
+    - ``session``: stands for the session in logs (``log_id``).
     """
 
+    session: str
     sender: LinkSender
     tell: Callable[[pb.SessionReply], Awaitable[None]]
     lost: Callable[[SwarmnetError, bool], bool]
@@ -77,7 +79,7 @@ class Downstream:
             # Its log position moves along: no step is sent twice or left out.
             replaced, self._sending = self._sending, self._feeding
             self.target, self.standby, self._feeding = standby, None, None
-            _log.debug("a standby is the next hop", extra=target.log_fields)
+            _log.debug("a standby is the next hop", extra=self._log_fields(target))
             await cancel(replaced)
 
     async def close(self) -> None:
@@ -91,7 +93,7 @@ class Downstream:
         """
 
         async def tell() -> None:
-            _log.debug("a link is made", extra=target.log_fields)
+            _log.debug("a link is made", extra=self._log_fields(target))
             await self.tell(pb.SessionReply(link_made=pb.LinkMade(epoch=target.epoch)))
 
         try:
@@ -99,5 +101,9 @@ class Downstream:
         except SwarmnetError as error:
             if not self.lost(error, target is not self.target):
                 return
-            _log.info("next hop lost", extra=target.log_fields | {"reason": str(error)[:200]})
+            _log.info("a link is lost", extra=self._log_fields(target) | {"reason": str(error)[:200]})
             await self.tell(pb.SessionReply(link_lost=pb.LinkLost(epoch=target.epoch, peer=target.peer)))
+
+    def _log_fields(self, target: NextHop) -> dict[str, object]:
+        """Return the fields of a link: its end, and the session that sends."""
+        return target.log_fields | {"sender_session": self.session}

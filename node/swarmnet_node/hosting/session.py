@@ -148,7 +148,7 @@ class HostedSession:
             parts.timing,
             mark=self._step_times.mark,
         )
-        self._downstream = Downstream(sender, self._tell, self._next_hop_lost, self.freed)
+        self._downstream = Downstream(log_id(self.id), sender, self._tell, self._next_hop_lost, self.freed)
         if wanted.HasField("next"):
             self._downstream.target = parts.next_hop(wanted.next, wanted.epoch)
         self._link_epoch = 0
@@ -206,6 +206,7 @@ class HostedSession:
 
     async def run(self) -> None:
         """Serve until the client's stream ends or the session fails, then free all memory."""
+        reason = "cancelled"
         try:
             await self._client.send(pb.SessionReply(opened=pb.Opened()))
             _log.debug("a session is open", extra=self.log_fields | {"blocks": self.span})
@@ -219,14 +220,17 @@ class HostedSession:
                 self._first_step(),
             )
         except Refusal as refusal:
-            _log.debug("a session is refused", extra=self.log_fields | {"reason": str(refusal)[:200]})
+            reason = str(refusal)
             self._free()  # first, because other clients wait for the memory
             self._counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
+        except SwarmnetError as error:
+            reason = str(error)
+            raise
         finally:
             # Free before the first await: a second cancellation may end this task there.
             self._free()
-            _log.debug("a session has ended", extra=self.log_fields)
+            _log.debug("a session has ended", extra=self.log_fields | {"reason": reason[:200]})
             self._failed.cancel()
             if self._link is not None:
                 self._link.close()
@@ -245,6 +249,7 @@ class HostedSession:
 
         ``moves``: this host continues with other blocks.
         """
+        _log.debug("a session is asked to leave", extra=self.log_fields | {"moves": moves})
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(pb.SessionReply(leaving=pb.Leaving(moves=moves)))
 
@@ -394,13 +399,17 @@ class HostedSession:
             if self._outbox.log.last == 0:
                 await self._reset()
             applied = self._outbox.log.last
-        fields = {"sender": link.peer, "epoch": epoch, "applied": applied}
-        _log.debug("a session is linked", extra=self.log_fields | fields)
+        fields = self.log_fields | {"sender": link.peer, "epoch": epoch, "applied": applied}
+        _log.debug("a session is linked", extra=fields)
         await link.send(pb.LinkReply(linked=pb.Linked(applied=applied)))
         steps = self._steps = _ReceivedSteps()
         with self._scope.reserve(Resource.MEMORY, 0) as reservation:
             try:
                 await race(self._read(link, steps, reservation), self._work(stream, steps, reservation))
+            except SwarmnetError as error:
+                last = {"applied": self._outbox.log.last, "reason": str(error)[:200]}
+                _log.debug("a link to a session has ended", extra=fields | last)
+                raise
             finally:
                 steps.positions = 0
 

@@ -223,6 +223,29 @@ def _alone_in_precision(hosts: Iterable[HostInfo]) -> frozenset[PeerId]:
     )
 
 
+def explain_choice(view: View, chosen: Sequence[Hop], now: float) -> dict[str, object]:
+    """Return for logs what a search knew of the hops that it chose to open, and of the other hosts
+    of their blocks. ``now``: on the clock of ``View.banned``."""
+    view = credible(view)
+    new, used = [hop for hop in chosen if hop not in view.hops], {hop.peer for hop in chosen}
+
+    def known(peer: PeerId) -> str:
+        block_s, queue_s = view.block_s.get(peer, 0.0), view.queue_s.get(peer, 0.0)
+        text = f"{1000 * view.delay_to(peer):.0f} ms away, {1000 * block_s:.1f} ms a block, "
+        text += f"{1000 * queue_s:.0f} ms queue, {view.busy.get(peer, 0.0):.0%} busy"
+        return text + (f", failed {now - view.banned[peer]:.0f} s ago" if peer in view.banned else "")
+
+    others = [host for host in view.hosts if host.online and host.peer not in used]
+    return {
+        "chosen": [f"{hop.start}:{hop.end} on {hop.peer}, {known(hop.peer)}" for hop in new],
+        "others": [
+            f"{host.start}:{host.end} on {host.peer}, {known(host.peer)}"
+            for host in others
+            if any(host.start < hop.end and hop.start < host.end for hop in new)
+        ],
+    }
+
+
 def pair_of(one: PeerId, other: PeerId) -> tuple[PeerId, PeerId]:
     """Return an unordered pair of peers."""
     return min(one, other), max(one, other)

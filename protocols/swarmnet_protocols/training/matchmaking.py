@@ -20,6 +20,7 @@ The leader then expects that worker in its next group.
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from swarmnet_protocols.training.rosters import (
     roster_to_wire,
 )
 from swarmnet_protocols.wire import workers_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,7 +176,15 @@ class Matchmaking:
         self._averaging = False
         self._last_exchange = me.last_exchange
         await self._dismiss_out_of_sync()
-        roster = await self._form_group(me, others, measured, timeout_s)
+        _log.debug("round %d: looks for a group among %d workers", self._round, len(others))
+        try:
+            roster = await self._form_group(me, others, measured, timeout_s)
+        except OutOfSync as elsewhere:
+            _log.debug("round %d: %s", self._round, elsewhere)
+            raise
+        members = [member.peer for member in roster.members]
+        fields = {"exchange": roster.exchange_number, "members": members}
+        _log.debug("round %d: a group is formed", self._round, extra=fields)
         self._averaging = True
         self._book = AddressBook.of(roster.members)
         return roster
@@ -209,8 +220,8 @@ class Matchmaking:
             except OutOfSync as elsewhere:
                 if elsewhere.round >= self._round:
                     raise
-            except SwarmnetError:
-                continue
+            except SwarmnetError as error:
+                _log.debug("round %d: does not follow %s: %s", self._round, member.peer, error)
         return None
 
     async def positions(self, members: Sequence[Candidate]) -> dict[PeerId, WorkerPosition]:
@@ -258,6 +269,7 @@ class Matchmaking:
 
         if self._is_excluded(leader.peer):
             raise NotAuthorised(f"{leader.peer} sent false results")
+        _log.debug("round %d: follows %s", self._round, leader.peer)
         stream = await MATCHMAKING.open(
             self._transport,
             leader.peer,
@@ -346,6 +358,7 @@ class Matchmaking:
     ) -> Roster:
         expected = {peer: member for peer, member in expected.items() if not self._is_excluded(peer)}
         self._leads = True
+        _log.debug("round %d: leads", self._round)
 
         def complete() -> bool:
             here = {follower.member.peer for follower in self._ready()}

@@ -22,8 +22,8 @@ def quiet_again() -> Iterator[None]:
     configure(log_format="text", level="warning")
 
 
-def record(line: int, created: float) -> logging.LogRecord:
-    made = logging.LogRecord("name", logging.INFO, "file.py", line, "text", (), None)
+def record(line: int, created: float, level: int = logging.INFO) -> logging.LogRecord:
+    made = logging.LogRecord("name", level, "file.py", line, "text", (), None)
     made.created = created
     return made
 
@@ -113,6 +113,11 @@ def test_one_place_in_the_code_cannot_fill_the_disk_with_logs() -> None:
     later = record(1, 100.0 + WINDOW_S)
     assert throttle.filter(later)
     assert later.__dict__["suppressed"] == 10_000 - BURST
+
+
+def test_no_debug_record_is_dropped() -> None:
+    throttle = Throttle()
+    assert all(throttle.filter(record(1, 100.0, logging.DEBUG)) for _ in range(2 * BURST))
 
 
 def test_structlog_is_not_imported_before_there_is_something_to_say() -> None:

@@ -7,7 +7,7 @@ Reports every observation to the state machine, and performs every effect that i
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -23,13 +23,18 @@ from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
     HASH_BYTES,
+    Accusation,
+    Decided,
     Effect,
     Finish,
+    Prepare,
+    Proposal,
     Reduce,
     Refute,
     Send,
     SendContribution,
     SendResult,
+    Vote,
     below,
     decode_control,
     encode_control,
@@ -58,6 +63,8 @@ from swarmnet_protocols.training.rounds.votes import Electorate
 from swarmnet_protocols.wire import training_pb2 as pb
 
 _log = logging.getLogger(__name__)
+_TRANSITIONS = {each.__name__ for each in (Prepare, Proposal, Vote, Decided, Accusation)}
+"""Control messages that are logged, because they change what a round may end with."""
 T = TypeVar("T")
 
 
@@ -236,7 +243,6 @@ class RoundRunner:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
             await self._handle(member, request, payload)
-        _log.debug("%s: %s %s", self._name, stream.peer, self._refuted[stream.peer])
         raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer]}")
 
     def close(self) -> None:
@@ -254,7 +260,10 @@ class RoundRunner:
 
     # ---- effects --------------------------------------------------------------------------------
 
-    def _perform(self, effects: Iterable[Effect]) -> None:
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        sent = {type(each.message).__name__ for each in effects if isinstance(each, Send)}
+        if sent & _TRANSITIONS:
+            _log.debug("%s: sends %s", self._name, ", ".join(sorted(sent & _TRANSITIONS)))
         for effect in effects:
             self._perform_one(effect)
 
@@ -276,6 +285,7 @@ class RoundRunner:
             case Refute(member, reason, is_proven):
                 peer = self._terms.members[member].peer
                 self._refuted[peer] = reason
+                _log.debug("%s: %s is excluded: it %s", self._name, peer, reason)
                 if is_proven:
                     self._proven[peer] = None
                     self._context.on_proven(peer)
@@ -331,6 +341,8 @@ class RoundRunner:
                 message = decode_control(request, self._terms.shape)
                 if message is None:
                     raise ProtocolViolation("not a message of a round")
+                if (kind := type(message).__name__) in _TRANSITIONS:
+                    _log.debug("%s: %s from %s", self._name, kind, self._terms.members[member].peer)
                 self._perform(self._round.receive(member, message, self._loop.time()))
 
     def _handle_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
