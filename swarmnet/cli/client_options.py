@@ -1,7 +1,6 @@
 """The options that all clients share: how a client enters a swarm, and where its files are."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from swarmnet.cli.options import (
     BootstrapOption,
@@ -11,7 +10,6 @@ from swarmnet.cli.options import (
     MaxDiskOption,
     TransportOption,
 )
-from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet_protocols.joining.network import Network
 
@@ -23,14 +21,9 @@ class ClientOptions:
     transport: TransportOption = "auto"
     bootstrap: BootstrapOption = field(default_factory=list)
     hosts: HostsOption
-    data_dir: DataDirOption = None
-    cache_dir: CacheDirOption = None
+    data_dir: DataDirOption
+    cache_dir: CacheDirOption
     max_disk_bytes: MaxDiskOption
-
-    @property
-    def models(self) -> Path:
-        """The folder of model files."""
-        return self.cache_dir or default_cache_dir()
 
     def network(self, swarm: str) -> Network:
         """The client's connection to ``swarm``. Raises the errors of ``client_network``."""

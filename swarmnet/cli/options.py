@@ -12,7 +12,7 @@ import typer
 from swarmnet import units
 from swarmnet.addresses import check_listen_address, check_peer_address, parse_endpoint, parse_hosts
 from swarmnet.cli.option_groups import From
-from swarmnet.paths import TRANSPORT_VARIABLE
+from swarmnet.paths import TRANSPORT_VARIABLE, default_cache_dir, default_data_dir
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.multiaddr import PEER_ID
 from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
@@ -108,11 +108,12 @@ HostsOption = Annotated[
     From(str, parse_hosts, ""),
 ]
 DataDirOption = Annotated[
-    Path | None,
+    Path,
     typer.Option(
         "--data-dir",
         metavar="DIR",
         help="Folder for the node's keys, certificates and control socket.",
+        default_factory=default_data_dir,
         show_default="per user",
     ),
 ]
@@ -175,8 +176,14 @@ IssuerOption = Annotated[
     ),
 ]
 CacheDirOption = Annotated[
-    Path | None,
-    typer.Option("--cache-dir", metavar="DIR", help="Folder for model files.", show_default="per user"),
+    Path,
+    typer.Option(
+        "--cache-dir",
+        metavar="DIR",
+        help="Folder for model files.",
+        default_factory=default_cache_dir,
+        show_default="per user",
+    ),
 ]
 MaxDiskOption = Annotated[
     int | None,

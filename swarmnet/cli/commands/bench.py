@@ -148,11 +148,13 @@ def _measure_here(
         from swarmnet_node.block_speed import measure_blocks
         from swarmnet_protocols.models import resolve
 
-        local = resolve(name, cache_dir=client.models, progress=report, max_disk_bytes=client.max_disk_bytes)
+        local = resolve(
+            name, cache_dir=client.cache_dir, progress=report, max_disk_bytes=client.max_disk_bytes
+        )
         total = local.manifest.blocks
         report("measuring", 0, None)
         speed = measure_blocks(
-            local, min(LOCAL_BLOCKS, total), device=device, dtype=dtype, cache_dir=client.models
+            local, min(LOCAL_BLOCKS, total), device=device, dtype=dtype, cache_dir=client.cache_dir
         )
         return speed, total
 

@@ -22,7 +22,7 @@ from swarmnet.cli.options import (
     TransportOption,
 )
 from swarmnet.cli.output import note, print_json, print_text
-from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet.systemd import notify_ready, notify_stopping
 
@@ -40,7 +40,7 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
     announce: AnnounceOption = [],  # noqa: B006
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     issuer: IssuerOption = None,
     max_p2pd_bytes: MaxP2pdOption,
     relay_bytes_per_s: Annotated[
@@ -54,8 +54,8 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Run a bootstrap peer until Ctrl-C. New peers enter the swarm through it, and it stores a part
     of the directory. It needs no model and little memory."""
-    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
-    with locked_data_dir(data_dir or default_data_dir()) as directory:
+    entry = enter(swarm, data_dir, bootstrap)
+    with locked_data_dir(data_dir) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
         network = replace(network, max_p2pd_bytes=max_p2pd_bytes)
         run_until_stopped(_serve(network, directory, relay_bytes_per_s, as_json=as_json))

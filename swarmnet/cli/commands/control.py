@@ -10,7 +10,6 @@ from swarmnet.cli.foreground import DEFAULT_GRACE_S
 from swarmnet.cli.limit_options import LimitOptions, lifted, rows
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table, print_text
-from swarmnet.paths import default_data_dir
 from swarmnet.reach import advice, describe, describe_punching, describe_relaying
 from swarmnet.units import counted, show_duration, show_size
 from swarmnet_node.owner.limits import OwnerLimits
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from swarmnet_protocols.wire.report_pb2 import BlockExperts, HostReport, TrunkReport
 
 
-def status(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+def status(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     """Print what the node on this machine is doing."""
     from swarmnet_node.owner import control
 
-    node = control.status(data_dir or default_data_dir())
+    node = control.status(data_dir)
     if as_json:
         print_json(_fields(node))
     else:
@@ -43,7 +42,7 @@ def limits(
         list[str],
         typer.Option("--clear", metavar="NAME", help="Remove this limit, such as up; repeatable."),
     ] = [],  # noqa: B006 - typer copies it
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Show or change what the node on this machine may use. Changes hold at once and after a
@@ -51,22 +50,21 @@ def limits(
     from swarmnet_node.owner import control
 
     changes = lifted(clear) | changed.given()
-    folder = data_dir or default_data_dir()
-    before = control.get_limits(folder)
+    before = control.get_limits(data_dir)
     wanted = replace(before, **changes)
-    now = control.set_limits(folder, wanted) if wanted != before else before
+    now = control.set_limits(data_dir, wanted) if wanted != before else before
     if as_json:
         print_json(asdict(now))
     else:
         print_table("what the node may use", rows(now))
 
 
-def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+def pause(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     """Pause the node on this machine until `swarmnet resume`. Its memory is free within 5
     seconds."""
     from swarmnet_node.owner import control
 
-    control.pause(data_dir or default_data_dir())
+    control.pause(data_dir)
     if as_json:
         print_json({"pausing": True})
     else:
@@ -75,12 +73,11 @@ def pause(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
         )
 
 
-def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     """Let the node on this machine serve again after `swarmnet pause`."""
     from swarmnet_node.owner import control
 
-    folder = data_dir or default_data_dir()
-    control.resume(folder)
+    control.resume(data_dir)
     if as_json:
         print_json({"resuming": True})
     else:
@@ -89,7 +86,7 @@ def resume(*, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None
 
 def finish(
     *,
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     grace_s: Annotated[
         float,
         typer.Option("--grace", metavar="SECONDS", help="Seconds to wait for running sessions to move."),
@@ -101,7 +98,7 @@ def finish(
     from swarmnet_node.owner import control
 
     check_at_least_zero(grace_s, option="--grace")
-    control.finish(data_dir or default_data_dir(), grace_s)
+    control.finish(data_dir, grace_s)
     if as_json:
         print_json({"finishing": True, "grace_s": grace_s})
     else:

@@ -21,7 +21,7 @@ from swarmnet.cli.options import (
     TransportOption,
 )
 from swarmnet.cli.output import note, print_json, print_text, progress, say
-from swarmnet.paths import default_data_dir, locked_data_dir
+from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
@@ -54,7 +54,7 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     allow_host: AllowHostOption = [],  # noqa: B006
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Show a swarm on a web page until Ctrl-C: its hosts and blocks, their speed, training jobs,
@@ -68,8 +68,8 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     config = ServerConfig(host, port, key, tuple(allow_host))
     _check(config)
     # The dashboard has its own identity, because a node and a client may run on the same machine.
-    own_dir = (data_dir or default_data_dir()) / "dashboard"
-    entry = enter(swarm, own_dir, bootstrap, beside=data_dir or default_data_dir())
+    own_dir = data_dir / "dashboard"
+    entry = enter(swarm, own_dir, bootstrap, beside=data_dir)
     entry.check_bootstrap()
     with locked_data_dir(own_dir) as directory:
         run_until_stopped(_show(entry, directory, config, as_json=as_json))

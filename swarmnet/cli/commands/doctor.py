@@ -15,7 +15,6 @@ from swarmnet.cli.options import (
     ListenOption,
 )
 from swarmnet.cli.output import folded, print_json, progress
-from swarmnet.paths import default_cache_dir, default_data_dir
 from swarmnet.terminal import shown
 
 if TYPE_CHECKING:
@@ -48,8 +47,8 @@ def doctor(  # noqa: PLR0913 - options of the command line
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
+    data_dir: DataDirOption,
+    cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Check this machine: versions, memory, disk, keys, ports, clock, and whether other peers reach
@@ -63,8 +62,8 @@ def doctor(  # noqa: PLR0913 - options of the command line
     from swarmnet.doctor.gather import DoctorOptions, gather
 
     options = DoctorOptions(
-        data_dir=data_dir or default_data_dir(),
-        cache_dir=cache_dir or default_cache_dir(),
+        data_dir=data_dir,
+        cache_dir=cache_dir,
         swarm=swarm,
         model=model,
         bootstrap=tuple(bootstrap),

@@ -33,7 +33,7 @@ from swarmnet.cli.options import (
     devices_option,
 )
 from swarmnet.cli.output import note_if_first, say
-from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -129,8 +129,8 @@ class NodeOptions:
     bootstrap: BootstrapOption = field(default_factory=list)
     listen: ListenOption = field(default_factory=list)
     announce: AnnounceOption = field(default_factory=list)
-    data_dir: DataDirOption = None
-    cache_dir: CacheDirOption = None
+    data_dir: DataDirOption
+    cache_dir: CacheDirOption
     max_disk_bytes: MaxDiskOption
     device: Annotated[str, devices_option("Compute on this device, or on several GPUs: cuda:0,cuda:1.")] = (
         "auto"
@@ -232,9 +232,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
     changes = options.limits.given()
     page = dashboard_config(dashboard, dashboard_key_file) if dashboard is not None else None
-    data_dir = options.data_dir or default_data_dir()
-    entry = enter(swarm, data_dir, options.bootstrap)
-    with locked_data_dir(data_dir) as directory:
+    entry = enter(swarm, options.data_dir, options.bootstrap)
+    with locked_data_dir(options.data_dir) as directory:
         from swarmnet_node.loading import NodeConfig
         from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
@@ -244,7 +243,6 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "network": replace(network, max_p2pd_bytes=options.max_p2pd_bytes),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
-            "cache_dir": options.cache_dir or default_cache_dir(),
             "folder": directory,
             "limits": replace(load_limits(directory), **changes),
         }

@@ -8,7 +8,6 @@ import typer
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, ModelArgument
 from swarmnet.cli.output import print_json, print_table, print_text, progress
-from swarmnet.paths import default_cache_dir
 from swarmnet.units import counted, show_size
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -20,11 +19,11 @@ app = command_group("Fetch, check and remove model files.")
 
 
 @app.command("ls")
-def list_models(*, cache_dir: CacheDirOption = None, as_json: JsonFlag = False) -> None:
+def list_models(*, cache_dir: CacheDirOption, as_json: JsonFlag = False) -> None:
     """List the models on this machine, with their size on disk."""
     from swarmnet_protocols.models.inventory import stored_models
 
-    stored = stored_models(cache_dir or default_cache_dir())
+    stored = stored_models(cache_dir)
     if as_json:
         models: list[dict[str, object]] = [{"name": DEFAULT_MODEL, "default": True}]
         models += [
@@ -50,13 +49,13 @@ def remove(
         str, typer.Argument(metavar="M", help="The model's name, as `swarmnet model ls` prints it.")
     ],
     *,
-    cache_dir: CacheDirOption = None,
+    cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Remove a fetched model from this machine."""
     from swarmnet_protocols.models.inventory import remove_model
 
-    freed = remove_model(model, cache_dir or default_cache_dir())
+    freed = remove_model(model, cache_dir)
     if as_json:
         print_json({"name": model, "freed_bytes": freed})
     else:
@@ -67,7 +66,7 @@ def remove(
 def pull(
     model: ModelArgument = DEFAULT_MODEL,
     *,
-    cache_dir: CacheDirOption = None,
+    cache_dir: CacheDirOption,
     max_disk_bytes: MaxDiskOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -76,9 +75,7 @@ def pull(
 
     with progress(quiet=as_json) as report:
         import_transformers()
-        local = resolve(
-            model, cache_dir=cache_dir or default_cache_dir(), progress=report, max_disk_bytes=max_disk_bytes
-        )
+        local = resolve(model, cache_dir=cache_dir, progress=report, max_disk_bytes=max_disk_bytes)
         local.fetch()
     if as_json:
         print_json(_summary(local))
@@ -88,7 +85,7 @@ def pull(
 
 @app.command("show")
 def show(
-    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption, as_json: JsonFlag = False
 ) -> None:
     """Print a model's architecture, blocks, size and manifest."""
     local = _resolve(model, cache_dir, quiet=as_json)
@@ -109,7 +106,7 @@ def show(
 
 @app.command("verify")
 def verify(
-    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption = None, as_json: JsonFlag = False
+    model: ModelArgument = DEFAULT_MODEL, *, cache_dir: CacheDirOption, as_json: JsonFlag = False
 ) -> None:
     """Hash all files of a model on this machine and compare the hashes with the model's
     manifest."""
@@ -132,11 +129,11 @@ def _memory_notice(local: "LocalModel") -> str:
     return local.sizes(*local.manifest.tensors).notice("all weights", torch.float32)
 
 
-def _resolve(name: str, cache_dir: Path | None, *, quiet: bool) -> "LocalModel":
+def _resolve(name: str, cache_dir: Path, *, quiet: bool) -> "LocalModel":
     from swarmnet_protocols.models import resolve
 
     with progress(quiet=quiet) as report:
-        return resolve(name, cache_dir=cache_dir or default_cache_dir(), progress=report)
+        return resolve(name, cache_dir=cache_dir, progress=report)
 
 
 def _summary(local: "LocalModel") -> dict[str, object]:

@@ -133,7 +133,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     question = "" if is_chat else _question(prompt)
     screen = Screen(as_json, stream)
     if adapter is not None:
-        _check_adapter(adapter, model, client.models)
+        _check_adapter(adapter, model, client.cache_dir)
     network = client.network(swarm)
     if not raw:
         prepare_rendering()
@@ -197,7 +197,7 @@ def open_model(
         model = load(
             name,
             network=network,
-            cache_dir=client.models,
+            cache_dir=client.cache_dir,
             options=LoadOptions.picked(**options),
             max_disk_bytes=client.max_disk_bytes,
             notice=screen.notice,

@@ -145,7 +145,7 @@ def serve(
         local = resolve_in_swarm(
             model,
             lambda: network,
-            cache_dir=client.models,
+            cache_dir=client.cache_dir,
             progress=report,
             max_disk_bytes=client.max_disk_bytes,
         )

@@ -12,7 +12,6 @@ from swarmnet.cli.lazy import command_group
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import BootstrapOption, CacheDirOption, JsonFlag, OwnSwarm, SwarmPath
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
-from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
@@ -70,7 +69,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
             show_default="any model",
         ),
     ] = [],  # noqa: B006
-    cache_dir: CacheDirOption = None,
+    cache_dir: CacheDirOption,
     days: Annotated[int | None, typer.Option(min=1, max=36500, help="Days until the file expires.")] = None,
     force: Annotated[
         bool,
@@ -92,7 +91,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
     now = wall_clock()
     not_after = datetime.fromtimestamp(int(now), UTC) + timedelta(days=days) if days else None
-    listed = [_listed(each, cache_dir or default_cache_dir(), quiet=as_json) for each in model]
+    listed = [_listed(each, cache_dir, quiet=as_json) for each in model]
     new = NewSwarm(name, tuple(bootstrap), not_after, is_open, mdns, like, models=tuple(listed))
     from swarmnet.swarm_file import writer as swarm_writer
 

@@ -13,7 +13,6 @@ from swarmnet import swarm_file
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, OwnSwarm, check_peer_id
 from swarmnet.cli.output import note, print_folded, print_json, print_text
-from swarmnet.paths import default_data_dir
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
@@ -165,7 +164,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     return told
 
 
-def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption = None, as_json: JsonFlag = False) -> None:
+def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     """List the members that the swarm file names, or that the issuer in this --data-dir
     admitted."""
     file = swarm_file.load(swarm)
@@ -238,14 +237,14 @@ def _listed(file: SwarmFile) -> list[dict[str, object]]:
     ]
 
 
-def _issued(file: SwarmFile, swarm: Path, data_dir: Path | None) -> list[dict[str, object]]:
+def _issued(file: SwarmFile, swarm: Path, data_dir: Path) -> list[dict[str, object]]:
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.membership.certificates import open_certificate
     from swarmnet_protocols.membership.issuer import ISSUED_NAME, IssuedCertificates
     from swarmnet_protocols.membership.revocations import Revocations
 
     now, rules = wall_clock(), file.rules()
-    folder = swarm_dir(data_dir or default_data_dir(), file.swarm_id)
+    folder = swarm_dir(data_dir, file.swarm_id)
     if not (folder / ISSUED_NAME).exists():
         raise ConfigError(
             f"no issuer has admitted peers with {folder}",

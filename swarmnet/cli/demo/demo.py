@@ -13,7 +13,6 @@ from swarmnet.cli.demo.demo_swarm import Child, DemoSwarm
 from swarmnet.cli.interrupts import Interrupts
 from swarmnet.cli.options import CacheDirOption, JsonFlag
 from swarmnet.cli.output import print_table, progress
-from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet.units import counted
@@ -50,7 +49,7 @@ def demo(
             help="Show experts on peers instead: three peers compute them, and one is killed during the answer.",
         ),
     ] = False,
-    cache_dir: CacheDirOption = None,
+    cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Start a swarm of several nodes on this machine, ask it a question, and stop it again.
@@ -68,7 +67,7 @@ def demo(
         )
     with tempfile.TemporaryDirectory(prefix="swarmnet-demo-") as directory:
         swarm_writer.create(Path(directory), NewSwarm("demo", is_open=True), now=wall_clock())
-        swarm = DemoSwarm(Path(directory), cache_dir or default_cache_dir(), as_json)
+        swarm = DemoSwarm(Path(directory), cache_dir, as_json)
         try:
             if experts:
                 from swarmnet.cli.demo.experts import show_experts

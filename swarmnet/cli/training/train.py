@@ -31,7 +31,7 @@ from swarmnet.cli.training import train_status
 from swarmnet.cli.training.displays import Display, display
 from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
 from swarmnet.cli.training.train_words import facts_of, tell
-from swarmnet.paths import default_cache_dir, default_data_dir, locked_data_dir
+from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
@@ -70,23 +70,23 @@ def create(
     *,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
+    data_dir: DataDirOption,
+    cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Check a job and its data, sign it with this machine's key, and publish it under the hash of
     its content."""
-    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    entry = enter(swarm, data_dir, bootstrap)
 
     from swarmnet_node.training.job_store import LocalFiles, check_job, store_job, store_local_files
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
     written = load_job(job)
-    with locked_data_dir(data_dir or default_data_dir()) as directory:
+    with locked_data_dir(data_dir) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
             import_transformers()
-            checked = check_job(written.job, cache_dir or default_cache_dir(), report)
+            checked = check_job(written.job, cache_dir, report)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         store_job(directory, made, sealed)
@@ -105,7 +105,7 @@ def create(
     print_text(made.id)
     if not is_published:
         note("stored on this machine; a worker with the same --data-dir publishes it")
-    here = "" if data_dir is None else f" --data-dir {shlex.quote(str(data_dir))}"
+    here = "" if data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
 
 
@@ -124,8 +124,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     listen: ListenOption = [],  # noqa: B006
     announce: AnnounceOption = [],  # noqa: B006
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
+    data_dir: DataDirOption,
+    cache_dir: CacheDirOption,
     device: Annotated[str, device_option("Device to compute on.")] = "auto",
     threads: Annotated[
         int | None,
@@ -159,9 +159,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     """
     check_job_id(job)
     changes = LimitOptions(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s).given()
-    entry = enter(swarm, data_dir or default_data_dir(), bootstrap)
+    entry = enter(swarm, data_dir, bootstrap)
     note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
-    with locked_data_dir(data_dir or default_data_dir()) as directory:
+    with locked_data_dir(data_dir) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
             import_transformers()
@@ -190,7 +190,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             job=job,
             network=entry.network(listen or usual_listen(directory), announce, issuer),
             data_dir=directory,
-            cache_dir=cache_dir or default_cache_dir(),
+            cache_dir=cache_dir,
             device=device,
             threads=threads,
             files=files,
@@ -240,14 +240,13 @@ def export(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the model to this new directory.")],
     job: JobOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
-    data_dir: DataDirOption = None,
-    cache_dir: CacheDirOption = None,
+    data_dir: DataDirOption,
+    cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
     loads it."""
-    directory = data_dir or default_data_dir()
-    job = check_job_id(job) if job else newest_job(directory)
+    job = check_job_id(job) if job else newest_job(data_dir)
 
     import_transformers()
     from swarmnet_node.training.checkpoint import export_model
@@ -255,10 +254,10 @@ def export(
 
     with progress(quiet=as_json) as report:
         tokenizer = export_model(
-            directory,
+            data_dir,
             job,
             out,
-            cache_dir=cache_dir or default_cache_dir(),
+            cache_dir=cache_dir,
             overwrite=force,
             progress=report,
         )
@@ -275,13 +274,12 @@ def plot(
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the PNG files to this folder.")],
     job: JobOption = None,
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Draw the loss of the worker on this machine against tokens, bytes sent and time."""
-    directory = data_dir or default_data_dir()
-    job = check_job_id(job) if job else newest_job(directory)
-    points = list(read_history(directory / "training" / job))
+    job = check_job_id(job) if job else newest_job(data_dir)
+    points = list(read_history(data_dir / "training" / job))
     if not points:
         raise ConfigError(
             f"the worker of job {job[:16]}… has no round yet", hint="try again after its first round"

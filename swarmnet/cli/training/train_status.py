@@ -13,7 +13,6 @@ from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.training.record import newest_job, read_status
 from swarmnet.cli.training.train_words import summary
-from swarmnet.paths import default_data_dir
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
 from swarmnet_protocols.joining.network import Network, connect
@@ -32,7 +31,7 @@ def status(
         typer.Option("--swarm", metavar="SWARM", help="Ask this swarm about all workers of the job."),
     ] = None,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
-    data_dir: DataDirOption = None,
+    data_dir: DataDirOption,
     watch: Annotated[
         bool, typer.Option("--watch", help="Print the status again whenever it changes.")
     ] = False,
@@ -41,10 +40,9 @@ def status(
     """Print the status of the worker on this machine, or with --swarm all workers of a job."""
     if job is not None:
         check_job_id(job)
-    directory = data_dir or default_data_dir()
-    job = job or newest_job(directory)
+    job = job or newest_job(data_dir)
     if swarm is None:
-        _watch_here(directory / "training" / job, watch=watch, as_json=as_json)
+        _watch_here(data_dir / "training" / job, watch=watch, as_json=as_json)
         return
     network = client_network(swarm, bootstrap, data_dir)
     asyncio.run(_watch_swarm(network, job, watch=watch, as_json=as_json))

@@ -155,7 +155,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         from swarmnet_client.tuning.trainer import Tuner
         from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
-        files: dict[str, Any] = {"cache_dir": client.models, "max_disk_bytes": client.max_disk_bytes}
+        files: dict[str, Any] = {"cache_dir": client.cache_dir, "max_disk_bytes": client.max_disk_bytes}
         local = resolve_in_swarm(model, lambda: client.network(swarm), progress=shown.progress, **files)
         _check_sizes(local, settings)
         dataset = Dataset.read(local.tokenizer(), data, eval_data, settings)
