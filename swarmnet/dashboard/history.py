@@ -278,7 +278,7 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"its format is {version}, not {_VERSION}")
         if (found := connection.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(str(found[0]))
-        connection.create_aggregate("sum_times", 1, _SumOfTimes)
+        connection.create_aggregate("sum_times", 1, _SumOfTimes)  # type: ignore[arg-type]  # SQLite takes text, too
         connection.execute(f"PRAGMA max_page_count = {MAX_BYTES // _PAGE_BYTES}")
     except sqlite3.Error:
         connection.close()
