@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from swarmnet_protocols.training.rounds.averaging import AggregationRules
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from tests.support.training.attacks import ATTACKS, attack_job, sign_flip, train
 from tests.support.training.workers import copy_sources
 

@@ -11,7 +11,10 @@ import uvloop
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import Averager, Outcome, RoundMember, RoundTiming
+from swarmnet_protocols.training.rounds.averaging import Averager
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from tests.support.training.lab import JOB
 
 from .conftest import LOOPBACK
@@ -41,7 +44,9 @@ def test_three_workers_average_and_two_continue_when_one_is_gone(tmp_path: Path)
             )
             members = [RoundMember(each.peer_id, tuple(each.addresses()), 1e7) for each in transports]
             exchanges = [
-                await stack.enter_async_context(Averager(each, JOB, keys[each.peer_id].sign, timing=TIMING))
+                await stack.enter_async_context(
+                    Averager(RoundContext(each, JOB, keys[each.peer_id].sign, TIMING))
+                )
                 for each in transports
             ]
             values = [torch.randn(SIZE, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]

@@ -45,7 +45,7 @@ from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds import messages, reduction
+from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
     membership_pb2,
     records_pb2,
@@ -343,14 +343,14 @@ def read_control(data: bytes) -> None:
 
 
 def read_roster(data: bytes) -> None:
-    me = rosters.Candidate(_PEER, ())
+    me = terms.RoundMember(_PEER)
     wire = parse(workers_pb2.Roster, data)
     rosters.roster_from_wire(wire, round=wire.round, me=me)
 
 
 def roster_seeds() -> list[bytes]:
     exchange = rosters.next_exchange_number(7, 0)
-    roster = rosters.Roster(7, exchange, (rosters.Candidate(_PEER, ("/ip4/203.0.113.5/tcp/4001",)),))
+    roster = rosters.Roster(7, exchange, (terms.RoundMember(_PEER, ("/ip4/203.0.113.5/tcp/4001",)),))
     return [rosters.roster_to_wire(roster).SerializeToString()]
 
 
@@ -359,8 +359,9 @@ def read_measured(data: bytes) -> None:
 
 
 def read_summary(data: bytes) -> None:
-    terms = reduction.SliceTerms(exchange_number=7, index=1, count=64, codec=get_codec("int8"))
-    reduction.read_summary(terms, 4, data)
+    members = (terms.RoundMember(_PEER),) * 4
+    agreed = terms.RoundTerms(bytes(32), 7, members, ((0, 64), (64, 128)), (0, 1), get_codec("int8"), ())
+    reduction.read_summary(agreed, 1, data)
 
 
 def read_values(name: str, data: bytes) -> None:

@@ -5,11 +5,12 @@ import asyncio
 import itertools
 import random
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swarmnet_protocols.training.rounds.averaging import RoundTiming
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
@@ -67,7 +68,7 @@ def test_a_result_is_not_requested_again_while_it_is_verified() -> None:
     async def scenario(lab: TrainingLab) -> Outcomes:
         for exchange in lab.exchanges.values():
             # longer than a member waits for one that is silent
-            exchange._executor = TimedExecutor(2.5)
+            exchange._context = replace(exchange._context, executor=TimedExecutor(2.5))
         return await lab.average(work)
 
     outcomes: Outcomes = simulate(scenario, lab)
@@ -89,6 +90,7 @@ def test_bulk_data_that_is_queued_is_not_queued_again() -> None:
         assert [first, link._next(), link._next()] == [*messages(b"1", b"2"), None]
         link.post_bulk("contribution", "slice", messages(b"1"))
         assert [link._next()] == [*messages(b"1")], "it had been sent, so it is queued again"
+        await link.close()
 
     simulate(scenario, TrainingLab(2))
 

@@ -9,24 +9,23 @@ import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import AggregationRules
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
-    ResultReader,
-    SliceTerms,
+    read_result,
     reduce_slice,
     result_hash,
 )
+from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import simulate
 from tests.support.network.memory_network import Delivery
-from tests.support.training.lab import TrainingLab, Work
+from tests.support.training.lab import TrainingLab, Work, terms_of
 
 COUNT = 5000
-TERMS = SliceTerms(exchange_number=3, index=1, count=COUNT, codec=get_codec("topk"))
 MEMBERS = 4
+TERMS = terms_of(COUNT, "topk", exchange_number=3, index=1, members=MEMBERS)
 
 
 def payload_of(values: torch.Tensor, weight: float = 1.0) -> Contribution:
@@ -53,21 +52,18 @@ def bundle(payloads: Sequence[tuple[int, Contribution]], hashes: Mapping[int, by
     return Result(result_hash(summary, data), summary, data)
 
 
-RULES = AggregationRules()
-
-
-def reader(me: int = 3, rules: AggregationRules = RULES) -> ResultReader:
-    return ResultReader(TERMS, rules, MEMBERS, me, dict(PAYLOADS).get(me))
+def read(result: Result, me: int = 3, terms: RoundTerms = TERMS) -> torch.Tensor:
+    return read_result(terms, 1, result, me, dict(PAYLOADS).get(me))
 
 
 def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
-    reduced = reduce_slice(TERMS, AggregationRules(), PAYLOADS)
+    reduced = reduce_slice(TERMS, 1, PAYLOADS)
     assert reduced is not None
     result, values = reduced
     assert result.payload == b"".join(payload.data for _, payload in PAYLOADS)
-    assert len(result.payload) == TERMS.result_bytes(3)
+    assert len(result.payload) == TERMS.result_bytes(COUNT, 3)
     for me in range(MEMBERS):
-        assert torch.equal(reader(me).read(result), values)
+        assert torch.equal(read(result, me), values)
     kept = torch.stack([TERMS.codec.decode(payload.data, COUNT) for _, payload in PAYLOADS])
     mean = (kept * torch.tensor([1.0, 2.0, 3.0])[:, None]).sum(dim=0) / 6
     torch.testing.assert_close(values, mean)
@@ -76,7 +72,7 @@ def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
 def test_an_altered_contribution_does_not_have_its_hash() -> None:
     altered = [(0, OTHER), *PAYLOADS[1:]]
     with pytest.raises(ProtocolViolation, match="does not have its hash"):
-        reader().read(bundle(altered, {0: PAYLOADS[0][1].hash}))
+        read(bundle(altered, {0: PAYLOADS[0][1].hash}))
 
 
 @pytest.mark.parametrize(
@@ -85,50 +81,50 @@ def test_an_altered_contribution_does_not_have_its_hash() -> None:
 def test_the_author_of_a_contribution_refuses_a_forged_one(forged: Contribution) -> None:
     result = bundle([(0, forged), *PAYLOADS[1:]])
     with pytest.raises(ProtocolViolation, match="that it did not make"):
-        reader(0).read(result)
-    reader(1).read(result)  # a member that is not the author cannot know
+        read(result, 0)
+    read(result, 1)  # a member that is not the author cannot know
 
 
 def test_a_member_without_a_contribution_refuses_a_result_naming_it() -> None:
     with pytest.raises(ProtocolViolation, match="that it did not make"):
-        reader(3).read(bundle([*PAYLOADS, (3, OTHER)]))
+        read(bundle([*PAYLOADS, (3, OTHER)]))
 
 
 def test_a_bundle_of_another_size_than_its_summary_says_is_refused() -> None:
     whole = bundle(PAYLOADS)
     for data in (whole.payload[:-1], bytes(whole.payload) + b"\0", b""):
         with pytest.raises(ProtocolViolation, match="from 3 contributors"):
-            reader().read(Result(result_hash(whole.summary, data), whole.summary, data))
+            read(Result(result_hash(whole.summary, data), whole.summary, data))
 
 
 def test_a_bundle_with_an_invalid_contribution_is_refused() -> None:
-    garbage = b"\xff" * TERMS.contribution_bytes
+    garbage = b"\xff" * TERMS.codec.max_bytes(COUNT)
     broken = Contribution.of(1.0, garbage)
     with pytest.raises(ProtocolViolation, match="member 2 is in a bundle, but"):
-        reader().read(bundle([*PAYLOADS[:2], (2, broken)]))
+        read(bundle([*PAYLOADS[:2], (2, broken)]))
     unwanted = TERMS.codec.decode(PAYLOADS[1][1].data, COUNT)
     rules = AggregationRules(
         screen=lambda rows, _: ["too long" if torch.equal(row, unwanted) else "" for row in rows]
     )
     with pytest.raises(ProtocolViolation, match="member 1 is in a bundle, but too long"):
-        reader(rules=rules).read(bundle(PAYLOADS))
+        read(bundle(PAYLOADS), terms=replace(TERMS, rules=rules))
     with pytest.raises(ProtocolViolation, match="weight 1e\\+300 is above"):
-        reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=1e300)), *PAYLOADS[1:]]))
+        read(bundle([(0, replace(PAYLOADS[0][1], weight=1e300)), *PAYLOADS[1:]]))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
 def test_an_invalid_weight_is_refused(weight: float) -> None:
     with pytest.raises(ProtocolViolation, match="positive and finite"):
-        reader().read(bundle([(0, replace(PAYLOADS[0][1], weight=weight)), *PAYLOADS[1:]]))
+        read(bundle([(0, replace(PAYLOADS[0][1], weight=weight)), *PAYLOADS[1:]]))
 
 
 def test_a_contribution_that_does_not_decode_is_left_out() -> None:
-    garbage = b"\xff" * TERMS.contribution_bytes
+    garbage = b"\xff" * TERMS.codec.max_bytes(COUNT)
     broken = Contribution.of(1.0, garbage)
-    reduced = reduce_slice(TERMS, AggregationRules(), [PAYLOADS[0], (1, broken), PAYLOADS[2]])
+    reduced = reduce_slice(TERMS, 1, [PAYLOADS[0], (1, broken), PAYLOADS[2]])
     assert reduced is not None
-    assert len(reduced[0].payload) == TERMS.result_bytes(2)
-    assert torch.equal(reader().read(reduced[0]), reduced[1])
+    assert len(reduced[0].payload) == TERMS.result_bytes(COUNT, 2)
+    assert torch.equal(read(reduced[0]), reduced[1])
 
 
 def traffic(codec: str, count: int) -> tuple[int, int]:

@@ -12,21 +12,21 @@ from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.rounds.averaging import AggregationRules, Outcome, RoundMember
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
-    ResultReader,
-    SliceTerms,
+    read_result,
     read_summary,
     reduce_slice,
 )
-from swarmnet_protocols.training.rounds.terms import RoundTerms
+from swarmnet_protocols.training.rounds.round_runner import Outcome
+from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import averaged, random_round, simulate
 from tests.support.attacks.refusals import final_refusal
 from tests.support.network import memory_network
 from tests.support.network.memory_network import LinkProfile
-from tests.support.training.lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement
+from tests.support.training.lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement, terms_of
 
 SIZE = 30_000
 
@@ -82,24 +82,23 @@ def test_a_screened_or_too_heavy_contribution_is_left_out_and_named() -> None:
 
 def test_a_contribution_or_result_without_its_hash_does_not_count() -> None:
     codec = get_codec("float32")
-    terms = SliceTerms(exchange_number=0, index=0, count=2, codec=codec)
+    terms = terms_of(2, "float32", members=3)
     good, other = (codec.encode(torch.tensor(values)) for values in ([1.0, 2.0], [5.0, 6.0]))
     payloads = [
         (0, Contribution.of(1.0, good)),
         (1, replace(Contribution.of(1.0, good), data=other)),
         (2, Contribution.of(1.0, good[:-1])),
     ]
-    reduced = reduce_slice(terms, AggregationRules(), payloads)
+    reduced = reduce_slice(terms, 0, payloads)
     assert reduced is not None
     result, values = reduced
-    summary = read_summary(terms, 3, result.summary)
+    summary = read_summary(terms, 0, result.summary)
     assert [each.member for each in summary.contributors] == [0]
     assert [each.member for each in summary.excluded] == [1, 2]
     assert values.tolist() == [1.0, 2.0]
-    reader = ResultReader(terms, AggregationRules(), 3, 2, None)
-    assert reader.read(result).tolist() == [1.0, 2.0]
+    assert read_result(terms, 0, result, 2, None).tolist() == [1.0, 2.0]
     with pytest.raises(ProtocolViolation, match="hash"):
-        reader.read(replace(result, payload=other))
+        read_result(terms, 0, replace(result, payload=other), 2, None)
 
 
 def test_contributions_that_all_fail_discard_the_round() -> None:

@@ -9,8 +9,7 @@ import pytest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.bandwidth import MIN_BYTES, ArrivalRates
-from swarmnet_protocols.training.rounds.averaging import RoundTiming
-from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION
+from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION, RoundTiming
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.sim.test_averaging import nth, simulate
 from tests.support.network.memory_network import Delivery, LinkProfile

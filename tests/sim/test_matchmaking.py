@@ -12,18 +12,19 @@ from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
 from swarmnet_protocols.training import matchmaking, rosters
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, Matchmaking, OutOfSync
 from swarmnet_protocols.training.rosters import (
     EXCHANGES_PER_ROUND,
     MAX_AHEAD_OF_FOLLOWER,
     NO_ADDRESSES,
     AddressBook,
-    Candidate,
     Roster,
     member_from_wire,
     roster_from_wire,
     roster_to_wire,
 )
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
 from tests.support.network.memory_network import Delivery, MemoryNetwork
@@ -34,6 +35,7 @@ FIRST = 3 * EXCHANGES_PER_ROUND
 """One below the first exchange number of round 3."""
 
 
+AT_START = WorkerPosition(3, START)
 FIRST_PEER, SECOND_PEER, THIRD_PEER = sorted(PEERS[:3])
 
 
@@ -67,7 +69,7 @@ def test_a_round_does_not_wait_for_dead_workers(fault: str) -> None:
 def test_a_worker_that_is_late_is_left_out() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         present = workers[:3]
-        await workers[3].matchmaking.set_position(3, START)
+        await workers[3].matchmaking.set_position(AT_START)
         rosters = await asyncio.gather(*(worker.gather(workers) for worker in present))
         assert [names(roster) for roster in rosters] == [[worker.member.peer for worker in present]] * 3
         assert TIMEOUT_S <= asyncio.get_running_loop().time() < TIMEOUT_S + 1
@@ -81,7 +83,7 @@ def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, *early, last = workers
-        await last.matchmaking.set_position(3, START)
+        await last.matchmaking.set_position(AT_START)
         waiting = [asyncio.create_task(each.gather(workers[1:])) for each in early]
         await asyncio.sleep(1.0)
         assert not any(task.done() for task in waiting), "they wait for the last one"
@@ -102,7 +104,7 @@ def test_of_two_leaders_the_lower_peer_id_gets_both_groups() -> None:
 def test_a_leader_waits_a_few_seconds_for_a_worker_at_another_round(behind: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         present, elsewhere = workers[:2], workers[2]
-        await elsewhere.matchmaking.set_position(5 - behind, b"another state")
+        await elsewhere.matchmaking.set_position(WorkerPosition(5 - behind, b"another state"))
         rosters = await asyncio.gather(*(worker.gather(workers, round=5) for worker in present))
         assert [names(roster) for roster in rosters] == [[each.member.peer for each in present]] * 2
         waited_s = asyncio.get_running_loop().time()
@@ -138,7 +140,7 @@ def test_no_worker_waits_for_one_that_leaves(place: int) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         leaver = workers[place]
         present = [worker for worker in workers if worker is not leaver]
-        await leaver.matchmaking.set_position(3, START)
+        await leaver.matchmaking.set_position(AT_START)
         asking = [asyncio.create_task(worker.gather(workers)) for worker in present]
         await asyncio.sleep(TIMING.ping_s / 2)
         assert not any(task.done() for task in asking), "they wait for it"
@@ -169,7 +171,7 @@ def test_a_worker_that_is_behind_gets_the_position_of_the_others() -> None:
         rosters = await asyncio.gather(*(worker.gather(workers[:3], round=5) for worker in workers[:3]))
         with pytest.raises(OutOfSync) as caught:
             await late
-        assert (caught.value.round, caught.value.state) == (5, START)
+        assert caught.value.position == WorkerPosition(5, START)
         assert len(rosters[0].members) == 3
 
     simulate(4, scenario)
@@ -181,7 +183,7 @@ def test_a_newcomer_of_the_lowest_peer_id_gets_the_position_of_others() -> None:
         await asyncio.gather(*(worker.gather(others, round=7) for worker in others))
         with pytest.raises(OutOfSync) as caught:
             await newcomer.gather(workers, round=0, state=b"0" * 32)
-        assert (caught.value.round, caught.value.state) == (7, START)
+        assert caught.value.position == WorkerPosition(7, START)
 
         # Meanwhile no worker waits for it, although it has the lowest peer id.
         started = asyncio.get_running_loop().time()
@@ -199,7 +201,7 @@ def test_a_worker_with_another_state_than_most_is_out_of_sync() -> None:
         await asyncio.sleep(0.1)
         with pytest.raises(OutOfSync) as caught:
             await newcomer.gather(workers, state=b"x" * 32)
-        assert caught.value.state == START
+        assert caught.value.position == AT_START
         await rosters
 
     simulate(4, scenario)
@@ -211,7 +213,7 @@ def test_a_follower_with_another_state_is_out_of_sync() -> None:
         rosters = await asyncio.gather(*(worker.gather(workers[:2]) for worker in workers[:2]))
         with pytest.raises(OutOfSync) as caught:
             await strange
-        assert caught.value.state == START
+        assert caught.value.position == AT_START
         assert names(rosters[0]) == [worker.member.peer for worker in workers[:2]]
 
     simulate(3, scenario)
@@ -255,11 +257,11 @@ def test_a_follower_with_an_impossible_measurement_is_left_out(
 ) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         strange = pb.Measured(id=workers[0].member.peer, bytes_per_s=rate)
-        monkeypatch.setattr(matchmaking, "measured_to_wire", lambda measured: [strange] if measured else [])
+        monkeypatch.setattr(rosters, "measured_to_wire", lambda measured: [strange] if measured else [])
         workers[1].measured = {workers[0].member.peer: 1e6}
-        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
+        found = await asyncio.gather(*(worker.gather(workers) for worker in workers))
         alone = [worker.member.peer for worker in (workers[0], workers[2])]
-        assert names(rosters[0]) == names(rosters[2]) == alone
+        assert names(found[0]) == names(found[2]) == alone
 
     simulate(3, scenario)
 
@@ -268,12 +270,12 @@ def test_a_follower_with_an_impossible_measurement_is_left_out(
 def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
     members = [pb.Member(id=FIRST_PEER), pb.Member(id=SECOND_PEER)]
     wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
-    assert roster_from_wire(wire, round=3, me=Candidate(FIRST_PEER, ())).members[1].bytes_per_s == 2e6
+    assert roster_from_wire(wire, round=3, me=RoundMember(FIRST_PEER)).members[1].bytes_per_s == 2e6
     with pytest.raises(ProtocolViolation):
         roster_from_wire(
             pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
             round=3,
-            me=Candidate(FIRST_PEER, ()),
+            me=RoundMember(FIRST_PEER),
         )
 
 
@@ -282,7 +284,7 @@ def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
 
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
-        await first.matchmaking.set_position(3, START)  # still at its inner steps
+        await first.matchmaking.set_position(AT_START)  # still at its inner steps
         asking = [asyncio.create_task(second.gather(workers))]
         await asyncio.sleep(1)
         asking.append(asyncio.create_task(third.gather([second])))
@@ -300,7 +302,7 @@ def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         back, *others = workers
         for worker in others:
-            await worker.matchmaking.set_position(3, START)
+            await worker.matchmaking.set_position(AT_START)
         with pytest.raises(OutOfSync):
             await back.gather(workers, round=0, state=b"0" * 32)
         asking = [asyncio.create_task(back.gather(workers))]
@@ -316,7 +318,7 @@ def test_a_worker_that_caught_up_joins_those_that_do_not_know_it() -> None:
 def test_a_follower_stays_if_the_leader_it_is_sent_to_is_unreachable(fault: str) -> None:
     async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
         first, second, third = workers
-        await first.matchmaking.set_position(3, START)
+        await first.matchmaking.set_position(AT_START)
         asking = [asyncio.create_task(second.gather(workers))]
         await asyncio.sleep(1)
         if fault == "cut":
@@ -331,10 +333,10 @@ def test_a_follower_stays_if_the_leader_it_is_sent_to_is_unreachable(fault: str)
         else:
             roster, _ = await asyncio.gather(first.gather(workers[:2]), asking[0])
             assert names(roster) == [first.member.peer, second.member.peer]
-            await second.matchmaking.set_position(4, b"t" * 32)
+            await second.matchmaking.set_position(WorkerPosition(4, b"t" * 32))
             with pytest.raises(OutOfSync) as caught:
                 await asking[1]
-            assert (caught.value.round, caught.value.state) == (4, b"t" * 32)
+            assert caught.value.position == WorkerPosition(4, b"t" * 32)
 
     simulate(3, scenario)
 
@@ -353,7 +355,7 @@ def excluding_none(patch: Patch) -> None:
 def test_an_excluded_follower_is_in_no_roster(moment: str) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         leader, liar, other = workers
-        await leader.matchmaking.set_position(3, START)
+        await leader.matchmaking.set_position(AT_START)
         if moment == "before":
             leader.excluded.add(liar.member.peer)
         async with cancelled(liar.gather([leader])):
@@ -371,7 +373,7 @@ def test_no_worker_follows_a_redirect_to_an_excluded_leader() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         liar, second, third = workers
         third.excluded.add(liar.member.peer)
-        await liar.matchmaking.set_position(3, START)
+        await liar.matchmaking.set_position(AT_START)
         async with cancelled(second.gather([liar]), third.gather([second])):
             # The second worker has a leader, the third is redirected.
             await asyncio.sleep(2 * TIMING.matchmaking_heartbeat_s)
@@ -451,10 +453,10 @@ def test_a_follower_without_the_address_book_gets_the_whole_roster(change: str) 
     simulate(4, scenario)
 
 
-A = Candidate(
+A = RoundMember(
     FIRST_PEER, ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
 )
-B = Candidate(SECOND_PEER, (), bytes_per_s=2e6, weight=0.0)
+B = RoundMember(SECOND_PEER, (), bytes_per_s=2e6, weight=0.0)
 ROSTER = Roster(3, FIRST + 7, (A, B))
 SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
 
@@ -516,7 +518,7 @@ def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
 def test_a_follower_that_never_sends_its_addresses_is_refused() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         host, follower = workers
-        await host.matchmaking.set_position(3, START)
+        await host.matchmaking.set_position(AT_START)
         request = pb.MatchmakingRequest(
             job=JOB, round=3, state=START, member=pb.Member(weight=1.0), known=b"0" * 16
         )

@@ -21,9 +21,9 @@ from swarmnet_protocols.training.rounds.messages import (
     Vote,
 )
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
-from swarmnet_protocols.training.rounds.round_state import UNVOTED, RoundState
+from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms
-from swarmnet_protocols.training.rounds.votes import Votes
+from swarmnet_protocols.training.rounds.votes import UNVOTED, Votes
 from tests.defences import defence, no, replacing
 from tests.sim.test_averaging import averaged, simulate
 from tests.sim.test_verifiable_rounds import COUNT, ROBUST
@@ -39,7 +39,7 @@ RNG = random.Random(0)
 
 
 def invented(state: RoundState) -> Hashes:
-    return tuple(RNG.randbytes(HASH_BYTES) for _ in state._assignments)
+    return tuple(RNG.randbytes(HASH_BYTES) for _ in state._slices)
 
 
 def discards(_: RoundState, __: int) -> Sequence[Control]:
@@ -133,7 +133,7 @@ def claims_results(state: RoundState, _: int) -> Sequence[Control]:
 
 
 def votes_for_missing_results(state: RoundState, _: int) -> Sequence[Control]:
-    return [Report(tuple(() for _ in state._assignments), state._votes.cast(invented(state)))]
+    return [Report(tuple(() for _ in state._slices), state._votes.cast(invented(state)))]
 
 
 def proposes_to_discard(_: RoundState, __: int) -> Sequence[Control]:

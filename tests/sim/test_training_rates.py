@@ -10,10 +10,12 @@ from functools import partial
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import ALIGNMENT
 from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.rounds.averaging import Outcome
+from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.rounds.round_runner import Outcome
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
 from tests.support.network.virtual_time import run
 from tests.support.training.lab import JOB, TrainingLab, Work, check_agreement
@@ -57,7 +59,7 @@ class RatesLab(TrainingLab):
         work = Work.random(self, COUNT)
         rates = {peer: ArrivalRates() for peer in self.peers}
         groups = {
-            peer: Matchmaking(self.transports[peer], JOB, max_members=8, timing=Timing())
+            peer: Matchmaking(self.transports[peer], JOB, max_members=8, timeout_s=10.0, timing=Timing())
             for peer in self.peers
         }
         for matchmaking in groups.values():
@@ -77,11 +79,9 @@ class RatesLab(TrainingLab):
     async def _form_group(
         self, matchmaking: Matchmaking, me: PeerId, number: int, rates: ArrivalRates
     ) -> Roster:
-        await matchmaking.set_position(number, b"s" * 32)
-        candidates = {peer: Candidate(peer, (), weight=1.0) for peer in self.peers}
-        return await matchmaking.form_group(
-            candidates.pop(me), list(candidates.values()), measured=rates.bytes_per_s(), timeout_s=10.0
-        )
+        await matchmaking.set_position(WorkerPosition(number, b"s" * 32))
+        members = {peer: RoundMember(peer, weight=1.0) for peer in self.peers}
+        return await matchmaking.form_group(members.pop(me), [*members.values()], rates.bytes_per_s())
 
 
 def test_slices_follow_the_links_and_rounds_become_faster() -> None:

@@ -2,23 +2,19 @@
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from swarmnet_protocols.errors import IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import IntegrityError, SwarmnetError
 from swarmnet_protocols.fetching import download as download_module
 from swarmnet_protocols.fetching.download import REPEAT_S
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import STATE
-from swarmnet_protocols.training.rounds.terms import RoundMember
-from swarmnet_protocols.training.state_transfer import (
-    CHUNK_BYTES,
-    STREAMS,
-    PackedState,
-    StateDownload,
-)
+from swarmnet_protocols.training import state_transfer
+from swarmnet_protocols.training.state_transfer import CHUNK_BYTES, PackedState, fetch_state
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.defences import defence, replacing
 from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork
@@ -29,12 +25,17 @@ PACKED = PackedState.of([DATA[:9], DATA[9 : 3 * CHUNK_BYTES], DATA[3 * CHUNK_BYT
 STATE_ID = PACKED.id
 
 
-def sources(workers: list[Worker]) -> list[RoundMember]:
-    return [RoundMember(worker.member.peer, ()) for worker in workers]
+Progress = Callable[[int, int], None]
 
 
-def download(max_bytes: int = len(DATA)) -> StateDownload:
-    return StateDownload(JOB, STATE_ID, max_bytes=max_bytes)
+async def fetch(
+    me: Worker, *sources: Worker, max_bytes: int = len(DATA), on_bytes: Progress = lambda done, total: None
+) -> tuple[bytearray, dict[PeerId, str]]:
+    """The state, and the sources that sent wrong data."""
+    members = [source.member for source in sources]
+    return await fetch_state(
+        me.transport, JOB, STATE_ID, members, TIMING, max_bytes=max_bytes, on_bytes=on_bytes
+    )
 
 
 def test_a_state_comes_from_several_peers_at_once() -> None:
@@ -46,9 +47,7 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
         for worker in workers[1:]:
             assert worker.states.offer(PACKED) == STATE_ID
         heard: list[tuple[int, int]] = []
-        data = await download().run(
-            workers[0].transport, sources(workers[1:]), TIMING, lambda *progress: heard.append(progress)
-        )
+        data, _ = await fetch(*workers, on_bytes=lambda *progress: heard.append(progress))
         assert data == DATA
         assert served == {worker.member.peer for worker in workers[1:]}
         assert [total for _, total in heard] == [len(DATA)] * 6
@@ -61,7 +60,7 @@ def test_a_state_comes_from_several_peers_at_once() -> None:
 def test_the_logs_of_both_sides_of_a_download_name_it_alike(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         workers[1].states.offer(PACKED)
-        await download().run(workers[0].transport, sources(workers[1:]), TIMING)
+        await fetch(*workers)
 
     with caplog.at_level("DEBUG", logger="swarmnet_protocols"):
         simulate(2, scenario)
@@ -79,7 +78,7 @@ def test_a_long_link_to_one_source_stays_busy() -> None:
             profile = LinkProfile(delay_s=0.025, bytes_per_s=rate)
             network.set_link(workers[0].member.peer, worker.member.peer, profile)
         began = asyncio.get_running_loop().time()
-        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert (await fetch(*workers))[0] == DATA
         # Two round trips to begin with, then a one-way delay for each of the six chunks and the
         # first request: the window of a simulated stream is one chunk. A round trip for each would
         # be 0.15 s more.
@@ -101,7 +100,7 @@ def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
                 getattr(network, fault)(lost)
 
         network.observers.append(watch)
-        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert (await fetch(*workers))[0] == DATA
 
     simulate(3, scenario)
 
@@ -118,7 +117,7 @@ def test_chunks_that_a_source_sends_slowly_come_from_another() -> None:
         network.set_link(workers[0].member.peer, workers[1].member.peer, slow)
         network.set_link(workers[0].member.peer, workers[2].member.peer, slow)
         began = asyncio.get_running_loop().time()
-        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert (await fetch(*workers))[0] == DATA
         assert asyncio.get_running_loop().time() - began < 3 * REPEAT_S
 
     simulate(4, scenario)
@@ -133,48 +132,23 @@ def test_a_source_that_serves_a_flipped_bit_is_dropped_and_named() -> None:
         flipped[17] ^= 4
         liar.states._states[STATE_ID] = replace(PACKED, pieces=(memoryview(flipped),))
         workers[2].states.offer(PACKED)
-        wanted = download()
-        assert await wanted.run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
-        assert set(wanted.dropped) == {liar.member.peer}
-        assert "hash" in wanted.dropped[liar.member.peer]
-
-        alone = download()
+        data, dropped = await fetch(*workers)
+        assert data == DATA
+        assert set(dropped) == {liar.member.peer}
+        assert "hash" in dropped[liar.member.peer]
         with pytest.raises(IntegrityError, match=liar.member.peer):
-            await alone.run(workers[0].transport, sources([liar]), TIMING)
+            await fetch(workers[0], liar)
 
     simulate(3, scenario)
 
 
-def test_a_download_continues_with_other_sources() -> None:
-    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
-        first, second = workers[1], workers[2]
-        first.states.offer(PACKED)
-        second.states.offer(PACKED)
-        chunks: list[PeerId] = []
+def test_a_state_above_the_size_limit_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_transfer, "PieceMemory", lambda *_: pytest.fail("it was allocated"))
 
-        def watch(delivery: Delivery) -> None:
-            if delivery.protocol == STATE and len(delivery.message.payload) > 1000:
-                chunks.append(delivery.source)
-                if len(chunks) == 3:
-                    network.crash(first.member.peer)
-
-        network.observers.append(watch)
-        wanted = download()
-        with pytest.raises(Unreachable, match=first.member.peer):
-            await wanted.run(workers[0].transport, sources([first]), TIMING)
-        assert await wanted.run(workers[0].transport, sources([second]), TIMING) == DATA
-        assert len(chunks) <= 6 + STREAMS, "only chunks in flight are sent again"
-
-    simulate(3, scenario)
-
-
-def test_a_state_above_the_size_limit_is_not_allocated() -> None:
     async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
         workers[1].states.offer(PACKED)
-        wanted = download(max_bytes=len(DATA) - 1)
         with pytest.raises(IntegrityError, match="were expected"):
-            await wanted.run(workers[0].transport, sources(workers[1:]), TIMING)
-        assert wanted._memory is None
+            await fetch(*workers, max_bytes=len(DATA) - 1)
 
     simulate(2, scenario)
 
@@ -193,7 +167,7 @@ def test_an_older_state_is_kept_while_a_peer_downloads_it() -> None:
                         states.offer(PackedState.of([bytes([number])]))
 
         network.observers.append(watch)
-        assert await download().run(workers[0].transport, sources(workers[1:]), TIMING) == DATA
+        assert (await fetch(*workers))[0] == DATA
         await asyncio.sleep(1)
         assert list(states._states) == [PackedState.of([bytes([2])]).id]
 
@@ -225,7 +199,7 @@ def test_a_state_that_was_replaced_is_refused() -> None:
         workers[1].states.offer(PACKED)
         workers[1].states.offer(PackedState.of([b"one more"]))
         with pytest.raises(SwarmnetError, match="not kept"):
-            await download().run(workers[0].transport, sources(workers[1:]), TIMING)
+            await fetch(*workers)
 
     simulate(2, scenario)
 

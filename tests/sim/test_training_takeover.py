@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.training import worker
+from swarmnet_node.training import known_workers
 from swarmnet_node.training.checkpoint import CheckpointStore
+from swarmnet_node.training.known_workers import NEW_S
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_node.training.worker import NEW_S
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import CatchUp, WorkerPosition
 from swarmnet_protocols.training.jobs import open_job
@@ -72,7 +72,7 @@ def believe_the_latest(patch: Patch) -> None:
         position = max(votes.values(), key=lambda each: each.round)
         return CatchUp(position, tuple(peer for peer, each in votes.items() if each == position))
 
-    patch.setattr(worker, "catch_up", latest)
+    patch.setattr(known_workers, "catch_up", latest)
 
 
 @defence(
@@ -88,7 +88,7 @@ def believe_the_latest(patch: Patch) -> None:
 def test_claims_of_a_later_round_by_newcomers_are_ignored(
     honest: int, attackers: int, new_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "NEW_S", new_s)
+    monkeypatch.setattr(known_workers, "NEW_S", new_s)
     liars = tuple(f"mallory-{number}" for number in range(attackers))
     lab = attacked(tmp_path, HONEST[:honest], liars)
     for name in HONEST[:honest]:

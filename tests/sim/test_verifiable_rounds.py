@@ -18,14 +18,13 @@ from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.rounds import reduction
 from swarmnet_protocols.training.rounds import terms as terms_module
-from swarmnet_protocols.training.rounds.aggregation_rules import aggregate
-from swarmnet_protocols.training.rounds.averaging import AggregationRules
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, aggregate
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
-    ResultReader,
-    SliceTerms,
+    read_result,
     result_hash,
+    signed_bytes,
 )
 from swarmnet_protocols.training.rounds.round_runner import RoundRunner
 from swarmnet_protocols.training.rounds.terms import RoundTerms
@@ -41,7 +40,7 @@ LIAR = 0
 """The member that lies, by its place in the roster: it reduces the first slice."""
 
 Payloads = Sequence[tuple[int, Contribution]]
-Lie = Callable[[SliceTerms, Payloads], Result]
+Lie = Callable[[RoundTerms, int, Payloads], Result]
 
 
 def robust(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -51,42 +50,43 @@ def robust(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 ROBUST = AggregationRules(aggregate=robust, verifiable=True)
 
 
-def bundle(terms: SliceTerms, payloads: Payloads) -> Result:
+def bundle(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
     contributors = [
         pb.Contributor(member=member, weight=each.weight, hash=each.hash, signature=each.signature)
         for member, each in payloads
     ]
-    summary = pb.Summary(exchange_number=terms.exchange_number, slice=terms.index, contributors=contributors)
+    summary = pb.Summary(exchange_number=terms.exchange_number, slice=index, contributors=contributors)
     data = b"".join(each.data for _, each in payloads)
     return Result(result_hash(summary.SerializeToString(), data), summary.SerializeToString(), data)
 
 
-def forged(terms: SliceTerms) -> Contribution:
-    return Contribution.of(1.0, terms.codec.encode(torch.full((terms.count,), 1e6)))
+def forged(terms: RoundTerms, index: int) -> Contribution:
+    return Contribution.of(1.0, terms.codec.encode(torch.full((terms.size(index),), 1e6)))
 
 
-def another_average(terms: SliceTerms, payloads: Payloads) -> Result:
+def another_average(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
     """A result with the liar's numbers in the form of a round that is not verifiable: encoded,
     without contributions."""
-    result = bundle(terms, payloads)
-    return Result(result_hash(result.summary, forged(terms).data), result.summary, forged(terms).data)
+    summary, lie = bundle(terms, index, payloads).summary, forged(terms, index).data
+    return Result(result_hash(summary, lie), summary, lie)
 
 
-def other_contributions(terms: SliceTerms, payloads: Payloads) -> Result:
+def other_contributions(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
     """In the names of the others, but for one of them, who could tell."""
-    return bundle(terms, [(member, each if member == 1 else forged(terms)) for member, each in payloads])
+    lie = forged(terms, index)
+    return bundle(terms, index, [(member, each if member == 1 else lie) for member, each in payloads])
 
 
-def its_own_signature(terms: SliceTerms, payloads: Payloads) -> Result:
+def its_own_signature(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
     key = list(IDENTITIES.values())[LIAR]
-    lie = forged(terms)
-    signed = replace(lie, signature=key.sign(terms.signed_bytes(lie)))
-    return bundle(terms, [(member, each if member == 1 else signed) for member, each in payloads])
+    lie = forged(terms, index)
+    signed = replace(lie, signature=key.sign(signed_bytes(terms, index, lie)))
+    return bundle(terms, index, [(member, each if member == 1 else signed) for member, each in payloads])
 
 
-def only_its_own(terms: SliceTerms, payloads: Payloads) -> Result:
+def only_its_own(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
     """Signed and true, but the only contribution of which the median is made."""
-    return bundle(terms, [(member, each) for member, each in payloads if member == LIAR])
+    return bundle(terms, index, [(member, each) for member, each in payloads if member == LIAR])
 
 
 def lying_reducers(patch: pytest.MonkeyPatch, lie: Lie, liars: set[PeerId]) -> None:
@@ -97,8 +97,8 @@ def lying_reducers(patch: pytest.MonkeyPatch, lie: Lie, liars: set[PeerId]) -> N
         if self._terms.members[self._me].peer not in liars:
             await honest(self, index, payloads)
             return
-        terms = self._terms.slice(index)
-        self._store(index, lie(terms, payloads), torch.full((terms.count,), 1e6))
+        values = torch.full((self._terms.size(index),), 1e6)
+        self._store(index, lie(self._terms, index, payloads), values)
 
     patch.setattr(RoundRunner, "_reduce", reduce)
 
@@ -119,7 +119,7 @@ def average_with(
 
 @defence(
     "a robust result needs contributions of a quorum",
-    off=replacing(reduction, "_has_quorum", yes),
+    off=replacing(RoundTerms, "quorum", 1),
     lie=only_its_own,
     count=4,
 )
@@ -175,30 +175,29 @@ def test_honest_members_commit_the_aggregate_of_all_contributions(codec: str) ->
 def signed(terms: RoundTerms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:
     payload = Contribution.of(1.0, terms.codec.encode(values))
     key = IDENTITIES[terms.members[member].peer]
-    return replace(payload, signature=key.sign(terms.slice(index).signed_bytes(payload)))
+    return replace(payload, signature=key.sign(signed_bytes(terms, index, payload)))
 
 
 @defence("a contribution counts only with its author's signature", off=replacing(reduction, "verify", yes))
 def test_a_contribution_to_another_round_slice_or_job_is_refused() -> None:
     members = TrainingLab(4).members()
     codec = get_codec("float32")
-    here = RoundTerms.of(JOB, 7, members, COUNT, codec, verifiable=True)
-    values = torch.ones(here.slice(0).count)
+    here = RoundTerms.of(JOB, 7, members, COUNT, codec, ROBUST)
+    values = torch.ones(here.size(0))
     good = [(member, signed(here, member, values)) for member in range(3)]
-    reader = ResultReader(here.slice(0), ROBUST, 4, 3, None)
-    assert torch.equal(reader.read(bundle(here.slice(0), good)), values)
+    assert torch.equal(read_result(here, 0, bundle(here, 0, good), 3, None), values)
     elsewhere = [
-        (RoundTerms.of(JOB, 6, members, COUNT, codec, verifiable=True), 0),
+        (RoundTerms.of(JOB, 6, members, COUNT, codec, ROBUST), 0),
         (here, 1),
-        (RoundTerms.of(bytes(32), 7, members, COUNT, codec, verifiable=True), 0),
+        (RoundTerms.of(bytes(32), 7, members, COUNT, codec, ROBUST), 0),
     ]
     for terms, index in elsewhere:
         replayed = [*good[:2], (2, signed(terms, 2, values, index=index))]
         with pytest.raises(ProtocolViolation, match="not signed by its author"):
-            reader.read(bundle(here.slice(0), replayed))
+            read_result(here, 0, bundle(here, 0, replayed), 3, None)
     heavier = [*good[:2], (2, replace(good[2][1], weight=2.0))]
     with pytest.raises(ProtocolViolation, match="not signed by its author"):
-        reader.read(bundle(here.slice(0), heavier))
+        read_result(here, 0, bundle(here, 0, heavier), 3, None)
 
 
 def test_a_worker_without_a_key_cannot_take_part() -> None:

@@ -32,7 +32,7 @@ from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
-from swarmnet_protocols.machine.platform import sync
+from swarmnet_protocols.machine.files import UNFINISHED, creating
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.net import PeerId
@@ -42,7 +42,6 @@ _PROGRESS = "progress.json"
 _MAX_PROGRESS_BYTES = 64 << 10
 _STATE = "state"
 _NAME = re.compile(r"checkpoint-(\d{8})")
-_TEMPORARY = ".new-"
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,13 @@ class CheckpointStore:
         """
         with _disk_errors(self._root):
             self._root.mkdir(parents=True, exist_ok=True)
-            for unfinished in self._root.glob(f"{_TEMPORARY}*"):
+            for unfinished in self._root.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(unfinished)
             folders = self._folders()
             number = int(folders[0].name.rpartition("-")[2]) + 1 if folders else 1
             target = self._root / f"checkpoint-{number:08d}"
-            with _atomic_folder(target) as folder:
+            with creating(target) as folder:
+                folder.chmod(0o755)
                 write_model(folder, checkpoint.parameters)
                 (folder / _STATE).mkdir()
                 for name in ("optimizer", "outer"):
@@ -155,7 +155,8 @@ class CheckpointStore:
             raise ConfigError(f"{target} already exists", hint="choose another --out")
         with _disk_errors(target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            with _atomic_folder(target) as folder:
+            with creating(target) as folder:
+                folder.chmod(0o755)
                 for file in found[0].iterdir():
                     if file.is_file() and file.name != _PROGRESS:
                         shutil.copyfile(file, folder / file.name)
@@ -293,24 +294,6 @@ def _checked_progress(folder: Path) -> dict[str, Any]:
 
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-@contextmanager
-def _atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a temporary folder. On exit, sync it and rename it to ``target``.
-
-    If an exception is raised, remove the folder instead.
-    """
-    temporary = Path(tempfile.mkdtemp(dir=target.parent, prefix=_TEMPORARY))
-    try:
-        yield temporary
-        temporary.chmod(0o755)
-        for path in [*_files(temporary), *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            sync(path)
-        temporary.rename(target)
-        sync(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 @contextmanager

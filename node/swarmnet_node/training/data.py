@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 
 from swarmnet_node.training.documents import documents, files_of
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
+from swarmnet_protocols.machine.files import creating
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from swarmnet_protocols.training.job_settings import BYTES, PYTHON_STDLIB, DataSection, JobError, is_published
@@ -317,18 +317,16 @@ def _write_cache(
     folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
 ) -> tuple[str, int]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     try:
-        digest, size_bytes = _tokenise(temporary, source, tokenizer, data)
-        (temporary / _ABOUT).write_text(json.dumps(_about(digest, size_bytes)))
-        try:
-            os.rename(temporary, folder)
-        except OSError:
-            if not folder.exists():  # otherwise another process has written it meanwhile
-                raise
-        return digest, size_bytes
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        with creating(folder) as fresh:
+            written = _tokenise(fresh, source, tokenizer, data)
+            (fresh / _ABOUT).write_text(json.dumps(_about(*written)))
+        return written
+    except OSError:
+        by_another = _read_cache(folder)  # another process may have written it meanwhile
+        if by_another is None:
+            raise
+        return by_another
 
 
 def _tokenise(
@@ -342,9 +340,6 @@ def _tokenise(
             part = held_out if _is_validation(document, data.validation) else train
             part.write(tokenizer.encode(document).astype(dtype).tobytes())
             size_bytes += len(document)
-        for stream in (train, held_out):
-            stream.flush()
-            os.fsync(stream.fileno())
     _hold_out(folder, dtype, data)
     return _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS]), size_bytes
 
@@ -373,9 +368,6 @@ def _move_end(source: Path, target: Path, size_bytes: int) -> None:
         shutil.copyfileobj(giving, taking)
         giving.seek(-size_bytes, os.SEEK_END)
         giving.truncate()
-        for stream in (giving, taking):
-            stream.flush()
-            os.fsync(stream.fileno())
 
 
 def _least_tokens(data: DataSection) -> int:

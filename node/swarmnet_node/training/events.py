@@ -9,7 +9,7 @@ from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
 from swarmnet_protocols.net import Reach
 from swarmnet_protocols.training.jobs import SealedJob
-from swarmnet_protocols.training.rounds.averaging import Outcome
+from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
 
 EventHandler = Callable[[dict[str, Any]], None]

@@ -1,17 +1,18 @@
 """The other workers of a job as one worker knows them.
 
-Says which workers are alive, vote, are excluded, and can provide the shared state.
+Says which workers are alive, vote, are excluded, and can provide the shared state. Asks them
+whether this worker has to move to their state.
 """
 
 import asyncio
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.catch_up import continued
+from swarmnet_protocols.training import MAX_MEMBERS
+from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, continued, join
 from swarmnet_protocols.training.job_records import find_workers
-from swarmnet_protocols.training.rosters import Candidate
 from swarmnet_protocols.training.rounds.terms import RoundMember
 
 DISTRUST_S = 120.0
@@ -23,6 +24,20 @@ MAX_EXCLUDED = 256
 take part again. It is excluded again at its next false result."""
 REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
+NEW_S = 60.0
+"""Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
+longer to find each other, they stay in several groups. With more, a majority
+of strangers can replace the weights of a worker that has trained so long."""
+LOOK_AGAIN = 4
+"""A worker reads the directory again after its time in the job divided by this, at most
+``REFRESH_S``. Workers that start together look for each other often; later each read would take
+time from the inner steps."""
+NEW_DISTRUST_S = 5.0
+"""Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that
+worker may be in a smaller group, which will join this one."""
+
+Ask = Callable[[Sequence[RoundMember]], Awaitable[dict[PeerId, WorkerPosition]]]
+"""Asks workers for their positions."""
 
 
 class KnownWorkers:
@@ -34,6 +49,8 @@ class KnownWorkers:
       majority of voters decides whether this worker is behind, so newcomers cannot outvote them.
     - Mates: the members of the last roster.
     - Excluded workers are neither known nor voters.
+
+    A new worker (``is_new``) has no voters yet.
     """
 
     def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
@@ -42,30 +59,39 @@ class KnownWorkers:
         self._directory = directory
         self._job_id = job_id
         self._me = me
-        self._known: dict[PeerId, Candidate] = {}
-        self._voters: dict[PeerId, Candidate] = {}
-        self.mates: frozenset[PeerId] = frozenset()
+        self.started_s = -math.inf
+        """When this worker started without a checkpoint."""
+        self.has_trained = True
+        """Whether a round has been committed in this worker's state."""
+        self._known: dict[PeerId, RoundMember] = {}
+        self._voters: dict[PeerId, RoundMember] = {}
+        self._mates: frozenset[PeerId] = frozenset()
         self._distrusted_until: dict[PeerId, float] = {}
         self._refreshed_s = -math.inf
 
-    async def refresh(self, within_s: float = REFRESH_S) -> None:
-        """Add the workers in the directory, unless they were read in the last ``within_s``."""
-        clock = asyncio.get_running_loop().time
-        if clock() - self._refreshed_s < within_s:
-            return
-        self._refreshed_s = clock()
-        for info in await find_workers(self._directory, self._job_id):
-            if info.peer != self._me and info.peer not in self.excluded:
-                self._known.setdefault(info.peer, info.member)
+    @property
+    def is_new(self) -> bool:
+        """Whether this worker has not trained, or has only just begun."""
+        return not self.has_trained or _now() - self.started_s < NEW_S
 
-    def alive(self) -> list[Candidate]:
+    async def refresh(self, *, at_once: bool = False) -> None:
+        """Add the workers in the directory, unless they were just read."""
+        age_s = _now() - self.started_s
+        if not at_once and _now() - self._refreshed_s < min(REFRESH_S, age_s / LOOK_AGAIN):
+            return
+        self._refreshed_s = _now()
+        for worker in await find_workers(self._directory, self._job_id):
+            if worker.peer != self._me and worker.peer not in self.excluded:
+                self._known.setdefault(worker.peer, worker)
+
+    def alive(self) -> list[RoundMember]:
         """Return the workers that may be alive, without distrusted ones."""
-        now = asyncio.get_running_loop().time()
+        now = _now()
         return [each for peer, each in self._known.items() if self._distrusted_until.get(peer, now) <= now]
 
-    def distrust(self, peer: PeerId, for_s: float = DISTRUST_S) -> None:
-        """Leave a worker out of ``alive`` for ``for_s`` seconds."""
-        self._distrusted_until[peer] = asyncio.get_running_loop().time() + for_s
+    def distrust(self, peer: PeerId) -> None:
+        """Leave a worker out of ``alive`` for a while."""
+        self._distrusted_until[peer] = _now() + (NEW_DISTRUST_S if self.is_new else DISTRUST_S)
 
     def exclude(self, peers: Iterable[PeerId]) -> None:
         """Ignore ``peers`` for the rest of the job.
@@ -80,21 +106,33 @@ class KnownWorkers:
         for peer in [*self.excluded][:-MAX_EXCLUDED]:
             del self.excluded[peer]
 
-    def voters(self) -> list[Candidate]:
+    def voters(self) -> list[RoundMember]:
         """Return the workers to ask whether this one is behind. Before the first roster:
         ``alive()``."""
         return list(self._voters.values()) or self.alive()
 
-    def set_roster(self, members: Sequence[Candidate], *, is_new: bool = False) -> None:
+    async def compare(self, mine: WorkerPosition, ask: Ask, *, same_state: bool) -> CatchUp | Stay:
+        """Decide whether this worker moves from its position, by asking other workers.
+
+        For ``same_state`` see ``catch_up``.
+        """
+        if self.is_new and same_state:
+            others = [each for each in self.alive() if each.peer not in self._mates or not mine.round]
+            return join(mine, len(self._mates) + 1 if mine.round else 0, await ask(others[:MAX_MEMBERS]))
+        positions = await ask(self.voters()[:MAX_MEMBERS])
+        if not positions:  # all voters have left
+            positions = await ask(self.alive()[:MAX_MEMBERS])
+        return catch_up(mine, positions, same_state=same_state)
+
+    def set_roster(self, members: Sequence[RoundMember]) -> None:
         """Replace the known workers by the members of a new roster.
 
-        The members become the voters if the roster continues the last one. ``is_new``: this worker
-        has just started, and has no voters yet.
+        The members become the voters if the roster continues the last one.
         """
         allowed = {member.peer: member for member in members if member.peer not in self.excluded}
         self._known = {peer: member for peer, member in allowed.items() if peer != self._me}
-        self.mates = frozenset(self._known)
-        if self._known and not is_new and continued([*self._voters, self._me], allowed):
+        self._mates = frozenset(self._known)
+        if self._known and not self.is_new and continued([*self._voters, self._me], allowed):
             self._voters = dict(self._known)
 
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
@@ -107,3 +145,7 @@ class KnownWorkers:
         return [
             RoundMember(peer, known[peer].addresses if peer in known else ()) for peer in (*peers, *others)
         ]
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

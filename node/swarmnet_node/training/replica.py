@@ -5,7 +5,7 @@ thread-safe: ``Worker`` calls it on its computing thread.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -32,15 +32,12 @@ class Replica:
     does not know which of its contributions were committed.
     """
 
-    def __init__(
-        self, job: Job, trainer: Trainer, stopwatch: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, job: Job, trainer: Trainer) -> None:
         self.revision = 0
         self.trainer = trainer
         self.method = job.make_method()
         self.codec = get_codec(job.exchange.codec or self.method.codec)
         self._job = job
-        self._stopwatch = stopwatch
         self.method.begin(trainer.parameters())
         self._feedback = self._new_feedback()
 
@@ -164,7 +161,7 @@ class Replica:
 
         Each step measures at the parameters that the step before left.
         """
-        start_s = self._stopwatch()
+        start_s = time.perf_counter()
         slopes, losses = [], []
         for step in range(method.steps_per_round):
             slope, loss = method.step(
@@ -176,9 +173,8 @@ class Replica:
             slopes.append(slope)
             losses.append(loss)
         self.trainer.report_steps(method.steps_per_round)
-        tokens = self._job.training.batch_size * self._job.data.sequence_length * method.steps_per_round
-        report = StepReport(sum(losses) / len(losses), tokens, self._stopwatch() - start_s)
-        return torch.tensor(slopes), report
+        seconds = time.perf_counter() - start_s
+        return torch.tensor(slopes), StepReport(sum(losses) / len(losses), self._job.round_tokens, seconds)
 
 
 def combined(one: StepReport, other: StepReport) -> StepReport:

@@ -21,12 +21,10 @@ The protocols between workers are in ``swarmnet_protocols.training``. All comput
 """
 
 import asyncio
-import math
 import random
-import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -34,7 +32,7 @@ import torch
 
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, exchange_fields
-from swarmnet_node.training.known_workers import DISTRUST_S, REFRESH_S, KnownWorkers
+from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
@@ -43,20 +41,22 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net import Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
-from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition, catch_up, join
+from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
 from swarmnet_protocols.training.codecs import get_codec
-from swarmnet_protocols.training.job_records import WorkerInfo, job_announcement, worker_announcement
-from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.job_records import job_announcement, worker_announcement
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.rosters import Candidate, Roster
-from swarmnet_protocols.training.rounds.aggregation_rules import aggregate, clip_to_median_norm_, outliers
-from swarmnet_protocols.training.rounds.averaging import AggregationRules, Averager, Outcome, RoundTiming
-from swarmnet_protocols.training.state_transfer import PackedState, StateDownload, StateServer
+from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
+from swarmnet_protocols.training.rounds.averaging import Averager
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
+from swarmnet_protocols.training.rounds.terms import RoundMember
+from swarmnet_protocols.training.state_transfer import PackedState, StateServer, fetch_state
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,24 +65,13 @@ ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
-NEW_S = 60.0
-"""Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
-longer to find each other, they stay in several groups. With more, a majority
-of strangers can replace the weights of a worker that has trained so long."""
-LOOK_AGAIN = 4
-"""A worker reads the directory again after its time in the job divided by this, at most
-``REFRESH_S``. Workers that start together look for each other often; later each read would take
-time from the inner steps."""
-NEW_DISTRUST_S = 5.0
-"""Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that
-worker may be in a smaller group, which will join this one."""
 RETRY_DOWNLOAD_S = 5.0
 """Seconds until another attempt to download the shared state."""
 
 
 @dataclass(frozen=True)
 class WorkerDependencies:
-    """Network, threads, clock and random source of a worker. Tests replace them."""
+    """Network, threads and random source of a worker. Tests replace them."""
 
     transport: Transport
     directory: Directory
@@ -93,18 +82,15 @@ class WorkerDependencies:
     rng: random.Random
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
-    timing: Timing = field(default_factory=Timing)
-    stopwatch: Callable[[], float] = time.perf_counter
     progress: Progress = lambda *_: None
 
 
 @dataclass(frozen=True)
 class PendingExchange:
-    """The exchange of ``round``, which runs in the background."""
+    """The exchange of ``round`` among ``roster``, which runs in the background."""
 
     round: int
-    weights: dict[PeerId, float]
-    """The weight of every member of the roster."""
+    roster: Roster
     report: StepReport
     task: "asyncio.Task[Outcome]"
     start_s: float
@@ -131,44 +117,43 @@ class Worker:
         self._transport = dependencies.transport
         self._job = opened.job
         self._sealed = sealed
-        self._replica = Replica(opened.job, trainer, dependencies.stopwatch)
+        self._replica = Replica(opened.job, trainer)
         self._method = self._replica.method
         self._checkpoints = checkpoints
-        self._emit = handler
+        self._handler = handler
         self._slot: int | None = None
         """This worker's share of the data in the next round. None until a roster assigns one."""
-        self._state = b""
-        """The hash of the shared state."""
         self._pending: PendingExchange | None = None
         self._last_exchange = 0
         self._step_s = 0.0
         """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
         times as long."""
         self._rates = ArrivalRates()
-        self._started_s = -math.inf
-        """When this worker started without a checkpoint."""
-        self._failure: SwarmnetError | None = None
-        self._failed = asyncio.Event()
-        job_hash = bytes.fromhex(self.job_id)
+        self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
+        self._job_hash = bytes.fromhex(self.job_id)
+        self._timing = Timing()
         self._workers = KnownWorkers(dependencies.directory, self.job_id, self._transport.peer_id)
-        self._state_server = StateServer(self._transport, job_hash, dependencies.timing)
+        self._state_server = StateServer(self._transport, self._job_hash, self._timing)
+        exchange = opened.job.exchange
         self._matchmaking = Matchmaking(
             self._transport,
-            job_hash,
-            max_members=self._job.exchange.max_workers,
-            timing=dependencies.timing,
+            self._job_hash,
+            max_members=exchange.max_workers,
+            timeout_s=exchange.deadline_s,
+            timing=self._timing,
             same_state=self._method.shares_weights,
             is_excluded=self._workers.excluded.__contains__,
         )
-        deadline_s = self._job.exchange.deadline_s
         self._averager = Averager(
-            self._transport,
-            job_hash,
-            dependencies.sign,
-            timing=RoundTiming(deadline_s / 3, 2 * deadline_s / 3, deadline_s),
-            rules=averaging_rules(self._job),
-            executor=dependencies.codec_executor,
-            on_proven=lambda peer: self._workers.exclude([peer]),
+            RoundContext(
+                self._transport,
+                self._job_hash,
+                dependencies.sign,
+                RoundTiming(exchange.deadline_s / 3, 2 * exchange.deadline_s / 3, exchange.deadline_s),
+                AggregationRules.named(exchange.aggregate, float(opened.job.round_tokens)),
+                dependencies.codec_executor,
+                on_proven=lambda peer: self._workers.exclude([peer]),
+            )
         )
 
     async def run(self) -> None:
@@ -181,29 +166,25 @@ class Worker:
         await self._matchmaking.serve()
         async with self._averager:
             self._emit(
-                {
-                    "event": "ready",
-                    "peer_id": self._transport.peer_id,
-                    "addresses": list(self._transport.addresses()),
-                    "job": self.job_id,
-                    "name": self._job.job.name,
-                    "round": self.round,
-                    "rounds": self._job.job.rounds,
-                    "parameters": self._replica.trainer.parameter_count,
-                }
+                "ready",
+                peer_id=self._transport.peer_id,
+                addresses=list(self._transport.addresses()),
+                job=self.job_id,
+                name=self._job.job.name,
+                round=self.round,
+                rounds=self._job.job.rounds,
+                parameters=self._replica.trainer.parameter_count,
             )
             dependencies = self._dependencies
             announcer = Announcer(dependencies.directory, dependencies.rng, self._announcements, ANNOUNCE_S)
             async with in_background(persist("the announcement", announcer.run)):
                 try:
-                    await race(self._failed.wait(), self._run_rounds())
-                    if self._failure is not None:
+                    if failure := await race(self._failure, self._run_rounds()):
                         await self._save()
-                        raise self._failure
+                        raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
-            done = {"round": self.round, "rounds": self._job.job.rounds}
-            self._emit({"event": "done"} | done | {"revision": self._replica.revision})
+            self._emit("done", round=self.round, rounds=self._job.job.rounds, revision=self._replica.revision)
 
     def stop(self) -> None:
         """Make ``run`` return after the current round."""
@@ -211,8 +192,8 @@ class Worker:
 
     def fail(self, error: SwarmnetError) -> None:
         """Make ``run`` save a checkpoint at once and raise ``error``."""
-        self._failure = error
-        self._failed.set()
+        if not self._failure.done():
+            self._failure.set_result(error)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -240,15 +221,17 @@ class Worker:
         Raises ``OutOfSync`` if its group is at another round or state.
         """
         contribution, report = None, NO_STEPS
-        age_s = self._now() - self._started_s
-        looking = self._workers.refresh(min(REFRESH_S, age_s / LOOK_AGAIN))
+        looking = self._workers.refresh()
         if self._slot is None:
             await looking
         else:  # read the directory during the inner steps
             (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
         await self._finish_exchange()
-        if self.round and self._is_new() and self._method.shares_weights:
-            await self._join_larger_group()
+        if self.round and self._workers.is_new and self._method.shares_weights:
+            # Workers that start together may begin in several groups.
+            verdict = await self._compare()
+            if isinstance(verdict, CatchUp):
+                await self._move(verdict)
         # out of sync: the contribution belongs to another state than the group's
         if self._slot is None:
             contribution, report = None, NO_STEPS
@@ -259,7 +242,7 @@ class Worker:
         if not any(member.weight for member in roster.members):
             # No member has trained: the group only assigns slots.
             if not enough:
-                self._emit({"event": "waiting", "round": self.round, "workers": len(roster.members)})
+                self._emit("waiting", round=self.round, workers=len(roster.members))
                 await asyncio.sleep(REFRESH_S)
             return
         self._start_exchange(roster, contribution, report, self._now() - start_s)
@@ -294,15 +277,14 @@ class Worker:
 
         ``weight``: the tokens that this worker trained on in the round.
         """
-        addresses = tuple(self._transport.addresses())
-        me = Candidate(self._transport.peer_id, addresses, weight=weight, last_exchange=self._last_exchange)
-        roster = await self._matchmaking.form_group(
-            me,
-            self._workers.alive(),
-            measured=self._rates.bytes_per_s(),
-            timeout_s=self._job.exchange.deadline_s,
+        me = RoundMember(
+            self._transport.peer_id,
+            tuple(self._transport.addresses()),
+            weight=weight,
+            last_exchange=self._last_exchange,
         )
-        self._workers.set_roster(roster.members, is_new=self._is_new())
+        roster = await self._matchmaking.form_group(me, self._workers.alive(), self._rates.bytes_per_s())
+        self._workers.set_roster(roster.members)
         return roster
 
     def _start_exchange(
@@ -319,13 +301,12 @@ class Worker:
             torch.zeros(end - start) if contribution is None else contribution,
             weight=float(report.tokens),
             codec=self._replica.codec,
-            state=self._state if self._method.shares_weights else b"",
+            state=self._matchmaking.position.state if self._method.shares_weights else b"",
             spread_s=0.0 if is_last else self._method.overlap_steps * self._step_s,
         )
         self._last_exchange = roster.exchange_number
-        weights = {member.peer: member.weight for member in roster.members}
         task = asyncio.create_task(averaging, name="exchange")
-        self._pending = PendingExchange(self.round, weights, report, task, self._now(), matchmaking_s)
+        self._pending = PendingExchange(self.round, roster, report, task, self._now(), matchmaking_s)
 
     async def _finish_exchange(self) -> None:
         """Wait for the pending exchange, if any, and apply its outcome."""
@@ -341,7 +322,7 @@ class Worker:
             # The others may have committed without this worker. Matchmaking for the same round,
             # without a slot, tells.
             self.round, self._slot = pending.round, None
-            self._emit({"event": "behind", "round": pending.round, "reason": outcome.reason})
+            self._emit("behind", round=pending.round, reason=outcome.reason)
             return
         contributors = outcome.all_contributors()
         average = None if outcome.average is None else Average(outcome.average, contributors)
@@ -349,25 +330,22 @@ class Worker:
         await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._publish_state()
         params_hash = await self._compute(self._replica.params_hash)
-        trained = sum(pending.weights.get(peer, 0.0) for peer in contributors)
+        members = pending.roster.members
+        trained = sum(member.weight for member in members if member.peer in contributors)
         self._emit(
-            {
-                "event": "round",
-                "round": pending.round,
-                "loss": round(pending.report.loss, 6) if pending.report.tokens else None,
-                "tokens": round(trained),
-                "workers": len(pending.weights),
-                **exchange_fields(outcome),
-                "exchange_s": round(self._now() - pending.start_s, 3),
-                "wait_s": round(wait_s, 3),
-                "params_hash": params_hash,
-            }
+            "round",
+            round=pending.round,
+            loss=round(pending.report.loss, 6) if pending.report.tokens else None,
+            tokens=round(trained),
+            workers=len(members),
+            **exchange_fields(outcome),
+            exchange_s=round(self._now() - pending.start_s, 3),
+            wait_s=round(wait_s, 3),
+            params_hash=params_hash,
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0:
             loss, tokens = await self._compute(self._replica.evaluate)
-            self._emit(
-                {"event": "eval", "round": pending.round, "val_loss": round(loss, 6), "tokens": tokens}
-            )
+            self._emit("eval", round=pending.round, val_loss=round(loss, 6), tokens=tokens)
             await self._save()
 
     async def _merge_replicas(self) -> None:
@@ -375,14 +353,13 @@ class Worker:
 
         If this fails, each worker keeps its own.
         """
-        event: dict[str, Any] = {"event": "merge", "round": self.round}
         # A worker without a slot has a copy of another worker's replica. That other worker
         # contributes it.
         weight = 0.0 if self._slot is None else 1.0
         try:
             roster = await self._form_group(weight)
         except OutOfSync as out_of_sync:
-            self._emit({**event, "committed": False, "reason": str(out_of_sync)})
+            self._emit("merge", round=self.round, committed=False, reason=str(out_of_sync))
             return
         start_s = self._now()
         outcome = await self._averager.average(
@@ -395,9 +372,15 @@ class Worker:
         if outcome.average is not None:
             await self._compute(self._replica.merge, outcome.average)
             await self._publish_state()
-        event |= {"workers": len(roster.members), "exchange_s": round(self._now() - start_s, 3)}
-        params_hash = await self._compute(self._replica.params_hash)
-        self._emit({**event, "params_hash": params_hash, **exchange_fields(outcome)})
+        exchange_s = round(self._now() - start_s, 3)
+        self._emit(
+            "merge",
+            round=self.round,
+            workers=len(roster.members),
+            exchange_s=exchange_s,
+            params_hash=await self._compute(self._replica.params_hash),
+            **exchange_fields(outcome),
+        )
 
     # ---- the shared state -----------------------------------------------------------------------
 
@@ -409,96 +392,74 @@ class Worker:
             self._workers.exclude(saved.excluded)
             await self._compute(self._replica.restore, saved)
         else:
-            self._started_s = self._now()
+            self._workers.started_s = self._now()
         await self._publish_state()
 
-    def _is_new(self) -> bool:
-        return self._replica.revision == 0 or self._now() - self._started_s < NEW_S
-
-    async def _join_larger_group(self) -> None:
-        """Move to the state of a larger group, if there is one.
-
-        Workers that start together may begin in several groups.
-        """
-        verdict = await self._compare()
-        if isinstance(verdict, CatchUp):
-            await self._move(verdict)
-
     async def _compare(self) -> CatchUp | Stay:
-        """Decide whether this worker moves to another round or state, by asking other workers."""
-        mine = WorkerPosition(self.round, self._state)
-        if self._is_new() and self._method.shares_weights:
-            mates = self._workers.mates
-            others = [each for each in self._workers.alive() if each.peer not in mates or not self.round]
-            positions = await self._matchmaking.positions(others)
-            return join(mine, len(mates) + 1 if self.round else 0, positions)
-        positions = await self._matchmaking.positions(self._workers.voters())
-        if not positions:  # all voters have left
-            positions = await self._matchmaking.positions(self._workers.alive())
-        return catch_up(mine, positions, same_state=self._method.shares_weights)
+        matchmaking, same_state = self._matchmaking, self._method.shares_weights
+        return await self._workers.compare(matchmaking.position, matchmaking.positions, same_state=same_state)
 
     async def _catch_up(self, out_of_sync: OutOfSync) -> None:
         """Move to the round and state that most workers have.
 
         ``out_of_sync`` is one worker's claim, so it decides nothing.
         """
-        await self._workers.refresh(within_s=0.0)
+        await self._workers.refresh(at_once=True)
         verdict = await self._compare()
         if isinstance(verdict, CatchUp):
             await self._move(verdict)
             return
+        claimed = out_of_sync.position.round
         reason = f"{out_of_sync}, but a majority of the last roster does not confirm it"
-        self._emit({"event": "heal_failed", "round": out_of_sync.round, "reason": reason})
-        if verdict.is_settled and out_of_sync.round > self.round + 1:
-            self._workers.distrust(out_of_sync.peer, NEW_DISTRUST_S if self._is_new() else DISTRUST_S)
+        self._emit("heal_failed", round=claimed, reason=reason)
+        if verdict.is_settled and claimed > self.round + 1:
+            self._workers.distrust(out_of_sync.peer)
         else:
             await asyncio.sleep(UNDECIDED_S)
 
     async def _move(self, verdict: CatchUp) -> None:
         """Download the state of ``verdict``, and continue from there."""
         start_s = self._now()
-        if self.round and verdict.position.round > self.round + 2:
+        here, there = self._matchmaking.position, verdict.position
+        if self.round and there.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
         # Workers that ask meanwhile learn where this one will be, and wait for it.
-        await self._matchmaking.set_position(verdict.position.round, verdict.position.state)
-        download = StateDownload(
-            bytes.fromhex(self.job_id),
-            verdict.position.state,
-            max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
-        )
+        await self._matchmaking.set_position(there)
         try:
-            data = await download.run(
+            data, dropped = await fetch_state(
                 self._transport,
+                self._job_hash,
+                there.state,
                 self._workers.sources(verdict.peers, only=not self._method.shares_weights),
-                self._dependencies.timing,
-                partial(self._dependencies.progress, "fetching the state"),
+                self._timing,
+                max_bytes=max_state_bytes(self._replica.trainer.parameter_count),
+                on_bytes=partial(self._dependencies.progress, "fetching the state"),
             )
         except SwarmnetError as error:
             # The sources may have replaced the state meanwhile. The next matchmaking tells which
             # state is current.
-            await self._matchmaking.set_position(self.round, self._state)
-            self._emit({"event": "heal_failed", "round": verdict.position.round, "reason": str(error)})
+            await self._matchmaking.set_position(here)
+            self._emit("heal_failed", round=there.round, reason=str(error))
             await asyncio.sleep(RETRY_DOWNLOAD_S)
             return
         await self._compute(self._replica.load_shared, data)
-        self.round, self._slot, self._pending = verdict.position.round, None, None
+        self.round, self._slot, self._pending = there.round, None, None
         await self._publish_state()
         self._emit(
-            {
-                "event": "healed",
-                "round": self.round,
-                "bytes": len(data),
-                "seconds": round(self._now() - start_s, 3),
-                "dropped": [{"peer_id": peer, "reason": why} for peer, why in download.dropped.items()],
-            }
+            "healed",
+            round=self.round,
+            bytes=len(data),
+            seconds=round(self._now() - start_s, 3),
+            dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
         )
 
     async def _publish_state(self) -> None:
         """Offer the current shared state for download, and announce its hash in matchmaking."""
         packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
-        self._state = self._state_server.offer(packed)
-        await self._matchmaking.set_position(self.round, self._state)
+        state = self._state_server.offer(packed)
+        self._workers.has_trained = self._replica.revision > 0
+        await self._matchmaking.set_position(WorkerPosition(self.round, state))
 
     async def _save(self) -> None:
         """Write a checkpoint of the rounds whose exchange is over."""
@@ -514,10 +475,11 @@ class Worker:
     # ---- helpers --------------------------------------------------------------------------------
 
     def _announcements(self) -> Iterable[Announcement]:
-        addresses = tuple(self._transport.addresses())
-        info = WorkerInfo(self._transport.peer_id, addresses, self.round, self._state)
-        yield worker_announcement(self.job_id, info)
+        yield worker_announcement(self.job_id, self._transport.addresses(), self._matchmaking.position)
         yield job_announcement(self._sealed)
+
+    def _emit(self, event: str, **fields: Any) -> None:
+        self._handler({"event": event, **fields})
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -526,16 +488,3 @@ class Worker:
         """Run ``function`` on the computing thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
-
-
-def averaging_rules(job: Job) -> AggregationRules:
-    """Return the job's aggregation rules, equal on all workers."""
-
-    def aggregate_clipped(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return aggregate(job.exchange.aggregate, clip_to_median_norm_(rows, weights), weights)
-
-    tokens = job.training.batch_size * job.data.sequence_length * job.make_method().steps_per_round
-    verifiable = job.exchange.aggregate != "mean"
-    return AggregationRules(
-        aggregate_clipped, screen=outliers, max_weight=float(tokens), verifiable=verifiable
-    )

@@ -19,7 +19,7 @@ A loop that ran longer than this before it failed restarts after ``RESTART_S`` a
 """
 
 
-async def race(*runners: Coroutine[Any, Any, T]) -> T:
+async def race(*runners: Awaitable[T]) -> T:
     """Run all until the first ends, and cancel the others. Returns its result or raises its error.
 
     If several end at once, the first of the arguments wins.

@@ -12,6 +12,7 @@ from swarmnet_protocols.machine.platform import is_ours, lock, sync
 
 MAX_SOCKET_PATH_BYTES = 100
 """Longest path of a unix socket in bytes. Linux accepts 107, macOS 103."""
+UNFINISHED = ".new-"
 _SCRATCH_PREFIX = "swarmnet-"
 _LOCK_NAME = ".lock"
 """File in a scratch folder. Its process keeps it locked."""
@@ -37,6 +38,24 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
     finally:
         with suppress(FileNotFoundError):
             os.unlink(name)
+
+
+@contextmanager
+def creating(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that is renamed to ``folder`` if the context ends without an error.
+
+    The name of the new folder begins with ``UNFINISHED``. The result survives a loss of power.
+    Raises ``OSError``, also if ``folder`` exists and is not empty.
+    """
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))  # 0700
+    try:
+        yield fresh
+        for path in (*fresh.rglob("*"), fresh):
+            sync(path)
+        fresh.rename(folder)
+        sync(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o600, durable: bool = True) -> None:

@@ -1,6 +1,6 @@
 """DHT records of a job: the sealed job under its id, and the workers that train it."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from google.protobuf.message import DecodeError
 
@@ -8,10 +8,11 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.host_announcements import listed
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
-from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import peer_id_of
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.jobs import SealedJob, open_job
-from swarmnet_protocols.training.rosters import MAX_ADDRESSES, Candidate
+from swarmnet_protocols.training.rosters import MAX_ADDRESSES
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
 PROTOCOL = 1
@@ -30,21 +31,6 @@ WORKER_LIFETIME_S = 60.0
 Workers publish it every 20 s, so two announcements in a row may be lost.
 """
 HASH_BYTES = 32
-
-
-@dataclass(frozen=True)
-class WorkerInfo:
-    """A worker's record: its addresses, its next round, and the id of the state at its start."""
-
-    peer: PeerId
-    addresses: tuple[str, ...]
-    round: int
-    state: bytes
-
-    @property
-    def member(self) -> Candidate:
-        """The worker as a candidate for a roster."""
-        return Candidate(self.peer, self.addresses)
 
 
 def job_announcement(sealed: bytes) -> Announcement:
@@ -87,31 +73,30 @@ async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]
     )
 
 
-def worker_announcement(job_id: str, info: WorkerInfo) -> Announcement:
+def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerPosition) -> Announcement:
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``."""
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
-        round=info.round,
-        state=info.state,
-        addresses=listed(info.addresses),
+        round=position.round,
+        state=position.state,
+        addresses=listed(addresses),
         protocol=PROTOCOL,
     )
     return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
 
 
-async def find_workers(directory: Directory, job_id: str) -> list[WorkerInfo]:
+async def find_workers(directory: Directory, job_id: str) -> dict[RoundMember, WorkerPosition]:
     """Return the workers with a valid record for the job, ordered by peer id."""
-    found = []
+    found = {}
     for record in await directory.lookup(f"train/{job_id}"):
         try:
             body = pb.WorkerRecord.FromString(record.body)
         except DecodeError:
             continue
         if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
-            addresses = tuple(body.addresses[:MAX_ADDRESSES])
-            peer = peer_id_of(record.signer)
-            found.append(WorkerInfo(peer, addresses, body.round, body.state))
-    return sorted(found, key=lambda info: info.peer)
+            worker = RoundMember(peer_id_of(record.signer), tuple(body.addresses[:MAX_ADDRESSES]))
+            found[worker] = WorkerPosition(body.round, body.state)
+    return dict(sorted(found.items(), key=lambda each: each[0].peer))
 
 
 def _job_topic(job_id: str) -> str:

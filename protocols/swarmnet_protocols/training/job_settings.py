@@ -224,6 +224,12 @@ class Job(_Section):
         job.check_published()
         return job
 
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that a worker trains on in one round."""
+        steps = self.make_method().steps_per_round
+        return self.training.batch_size * self.data.sequence_length * steps
+
     def check_published(self) -> None:
         """Check that the job names no local file, and identifies its data and model by hash.
 

@@ -10,6 +10,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -34,23 +35,11 @@ ADDRESS_BOOK_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Candidate(RoundMember):
-    """A worker that wants to join a round."""
-
-    last_exchange: int = 0
-    """Number of the last exchange that the worker took part in."""
-
-
-@dataclass(frozen=True)
 class JoinRequest:
-    """A follower's request to its leader.
+    """A worker that wants to be in a roster: its position, and the rates that it measured."""
 
-    It contains the follower, its position (round and state), and the rates that it measured.
-    """
-
-    member: Candidate
-    round: int
-    state: bytes
+    member: RoundMember
+    position: WorkerPosition
     measured: Measured
 
 
@@ -60,31 +49,21 @@ class Roster:
 
     round: int
     exchange_number: int
-    members: tuple[Candidate, ...]
+    members: tuple[RoundMember, ...]
 
     @classmethod
-    def of(
-        cls,
-        round: int,
-        me: Candidate,
-        measured: Measured,
-        followers: Sequence[JoinRequest],
-        max_members: int,
-    ) -> "Roster":
-        """Make the roster of leader ``me`` and its followers.
+    def of(cls, leader: JoinRequest, followers: Sequence[JoinRequest], max_members: int) -> "Roster":
+        """Make the roster of a leader and its followers.
 
         If there are too many, contributors have priority over newcomers.
         """
         ordered = sorted(followers, key=lambda follower: (follower.member.weight == 0, follower.member.peer))
-        chosen = ordered[: max_members - 1]
-        members = sorted([me, *(follower.member for follower in chosen)], key=lambda member: member.peer)
-        reports = {me.peer: measured} | {follower.member.peer: follower.measured for follower in chosen}
-        rates = agreed_rates([member.peer for member in members], reports)
-        return cls(
-            round,
-            next_exchange_number(round, max(member.last_exchange for member in members)),
-            tuple(replace(member, bytes_per_s=rates[member.peer]) for member in members),
-        )
+        reports = {each.member.peer: each for each in (leader, *ordered[: max_members - 1])}
+        peers, round = sorted(reports), leader.position.round
+        rates = agreed_rates(peers, {peer: each.measured for peer, each in reports.items()})
+        newest = max(each.member.last_exchange for each in reports.values())
+        members = tuple(replace(reports[peer].member, bytes_per_s=rates[peer]) for peer in peers)
+        return cls(round, next_exchange_number(round, newest), members)
 
     def slot(self, peer: PeerId) -> int:
         """Return the index of a member. It selects the member's data in the next round."""
@@ -133,7 +112,7 @@ def highest_exchange_number(round: int, seen: int, ahead: int) -> int:
     return min(max(round * EXCHANGES_PER_ROUND, seen) + ahead, (round + 1) * EXCHANGES_PER_ROUND)
 
 
-def member_to_wire(member: Candidate, book: AddressBook = NO_ADDRESSES) -> pb.Member:
+def member_to_wire(member: RoundMember, book: AddressBook = NO_ADDRESSES) -> pb.Member:
     """Return the wire form, without id and addresses if ``book`` has them."""
     known = book.has(member)
     return pb.Member(
@@ -144,14 +123,43 @@ def member_to_wire(member: Candidate, book: AddressBook = NO_ADDRESSES) -> pb.Me
     )
 
 
-def member_from_wire(member: pb.Member) -> Candidate:
+def member_from_wire(member: pb.Member) -> RoundMember:
     """Parse a member. Raises ``ProtocolViolation`` for an invalid peer id or weight."""
-    return Candidate(
+    return RoundMember(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
         weight=_weight(member.weight),
         last_exchange=member.last_exchange,
     )
+
+
+def request_to_wire(job: bytes, request: JoinRequest, book: AddressBook) -> pb.MatchmakingRequest:
+    """Return the wire form, without id and addresses if ``book`` has them."""
+    return pb.MatchmakingRequest(
+        job=job,
+        round=request.position.round,
+        state=request.position.state,
+        member=member_to_wire(request.member, book),
+        measured=measured_to_wire(request.measured),
+        known=book.hash if book.has(request.member) else b"",
+    )
+
+
+def request_from_wire(request: pb.MatchmakingRequest, peer: PeerId, book: AddressBook) -> JoinRequest:
+    """Parse the request of ``peer``.
+
+    Raises ``ProtocolViolation`` if it joins under another id, leaves out addresses that are not in
+    ``book``, or has an invalid number.
+    """
+    if request.known:
+        if not book.matches(request.known, peer):
+            raise ProtocolViolation("a follower must send its id and addresses")
+        request.member.id, request.member.addresses[:] = peer, book.addresses[peer]
+    member = member_from_wire(request.member)
+    if member.peer != peer:
+        raise ProtocolViolation("a follower may join only under its own peer id")
+    position = WorkerPosition(request.round, request.state)
+    return JoinRequest(member, position, measured_from_wire(request.measured))
 
 
 def measured_to_wire(measured: Measured) -> list[pb.Measured]:
@@ -185,7 +193,7 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
 
 
 def roster_from_wire(
-    wire: pb.Roster, *, round: int, me: Candidate, book: AddressBook = NO_ADDRESSES
+    wire: pb.Roster, *, round: int, me: RoundMember, book: AddressBook = NO_ADDRESSES
 ) -> Roster:
     """Parse the roster of ``round``, which must contain ``me``.
 
@@ -207,7 +215,7 @@ def roster_from_wire(
     return Roster(wire.round, wire.exchange_number, members)
 
 
-def _listed_members(wire: pb.Roster) -> tuple[Candidate, ...]:
+def _listed_members(wire: pb.Roster) -> tuple[RoundMember, ...]:
     if not len(wire.members) == len(wire.bytes_per_s) <= MAX_MEMBERS:
         raise ProtocolViolation(f"a roster must have one rate for each member, and at most {MAX_MEMBERS}")
     return tuple(
@@ -216,13 +224,13 @@ def _listed_members(wire: pb.Roster) -> tuple[Candidate, ...]:
     )
 
 
-def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[Candidate, ...]:
+def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[RoundMember, ...]:
     if wire.members or wire.known != book.hash:
         raise ProtocolViolation("the roster refers to an address book that this worker does not have")
     weights = _expand(wire.weights, len(book.addresses))
     rates = _expand(wire.bytes_per_s, len(book.addresses))
     return tuple(
-        Candidate(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
+        RoundMember(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
         for (peer, addresses), rate, weight in zip(book.addresses.items(), rates, weights, strict=True)
     )
 

@@ -9,9 +9,8 @@ import hashlib
 import itertools
 import logging
 import struct
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from swarmnet_protocols.errors import IntegrityError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.fetching.download import download
@@ -37,17 +36,9 @@ KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 
 
-@dataclass(frozen=True)
-class StateManifest:
-    """The size of a state in bytes, and the SHA-256 of every chunk."""
-
-    size_bytes: int
-    chunk_hashes: tuple[bytes, ...]
-
-    @property
-    def id(self) -> bytes:
-        """The state's id, 32 bytes."""
-        return hashlib.sha256(struct.pack(">Q", self.size_bytes) + b"".join(self.chunk_hashes)).digest()
+def state_id(size_bytes: int, chunk_hashes: bytes) -> bytes:
+    """Return the id of a state, 32 bytes. ``chunk_hashes``: the SHA-256 of every chunk."""
+    return hashlib.sha256(struct.pack(">Q", size_bytes) + chunk_hashes).digest()
 
 
 @dataclass(frozen=True)
@@ -55,25 +46,22 @@ class PackedState:
     """A state as bytes in several pieces. The pieces are not copied and must not be changed."""
 
     pieces: tuple[memoryview, ...]
-    manifest: StateManifest
+    size_bytes: int
+    chunk_hashes: bytes
+    id: bytes
 
     @classmethod
     def of(cls, pieces: Iterable[Buffer]) -> "PackedState":
-        """Hash ``pieces`` into a manifest."""
+        """Hash ``pieces``."""
         views = tuple(memoryview(piece) for piece in pieces)
         size_bytes = sum(len(view) for view in views)
-        hashes = []
+        hashes = b""
         for start in range(0, size_bytes, CHUNK_BYTES):
             digest = hashlib.sha256()
             for part in _between(views, start, start + CHUNK_BYTES):
                 digest.update(part)
-            hashes.append(digest.digest())
-        return cls(views, StateManifest(size_bytes, tuple(hashes)))
-
-    @property
-    def id(self) -> bytes:
-        """The state's id, 32 bytes."""
-        return self.manifest.id
+            hashes += digest.digest()
+        return cls(views, size_bytes, hashes, state_id(size_bytes, hashes))
 
     def chunk(self, index: int) -> Buffer:
         """Return the bytes of one chunk. Copies them only if they span pieces."""
@@ -140,64 +128,66 @@ class StateServer:
         if request.job != self._job or state is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
         self._fetched[stream] = state.id
-        manifest, kind = state.manifest, request.WhichOneof("kind")
+        kind = request.WhichOneof("kind")
         _log.debug("download %s to %s: %s %s", state.id.hex()[:8], stream.peer, kind, request.fetch.chunk)
         match kind:
             case "describe":
-                description = pb.Description(size_bytes=manifest.size_bytes)
-                return pb.StateReply(description=description), b"".join(manifest.chunk_hashes)
-            case "fetch" if request.fetch.chunk < len(manifest.chunk_hashes):
+                return pb.StateReply(
+                    description=pb.Description(size_bytes=state.size_bytes)
+                ), state.chunk_hashes
+            case "fetch" if request.fetch.chunk < len(state.chunk_hashes) // HASH_BYTES:
                 index = request.fetch.chunk
                 return pb.StateReply(chunk=pb.Chunk(index=index)), state.chunk(index)
             case _:
                 raise ProtocolViolation("not a request for a part of a state")
 
 
-StateStream = TypedStream[pb.StateRequest, pb.StateReply]
-
-
-@dataclass
 class StateSource:
     """One stream with a worker, as a source of the chunks of one state. ``prepare`` opens it."""
 
-    name: str
-    open: Callable[[], Awaitable[StateStream]]
-    request: Callable[..., pb.StateRequest]
-    """Makes a request about the state."""
-    is_last: bool = False
-    connections: int = 1
-    max_bytes: int = CHUNK_BYTES
-    _stream: StateStream | None = field(default=None, init=False)
+    is_last = False
+    connections = 1
+    max_bytes = CHUNK_BYTES
+
+    def __init__(
+        self, transport: Transport, worker: RoundMember, job: bytes, state: bytes, timing: Timing
+    ) -> None:
+        self.name: str = worker.peer
+        self._transport = transport
+        self._worker = worker
+        self._wanted = pb.StateRequest(job=job, state=state)
+        self._timing = timing
+        self._stream: TypedStream[pb.StateRequest, pb.StateReply] | None = None
 
     async def prepare(self) -> None:
         """Open the stream, unless it is open. Raises the errors of ``Transport.open``."""
         if self._stream is None:
-            self._stream = await self.open()
+            self._stream = await STATE.open(
+                self._transport, self._worker.peer, self._timing, addresses=self._worker.addresses
+            )
 
     def has(self, file: ModelFile, piece: int) -> bool:
         """Return whether the worker may have a chunk. A worker has all of a state or none of it."""
         return self._stream is not None
 
-    async def describe(self, state: bytes, max_bytes: int) -> StateManifest:
-        """Return the hashes of the chunks.
+    async def describe(self, max_bytes: int) -> tuple[int, bytes]:
+        """Return the size of the state, and the hashes of its chunks.
 
         Raises ``IntegrityError`` for another or a larger state.
         """
-        reply, payload = await self._ask(self.request(describe=pb.Describe()))
+        reply, payload = await self._ask(pb.StateRequest(describe=pb.Describe()))
         size, hashes = reply.description.size_bytes, bytes(payload)
         if not reply.HasField("description") or len(hashes) != -(-size // CHUNK_BYTES) * HASH_BYTES:
             raise IntegrityError("a description that does not fit its size")
-        parts = tuple(hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
-        manifest = StateManifest(size, parts)
-        if manifest.id != state:
+        if state_id(size, hashes) != self._wanted.state:
             raise IntegrityError("the description of another state")
         if size > max_bytes:
             raise IntegrityError(f"a state of {size} bytes, at most {max_bytes} were expected")
-        return manifest
+        return size, hashes
 
     async def read(self, file: ModelFile, start: int, end: int) -> bytes:
         """Return the chunk [start, end), not verified. Raises the errors of ``TypedStream``."""
-        reply, payload = await self._ask(self.request(fetch=pb.Fetch(chunk=start // CHUNK_BYTES)))
+        reply, payload = await self._ask(pb.StateRequest(fetch=pb.Fetch(chunk=start // CHUNK_BYTES)))
         if not reply.HasField("chunk") or len(payload) != end - start:
             raise IntegrityError(f"{len(payload)} bytes were sent, {end - start} were asked for")
         return bytes(payload)
@@ -205,6 +195,7 @@ class StateSource:
     async def _ask(self, request: pb.StateRequest) -> tuple[pb.StateReply, Buffer]:
         if self._stream is None:
             raise Unreachable("its stream is not open")
+        request.MergeFrom(self._wanted)
         await self._stream.send(request)
         return await self._stream.receive()
 
@@ -214,80 +205,66 @@ class StateSource:
             self._stream.close()
 
 
-class StateDownload:
-    """The download of one state.
+async def fetch_state(  # noqa: PLR0913 - what, from whom, and how
+    transport: Transport,
+    job: bytes,
+    state: bytes,
+    workers: Sequence[RoundMember],
+    timing: Timing,
+    *,
+    max_bytes: int,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[bytearray, dict[PeerId, str]]:
+    """Download the state with the id ``state`` from ``workers``.
 
-    It keeps arrived chunks, so ``run`` may be repeated with other sources.
+    Returns it, and the workers that sent wrong data with their errors. A state of more than
+    ``max_bytes`` is refused before memory is allocated. For ``on_bytes`` see ``download``.
+
+    Raises ``IntegrityError`` if all workers sent wrong data. Raises ``Unreachable`` if no worker is
+    left for another reason. Both name the workers.
     """
+    dropped: dict[PeerId, str] = {}
 
-    def __init__(self, job: bytes, state: bytes, *, max_bytes: int) -> None:
-        """``max_bytes``: a larger state is refused before memory is allocated."""
-        self.dropped: dict[PeerId, str] = {}
-        """Sources that sent wrong data → the error."""
-        self._job = job
-        self._state = state
-        self._max_bytes = max_bytes
-        self._memory: PieceMemory | None = None
+    def drop(worker: str, error: IntegrityError) -> None:
+        dropped[PeerId(worker)] = str(error)
 
-    async def run(
-        self,
-        transport: Transport,
-        sources: Sequence[RoundMember],
-        timing: Timing,
-        on_bytes: Callable[[int, int], None] = lambda done, total: None,
-    ) -> bytearray:
-        """Download the state and return it. For ``on_bytes`` see ``download``.
+    sources = [
+        StateSource(transport, worker, job, state, timing) for worker in workers for _ in range(STREAMS)
+    ]
+    try:
+        size, hashes = await _describe(sources[::STREAMS], max_bytes, drop)
+        parts = [hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES)]
+        memory = PieceMemory(ModelFile("the state", size, state), parts)
+        left = [source for source in sources if source.name not in dropped]
+        await download([(memory, range(len(parts)))], left, on_bytes, drop)
+        return memory.data, dropped
+    finally:
+        for source in sources:
+            source.close()
 
-        Raises ``IntegrityError`` if all sources sent wrong data. Raises ``Unreachable`` if no
-        source is left for another reason. Both name the sources.
-        """
-        streams = [
-            StateSource(
-                source.peer,
-                partial(STATE.open, transport, source.peer, timing, addresses=source.addresses),
-                partial(pb.StateRequest, job=self._job, state=self._state),
-            )
-            for source in sources
-            if source.peer not in self.dropped
-            for _ in range(STREAMS)
-        ]
+
+async def _describe(
+    sources: Sequence[StateSource], max_bytes: int, drop: Callable[[str, IntegrityError], None]
+) -> tuple[int, bytes]:
+    """Return the first valid description that a source gives. It is valid if it has the state's
+    id."""
+    errors: dict[str, SwarmnetError] = {}
+    found: list[tuple[int, bytes]] = []
+
+    async def described(source: StateSource) -> bool:
         try:
-            if self._memory is None:
-                self._memory = await self._describe(streams[::STREAMS])
-            wanted = [(self._memory, range(len(self._memory.starts) - 1))]
-            left = [each for each in streams if each.name not in self.dropped]
-            await download(wanted, left, on_bytes, self._drop)
-            return self._memory.data
-        finally:
-            for each in streams:
-                each.close()
+            await source.prepare()
+            found.append(await source.describe(max_bytes))
+        except SwarmnetError as error:
+            errors[source.name] = error
+            if isinstance(error, IntegrityError):
+                drop(source.name, error)
+        return bool(found)
 
-    def _drop(self, source: str, error: IntegrityError) -> None:
-        self.dropped[PeerId(source)] = str(error)
-
-    async def _describe(self, sources: Sequence[StateSource]) -> PieceMemory:
-        """Allocate room for the state, as the first source with a valid description describes it.
-
-        A description is valid if it has the state's id.
-        """
-        errors: dict[str, SwarmnetError] = {}
-        found: list[StateManifest] = []
-
-        async def described(source: StateSource) -> bool:
-            try:
-                await source.prepare()
-                found.append(await source.describe(self._state, self._max_bytes))
-            except SwarmnetError as error:
-                errors[source.name] = error
-                if isinstance(error, IntegrityError):
-                    self._drop(source.name, error)
-            return bool(found)
-
-        await hedged(sources, described)
-        if found:
-            size_bytes, hashes = found[0].size_bytes, found[0].chunk_hashes
-            return PieceMemory(ModelFile("the state", size_bytes, self._state), hashes)
-        causes = "; ".join(f"{peer}: {error}" for peer, error in errors.items())
-        is_wrong = errors and all(isinstance(error, IntegrityError) for error in errors.values())
-        kind = IntegrityError if is_wrong else Unreachable
-        raise kind(f"the state could not be fetched ({causes or 'no worker offers it'})")
+    await hedged(sources, described)
+    if found:
+        return found[0]
+    causes = "; ".join(f"{peer}: {error}" for peer, error in errors.items())
+    is_wrong = errors and all(isinstance(error, IntegrityError) for error in errors.values())
+    kind = IntegrityError if is_wrong else Unreachable
+    raise kind(f"the state could not be fetched ({causes or 'no worker offers it'})")

@@ -79,11 +79,11 @@ async def _watch_swarm(network: Network, job_id: str, *, watch: bool, as_json: b
                 workers = [
                     {
                         "peer_id": worker.peer,
-                        "round": worker.round,
-                        "state": worker.state.hex(),
+                        "round": position.round,
+                        "state": position.state.hex(),
                         "addresses": list(worker.addresses),
                     }
-                    for worker in await find_workers(directory, job_id)
+                    for worker, position in (await find_workers(directory, job_id)).items()
                 ]
                 waiting.close()
                 fields = about | {"workers": workers}

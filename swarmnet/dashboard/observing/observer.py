@@ -25,7 +25,9 @@ from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of, cancel, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import HostInfo
-from swarmnet_protocols.training.job_records import WorkerInfo, find_job, find_workers
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import find_job, find_workers
+from swarmnet_protocols.training.rounds.terms import RoundMember
 
 MAX_LOOKUPS = 8
 """Concurrent lookups in the directory."""
@@ -63,7 +65,7 @@ class Observer:
         self._model_names = model_names
         self._models: dict[bytes, _ObservedModel] = {}
         self._jobs: dict[str, JobObservation] = {}
-        self._workers: dict[str, list[WorkerInfo]] = {}
+        self._workers: dict[str, dict[RoundMember, WorkerPosition]] = {}
         self._polls = Polls(dependencies, self._check_for_leave)
         self._since_s = self._clock()
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
@@ -210,12 +212,12 @@ class Observer:
             elif tracker.manifest in of_experts or not is_listed:
                 tracker.on_experts_absent()
         for job_id, found in self._workers.items():
-            polled = [worker for worker in found if worker.peer in trackers]
+            polled = {worker.peer: at.round for worker, at in found.items() if worker.peer in trackers}
             job = self._jobs[job_id]
             self._jobs[job_id] = replace(
                 job,
-                workers=tuple(worker.peer for worker in polled),
-                round=max((min(worker.round, job.rounds) for worker in polled), default=job.round),
+                workers=tuple(polled),
+                round=max((min(round, job.rounds) for round in polled.values()), default=job.round),
             )
 
     async def _look_up_each(self, keys: Iterable[K], look_up: Callable[[K], Awaitable[T]]) -> dict[K, T]:

@@ -17,15 +17,14 @@ from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.model import build_model
 from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
-from swarmnet_node.training.worker import averaging_rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.codecs.floats import FloatCodec
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.jobs import parse_job
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.rounds.averaging import Outcome
-from swarmnet_protocols.training.rounds.reduction import AggregationRules
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
+from swarmnet_protocols.training.rounds.round_runner import Outcome
 from tests.support.network.virtual_time import run
 from tests.support.training.lab import TrainingLab
 from tests.support.training.workers import write_job
@@ -117,7 +116,8 @@ def train(
 ) -> Trained:
     """Train ``job`` to its last round; the first ``bad`` workers alter all their contributions.
     ``rules`` replace those of the job."""
-    return run(_train(job, folder, bad, attack, rules or averaging_rules(job)))
+    rules = rules or AggregationRules.named(job.exchange.aggregate, float(job.round_tokens))
+    return run(_train(job, folder, bad, attack, rules))
 
 
 async def _train(job: Job, folder: Path, bad: int, attack: Attack, rules: AggregationRules) -> Trained:

@@ -13,14 +13,11 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
-from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
-from swarmnet_protocols.training.rounds.averaging import (
-    AggregationRules,
-    Averager,
-    Outcome,
-    RoundMember,
-    RoundTiming,
-)
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, weighted_mean
+from swarmnet_protocols.training.rounds.averaging import Averager
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
+from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.network.deliveries import once
 from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
@@ -34,8 +31,26 @@ IDENTITIES = {
     for identity in (Identity.from_seed(f"worker {index}".encode()) for index in range(16))
 }
 PEERS = tuple(IDENTITIES)
+RULES = AggregationRules()
 
 Outcomes = dict[PeerId, Outcome]
+
+
+def terms_of(
+    count: int,
+    codec: str,
+    *,
+    exchange_number: int = 0,
+    index: int = 0,
+    members: int = 4,
+    rules: AggregationRules = RULES,
+) -> RoundTerms:
+    """The terms of a round whose slice ``index`` has ``count`` values."""
+    peers = tuple(RoundMember(peer, weight=1.0) for peer in sorted(PEERS[:members]))
+    keys = tuple(IDENTITIES[member.peer].public_key for member in peers)
+    slices = tuple((number * count, (number + 1) * count) for number in range(index + 1))
+    reducers = tuple(range(index + 1))
+    return RoundTerms(JOB, exchange_number, peers, slices, reducers, get_codec(codec), keys, rules)
 
 
 @dataclass
@@ -63,9 +78,9 @@ class TrainingLab:
     async def __aenter__(self) -> "TrainingLab":
         for peer in self.peers:
             transport = await self._stack.enter_async_context(self.network.transport(peer))
-            exchange = Averager(transport, JOB, IDENTITIES[peer].sign, timing=self.timing, rules=self.rules)
+            context = RoundContext(transport, JOB, IDENTITIES[peer].sign, self.timing, self.rules)
             self.transports[peer] = transport
-            self.exchanges[peer] = await self._stack.enter_async_context(exchange)
+            self.exchanges[peer] = await self._stack.enter_async_context(Averager(context))
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:

@@ -10,8 +10,10 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.matchmaking import Matchmaking
-from swarmnet_protocols.training.rosters import Candidate, Roster
+from swarmnet_protocols.training.rosters import Roster
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import StateServer
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
 from tests.support.network.virtual_time import run
@@ -26,7 +28,7 @@ TIMEOUT_S = 10.0
 @dataclass
 class Worker:
     transport: Transport
-    member: Candidate
+    member: RoundMember
     matchmaking: Matchmaking
     states: StateServer
     excluded: set[PeerId]
@@ -35,10 +37,8 @@ class Worker:
 
     async def gather(self, others: "list[Worker]", *, round: int = 3, state: bytes = START) -> Roster:
         known = [other.member for other in others if other is not self]
-        await self.matchmaking.set_position(round, state)
-        return await self.matchmaking.form_group(
-            self.member, known, measured=self.measured, timeout_s=TIMEOUT_S
-        )
+        await self.matchmaking.set_position(WorkerPosition(round, state))
+        return await self.matchmaking.form_group(self.member, known, self.measured)
 
 
 async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: int) -> Worker:
@@ -47,10 +47,15 @@ async def start(network: MemoryNetwork, living: list[asyncio.Task[None]], seed: 
 
     async def live() -> None:
         async with network.transport(identity.peer_id) as transport:
-            member = Candidate(identity.peer_id, (), weight=100.0)
+            member = RoundMember(identity.peer_id, weight=100.0)
             excluded: set[PeerId] = set()
             matchmaking = Matchmaking(
-                transport, JOB, max_members=8, timing=TIMING, is_excluded=excluded.__contains__
+                transport,
+                JOB,
+                max_members=8,
+                timeout_s=TIMEOUT_S,
+                timing=TIMING,
+                is_excluded=excluded.__contains__,
             )
             states = StateServer(transport, JOB, TIMING)
             await matchmaking.serve()

@@ -8,7 +8,9 @@ member.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +28,11 @@ COORDINATES_AT_ONCE = 1 << 18
 
 Temporaries take about 32 bytes times contributions times this.
 """
+
+
+def accept_all(rows: Tensor, _weights: Tensor) -> list[str]:
+    """Leave out no contribution."""
+    return [""] * len(rows)
 
 
 def outliers(contributions: Tensor, weights: Tensor) -> list[str]:
@@ -182,3 +189,41 @@ def norms(rows: Tensor) -> list[float]:
             squares = folded
         totals = [total + more for total, more in zip(totals, squares.sum(dim=1).tolist(), strict=True)]
     return [math.sqrt(total) for total in totals]
+
+
+@dataclass(frozen=True)
+class AggregationRules:
+    """How contributions are screened and aggregated. Equal at all members of a job."""
+
+    aggregate: Callable[[Tensor, Tensor], Tensor] = weighted_mean
+    """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
+
+    The contributions are in the order of members. May change the contributions.
+    """
+    screen: Callable[[Tensor, Tensor], list[str]] = accept_all
+    """Returns k reasons for leaving a contribution out; "" to keep it.
+
+    Takes the same arguments as ``aggregate``. It is called again with the kept contributions until
+    it keeps all of them.
+    """
+    max_weight: float = 2.0**64
+    """Largest weight of a contribution.
+
+    The default is above any number of tokens, and sums of such weights are still finite.
+    """
+    verifiable: bool = False
+    """Whether every member checks the aggregation of every slice.
+
+    Contributions are then signed, so a reducer can omit some, but not change any. A result needs
+    contributions of a majority of the training members (``RoundTerms.quorum``). So a reducer cannot
+    keep only its accomplices' contributions.
+    """
+
+    @classmethod
+    def named(cls, name: str, max_weight: float) -> "AggregationRules":
+        """Return the rules of a job with the aggregator ``name``. Robust ones are verifiable."""
+        return cls(partial(_aggregate_clipped, name), outliers, max_weight, name != "mean")
+
+
+def _aggregate_clipped(name: str, rows: Tensor, weights: Tensor) -> Tensor:
+    return aggregate(name, clip_to_median_norm_(rows, weights), weights)

@@ -9,39 +9,29 @@ may have committed.
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Executor
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.machine.aio import cancel, race
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.codecs import Codec
-from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.messages import HASH_BYTES
-from swarmnet_protocols.training.rounds.reduction import AggregationRules
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext, RoundRunner
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import training_pb2 as pb
-
-__all__ = ["AggregationRules", "Averager", "Outcome", "RoundMember", "RoundTiming"]
 
 ROUNDS_KEPT = 2
 """Exchanges that are served: the present one and the last one.
 
 A delayed member can still fetch the outcome of the last one.
 """
-
-_TIMING = RoundTiming()
-_RULES = AggregationRules()
 
 
 class Averager:
@@ -51,53 +41,27 @@ class Averager:
     exchange that has not begun here, and for the last exchanges after their end.
     """
 
-    def __init__(  # noqa: PLR0913 - an exchange's network, key, rules and clock
-        self,
-        transport: Transport,
-        job: bytes,
-        sign: Callable[[bytes], bytes],
-        *,
-        timing: RoundTiming = _TIMING,
-        rules: AggregationRules = _RULES,
-        executor: Executor | None = None,
-        on_proven: Callable[[PeerId], None] = lambda _: None,
-    ) -> None:
-        """Make an averager without exchanges.
-
-        - ``job``: the job's id, 32 bytes.
-        - ``sign`` signs with the key of ``transport``'s peer id.
-        - ``executor`` encodes, decodes and reduces; None for the loop's default executor.
-        - ``on_proven`` is called with a member that is proven to be dishonest, also after its
-          round.
-        """
-        self._on_proven = on_proven
-        if len(job) != HASH_BYTES:
-            raise ConfigError(f"a job id has {HASH_BYTES} bytes, not {len(job)}")
-        self._transport = transport
-        self._job = job
-        self._timing = timing
-        self._rules = rules
-        self._executor = executor
-        self._sign = sign
+    def __init__(self, context: RoundContext) -> None:
+        if len(context.job) != HASH_BYTES:
+            raise ConfigError(f"a job id has {HASH_BYTES} bytes, not {len(context.job)}")
+        self._context = context
         self._runners: dict[int, RoundRunner] = {}
         """The exchanges under way, by exchange number."""
         self._latest = -1
         self._begun = asyncio.Condition()
-        self._tasks: dict[asyncio.Task[None], None] = {}
         self._open = False
 
     async def __aenter__(self) -> Self:
         self._open = True
-        await EXCHANGE.serve(self._transport, self._accept, self._timing.streams)
+        await EXCHANGE.serve(self._context.transport, self._accept, self._context.timing.streams)
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._open = False
         for runner in self._runners.values():
-            runner.close()
+            await runner.close()
         async with self._begun:
             self._begun.notify_all()
-        await cancel(*self._tasks)
 
     async def average(  # noqa: PLR0913 - what, with whom, and how
         self,
@@ -130,26 +94,16 @@ class Averager:
             raise ConfigError(f"a weight of {weight:g}")
         if not (math.isfinite(spread_s) and spread_s >= 0):
             raise ConfigError(f"an exchange cannot be spread over {spread_s:g} s")
-        verifiable = self._rules.verifiable
-        terms = RoundTerms.of(
-            self._job, exchange_number, members, values.numel(), codec, verifiable=verifiable
-        )
-        terms = replace(terms, state=state)
         if values.dtype != torch.float32 or values.dim() != 1:
             raise ConfigError("only a flat float32 vector can be averaged")
-        context = RoundContext(
-            self._transport,
-            self._timing,
-            self._rules,
-            self._executor,
-            self._sign,
-            self._on_proven,
-            self._spawn,
+        context = self._context
+        terms = RoundTerms.of(
+            context.job, exchange_number, members, values.numel(), codec, context.rules, state=state
         )
         runner = RoundRunner(terms, context, spread_s)
         self._latest = exchange_number
         for old in [each for each in self._runners if self._is_over(each, terms)]:
-            self._runners.pop(old).close()
+            await self._runners.pop(old).close()
         await runner.prepare(values, weight)
         del values  # freed here: the exchange keeps only the encoded form
         self._runners[exchange_number] = runner
@@ -165,21 +119,12 @@ class Averager:
         here = {member.peer for member in terms.members}
         return old <= terms.exchange_number - ROUNDS_KEPT or self._runners[old].peers <= here
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        return task
-
     async def _accept(self, stream: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]") -> None:
         first, _ = await stream.receive()
         stream.silence_s = math.inf  # a member has nothing to send while it computes
-        await race(
-            self._serve(stream, first.hello),
-            stream.send_heartbeats(
-                self._timing.streams.heartbeat_s, lambda: pb.ExchangeReply(heartbeat=pb.Heartbeat())
-            ),
-        )
+        heartbeat = pb.ExchangeReply(heartbeat=pb.Heartbeat())
+        period_s = self._context.timing.streams.heartbeat_s
+        await race(self._serve(stream, first.hello), stream.send_heartbeats(period_s, lambda: heartbeat))
 
     async def _serve(
         self, typed: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]", hello: pb.Hello

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import cancel, race
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -22,7 +22,8 @@ from swarmnet_protocols.wire import training_pb2 as pb
 class MemberLink:
     """Sends messages to one member: first ``hello`` on each stream, then the posted messages.
 
-    ``on_change`` is called when the member becomes reachable (True) and when it is lost (False).
+    ``on_change`` is called when the member becomes reachable (True) and when it is lost (False). A
+    link that was drained opens another stream for messages that are posted later.
     """
 
     def __init__(
@@ -43,11 +44,24 @@ class MemberLink:
         self._bulk: dict[str, dict[Hashable, Iterator[Outgoing | float]]] = {}
         self._posted = asyncio.Event()
         self._draining = False
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Open a stream in the background, unless there is one or the link is closed."""
+        self._posted.set()
+        if not self._closed and (self._task is None or self._task.done()):
+            self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        """End the stream. Nothing is sent any more. Idempotent."""
+        self._closed = True
+        await cancel(self._task)
 
     def post(self, message: pb.ExchangeRequest) -> None:
         """Send a control message before any bulk data."""
         self._control.append(message)
-        self._posted.set()
+        self.start()
 
     def post_bulk(self, queue: str, name: Hashable, messages: Iterator[Outgoing | float]) -> None:
         """Send ``messages`` when no control message waits, in order within a ``queue``.
@@ -57,14 +71,14 @@ class MemberLink:
         already queued is not queued again.
         """
         self._bulk.setdefault(queue, {}).setdefault(name, messages)
-        self._posted.set()
+        self.start()
 
     def drain(self) -> None:
-        """Make ``run`` return once all posted messages have been sent."""
+        """End the stream once all posted messages have been sent."""
         self._draining = True
         self._posted.set()
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Keep a stream open until drained.
 
         When a stream breaks, the messages still posted are dropped. The state machine of the round

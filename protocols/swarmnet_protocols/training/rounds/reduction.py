@@ -5,15 +5,14 @@ members. Each member then aggregates the bundle as the reducer did, and gets the
 are bundles in two cases:
 
 1. The codec is sparse: an aggregate of sparse vectors is not sparse.
-2. The round is verifiable (:class:`Verification`), because the job has a robust aggregation rule. A
-   reducer could otherwise bypass the rule with a false aggregate. Each contribution in the bundle
-   is signed by its author.
+2. The round is verifiable, because the job has a robust aggregation rule. A reducer could otherwise
+   bypass the rule with a false aggregate. Each contribution in the bundle is signed by its author.
 """
 
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +21,9 @@ from google.protobuf.message import DecodeError
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.identity import verify
-from swarmnet_protocols.training.codecs import Codec, result_codec
-from swarmnet_protocols.training.rounds.aggregation_rules import weighted_mean
+from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.rounds.messages import below
+from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_REASON = 200
@@ -34,38 +33,8 @@ CONTRIBUTION_HASH_BYTES = 16
 Finding a second preimage of it is infeasible.
 """
 
-
 _SIGNATURE_DOMAIN = b"swarmnet-contribution-1"
 _SIGNED = struct.Struct(">QId")
-
-
-def accept_all(rows: torch.Tensor, _weights: torch.Tensor) -> list[str]:
-    """Leave out no contribution."""
-    return [""] * len(rows)
-
-
-@dataclass(frozen=True)
-class AggregationRules:
-    """How contributions are screened and aggregated. Equal at all members of a job."""
-
-    aggregate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = weighted_mean
-    """Maps contributions [k, n] and weights [k] to the aggregate, float32 [n].
-
-    The contributions are in the order of members. May change the contributions.
-    """
-    screen: Callable[[torch.Tensor, torch.Tensor], list[str]] = accept_all
-    """Returns k reasons for leaving a contribution out; "" to keep it.
-
-    Takes the same arguments as ``aggregate``. It is called again with the kept contributions until
-    it keeps all of them.
-    """
-    max_weight: float = 2.0**64
-    """Largest weight of a contribution.
-
-    The default is above any number of tokens, and sums of such weights are still finite.
-    """
-    verifiable: bool = False
-    """Whether every member checks the aggregation of every slice: see :class:`Verification`."""
 
 
 def contribution_hash(data: Buffer) -> bytes:
@@ -111,62 +80,21 @@ def result_hash(summary: bytes, payload: Buffer) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True)
-class Verification:
-    """The data of a verifiable round.
-
-    Contributions are signed: a reducer can omit some, but not change any. ``keys`` are the members'
-    public keys. A result needs contributions of at least ``quorum`` members, a majority of the
-    training members. So a reducer cannot keep only its accomplices' contributions.
-    """
-
-    job: bytes
-    keys: tuple[bytes, ...]
-    quorum: int
-
-
-@dataclass(frozen=True)
-class SliceTerms:
-    """A slice of ``count`` values in an exchange, and the codec of its contributions."""
-
-    exchange_number: int
-    index: int
-    count: int
-    codec: Codec
-    verification: Verification | None = None
-
-    @property
-    def is_bundled(self) -> bool:
-        """Whether results carry the contributions instead of their aggregate."""
-        return self.codec.sparse or self.verification is not None
-
-    def signed_bytes(self, contribution: "Contribution") -> bytes:
-        """Return the bytes that a contribution's author signs in a verifiable round."""
-        job = b"" if self.verification is None else self.verification.job
-        signed = _SIGNED.pack(self.exchange_number, self.index, contribution.weight)
-        return _SIGNATURE_DOMAIN + job + signed + contribution.hash
-
-    @property
-    def contribution_bytes(self) -> int:
-        """Bytes of an encoded contribution."""
-        return self.codec.max_bytes(self.count)
-
-    def result_bytes(self, contributors: int) -> int:
-        """Return the size of a result's payload if ``contributors`` members contributed."""
-        if self.is_bundled:
-            return contributors * self.contribution_bytes
-        return result_codec(self.codec).max_bytes(self.count)
+def signed_bytes(terms: RoundTerms, index: int, contribution: Contribution) -> bytes:
+    """Return the bytes that the author of a contribution signs in a verifiable round."""
+    signed = _SIGNED.pack(terms.exchange_number, index, contribution.weight)
+    return _SIGNATURE_DOMAIN + terms.job + signed + contribution.hash
 
 
 def reduce_slice(
-    terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
+    terms: RoundTerms, index: int, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[Result, torch.Tensor] | None:
-    """Reduce (member, contribution) pairs to a result and its values [count].
+    """Reduce (member, contribution) pairs to the result of slice ``index`` and its values [count].
 
-    The pairs are in the order of members. None if no contribution is accepted.
+    The pairs are in the order of members. None if too few contributions are accepted.
     """
-    accepted, values, reasons = _aggregate_valid(terms, rules, contributions)
-    if not accepted or not _has_quorum(terms, len(accepted)):
+    accepted, values, reasons = _aggregate_valid(terms, index, contributions)
+    if len(accepted) < terms.quorum:
         return None
     if terms.is_bundled:
         encoded: Buffer = b"".join(contribution.data for _, contribution in accepted)
@@ -176,27 +104,18 @@ def reduce_slice(
             encoded = codec.encode(values)
         except ValueError:  # the mean of finite contributions is infinite
             return None
-        values = codec.decode(encoded, terms.count)
-    contributors = [
-        pb.Contributor(
-            member=member,
-            weight=contribution.weight,
-            hash=contribution.hash,
-            signature=contribution.signature,
-        )
-        for member, contribution in accepted
-    ]
-    excluded = [
-        pb.Exclusion(member=member, reason=reason[:MAX_REASON]) for member, reason in sorted(reasons.items())
-    ]
-    summary = pb.Summary(
-        exchange_number=terms.exchange_number, slice=terms.index, contributors=contributors, excluded=excluded
-    ).SerializeToString(deterministic=True)
-    return Result(result_hash(summary, encoded), summary, encoded), values
+        values = codec.decode(encoded, terms.size(index))
+    summary = pb.Summary(exchange_number=terms.exchange_number, slice=index)
+    for member, each in accepted:
+        summary.contributors.add(member=member, weight=each.weight, hash=each.hash, signature=each.signature)
+    for member, reason in sorted(reasons.items()):
+        summary.excluded.add(member=member, reason=reason[:MAX_REASON])
+    serialized = summary.SerializeToString(deterministic=True)
+    return Result(result_hash(serialized, encoded), serialized, encoded), values
 
 
 def _aggregate_valid(
-    terms: SliceTerms, rules: AggregationRules, contributions: Sequence[tuple[int, Contribution]]
+    terms: RoundTerms, index: int, contributions: Sequence[tuple[int, Contribution]]
 ) -> tuple[list[tuple[int, Contribution]], torch.Tensor, dict[int, str]]:
     """Return the accepted contributions, their aggregate, and why the others are left out.
 
@@ -205,118 +124,96 @@ def _aggregate_valid(
     """
     accepted: list[tuple[int, Contribution]] = []
     excluded: dict[int, str] = {}
-    rows = torch.empty(len(contributions), terms.count)
+    rows = torch.empty(len(contributions), terms.size(index))
     for member, contribution in contributions:
         try:
-            rows[len(accepted)] = _decode(terms, rules, member, contribution)
+            rows[len(accepted)] = _decode(terms, index, member, contribution)
             accepted.append((member, contribution))
         except ProtocolViolation as error:
             excluded[member] = str(error)
     rows = rows[: len(accepted)]
     while accepted:
-        weights = _weights(contribution.weight for _, contribution in accepted)
-        reasons = rules.screen(rows, weights)
+        weights = _weights([contribution for _, contribution in accepted])
+        reasons = terms.rules.screen(rows, weights)
         if not any(reasons):
-            return accepted, rules.aggregate(rows, weights), excluded
+            return accepted, terms.rules.aggregate(rows, weights), excluded
         excluded |= {member: reason for (member, _), reason in zip(accepted, reasons, strict=True) if reason}
         kept = [row for row, reason in enumerate(reasons) if not reason]
         accepted, rows = [accepted[row] for row in kept], rows[kept]
     return [], rows, excluded
 
 
-def _weights(weights: Iterable[float]) -> torch.Tensor:
-    return torch.tensor(list(weights), dtype=torch.float64)
+def _weights(contributions: Sequence[Contribution]) -> torch.Tensor:
+    return torch.tensor([each.weight for each in contributions], dtype=torch.float64)
 
 
-def _has_quorum(terms: SliceTerms, contributors: int) -> bool:
-    return terms.verification is None or contributors >= terms.verification.quorum
-
-
-def _decode(
-    terms: SliceTerms, rules: AggregationRules, member: int, contribution: Contribution
-) -> torch.Tensor:
+def _decode(terms: RoundTerms, index: int, member: int, contribution: Contribution) -> torch.Tensor:
     """Decode the contribution of ``member`` to values [count].
 
     Raises ``ProtocolViolation`` for an invalid one.
     """
-    if contribution.weight > rules.max_weight:
-        raise ProtocolViolation(f"weight {contribution.weight:g} is above {rules.max_weight:g}")
+    if contribution.weight > terms.rules.max_weight:
+        raise ProtocolViolation(f"weight {contribution.weight:g} is above {terms.rules.max_weight:g}")
     if contribution_hash(contribution.data) != contribution.hash:
         raise ProtocolViolation("the contribution does not have its hash")
-    if terms.verification is not None:
-        key = terms.verification.keys[member]
-        if not verify(key, contribution.signature, terms.signed_bytes(contribution)):
+    if terms.rules.verifiable:
+        signed = signed_bytes(terms, index, contribution)
+        if not verify(terms.keys[member], contribution.signature, signed):
             raise ProtocolViolation("the contribution is not signed by its author")
-    return terms.codec.decode(contribution.data, terms.count)
+    return terms.codec.decode(contribution.data, terms.size(index))
 
 
-@dataclass(frozen=True)
-class ResultReader:
-    """Verifies and decodes results of a slice at member ``me`` of ``members``.
+def read_result(
+    terms: RoundTerms, index: int, result: Result, me: int, own: Contribution | None
+) -> torch.Tensor:
+    """Return the values [count] of another member's result of slice ``index``.
 
-    ``own``: this member's own contribution; None if it made none.
+    ``own``: the contribution of ``me``, which is this member; None if it made none.
+
+    Raises ``ProtocolViolation`` for a result that does not belong to this slice. Also for one with
+    a forged contribution, which this member did not make but which has its number. Without
+    signatures, only this member can notice that.
     """
-
-    terms: SliceTerms
-    rules: AggregationRules
-    members: int
-    me: int
-    own: Contribution | None
-
-    def read(self, result: Result) -> torch.Tensor:
-        """Return the values [count] of a result from another member.
-
-        Raises ``ProtocolViolation`` for a result that does not belong to this slice. Also for one
-        with a forged contribution, which this member did not make but which has its number. Without
-        signatures, only this member can notice that.
-        """
-        if result_hash(result.summary, result.payload) != result.hash:
-            raise ProtocolViolation(f"a result of slice {self.terms.index} does not have its hash")
-        contributors = read_summary(self.terms, self.members, result.summary).contributors
-        for each in contributors:
-            if each.member == self.me and not self._is_own(each):
-                raise ProtocolViolation("a result names a contribution of this member that it did not make")
-        if len(result.payload) != self.terms.result_bytes(len(contributors)):
-            raise ProtocolViolation(
-                f"a result of {len(result.payload)} bytes from {len(contributors)} contributors"
-            )
-        if not _has_quorum(self.terms, len(contributors)):
-            raise ProtocolViolation(f"a result of {len(contributors)} contributors, too few to be robust")
-        if self.terms.is_bundled:
-            return self._read_bundle(contributors, memoryview(result.payload))
-        return result_codec(self.terms.codec).decode(result.payload, self.terms.count)
-
-    def _is_own(self, named: pb.Contributor) -> bool:
-        return self.own is not None and (named.weight, named.hash) == (self.own.weight, self.own.hash)
-
-    def _read_bundle(self, contributors: Sequence[pb.Contributor], bundle: memoryview) -> torch.Tensor:
-        size = self.terms.contribution_bytes
-        contributions = [
-            Contribution(each.weight, bundle[place * size : (place + 1) * size], each.hash, each.signature)
-            for place, each in enumerate(contributors)
-        ]
-        values = []
-        for each, contribution in zip(contributors, contributions, strict=True):
-            try:
-                values.append(_decode(self.terms, self.rules, each.member, contribution))
-            except ProtocolViolation as error:
-                raise ProtocolViolation(f"member {each.member} is in a bundle, but {error}") from error
-        rows = torch.stack(values)
-        weights = _weights(contribution.weight for contribution in contributions)
-        for each, reason in zip(contributors, self.rules.screen(rows, weights), strict=True):
-            if reason:
-                raise ProtocolViolation(f"member {each.member} is in a bundle, but {reason}")
-        return self.rules.aggregate(rows, weights)
+    if result_hash(result.summary, result.payload) != result.hash:
+        raise ProtocolViolation(f"a result of slice {index} does not have its hash")
+    contributors = read_summary(terms, index, result.summary).contributors
+    for each in contributors:
+        if each.member == me and (own is None or (each.weight, each.hash) != (own.weight, own.hash)):
+            raise ProtocolViolation("a result names a contribution of this member that it did not make")
+    count = len(contributors)
+    if len(result.payload) != terms.result_bytes(terms.size(index), count):
+        raise ProtocolViolation(f"a result of {len(result.payload)} bytes from {count} contributors")
+    if count < terms.quorum:
+        raise ProtocolViolation(f"a result of {count} contributors, too few to be robust")
+    if terms.is_bundled:
+        return _read_bundle(terms, index, contributors, memoryview(result.payload))
+    return result_codec(terms.codec).decode(result.payload, terms.size(index))
 
 
-def read_summary(terms: SliceTerms, members: int, serialized: bytes) -> pb.Summary:
+def _read_bundle(
+    terms: RoundTerms, index: int, contributors: Sequence[pb.Contributor], bundle: memoryview
+) -> torch.Tensor:
+    size = terms.codec.max_bytes(terms.size(index))
+    contributions = [
+        (each.member, Contribution(each.weight, bundle[start : start + size], each.hash, each.signature))
+        for each, start in zip(contributors, range(0, len(bundle), size), strict=True)
+    ]
+    accepted, values, reasons = _aggregate_valid(terms, index, contributions)
+    if len(accepted) < len(contributions):
+        member, reason = min(reasons.items())
+        raise ProtocolViolation(f"member {member} is in a bundle, but {reason}")
+    return values
+
+
+def read_summary(terms: RoundTerms, index: int, serialized: bytes) -> pb.Summary:
     """Parse and check the summary of a result. Raises ``ProtocolViolation``."""
     try:
         summary = pb.Summary.FromString(serialized)
     except DecodeError as error:
         raise ProtocolViolation("not a summary") from error
-    if (summary.exchange_number, summary.slice) != (terms.exchange_number, terms.index):
+    if (summary.exchange_number, summary.slice) != (terms.exchange_number, index):
         raise ProtocolViolation(f"a summary of slice {summary.slice} in exchange {summary.exchange_number}")
+    members = len(terms.members)
     named = [below(each.member, members, "member") for each in summary.contributors]
     if not named or named != sorted(set(named)) or len(summary.excluded) > members:
         raise ProtocolViolation("a result without contributors, or with contributors twice or out of order")

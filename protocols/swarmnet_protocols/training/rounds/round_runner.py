@@ -7,22 +7,24 @@ Reports every observation to the state machine, and performs every effect that i
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
 from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.messages import (
     DISCARD,
-    HASH_BYTES,
     Accusation,
     Decided,
     Effect,
@@ -38,32 +40,28 @@ from swarmnet_protocols.training.rounds.messages import (
     below,
     decode_control,
     encode_control,
-    hash_of_size,
 )
 from swarmnet_protocols.training.rounds.reduction import (
-    CONTRIBUTION_HASH_BYTES,
-    AggregationRules,
     Contribution,
     Result,
-    ResultReader,
+    read_result,
     read_summary,
     reduce_slice,
+    signed_bytes,
 )
 from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms, Slice
 from swarmnet_protocols.training.rounds.transfers import (
-    MAX_SUMMARY_BYTES,
-    Outgoing,
-    PartialPayload,
-    contribution_messages,
+    Assembly,
+    contribution_header,
     parts,
-    result_messages,
+    result_header,
 )
 from swarmnet_protocols.training.rounds.votes import Electorate
 from swarmnet_protocols.wire import training_pb2 as pb
 
 _log = logging.getLogger(__name__)
-_TRANSITIONS = {each.__name__ for each in (Prepare, Proposal, Vote, Decided, Accusation)}
+_TRANSITIONS = (Prepare, Proposal, Vote, Decided, Accusation)
 """Control messages that are logged, because they change what a round may end with."""
 T = TypeVar("T")
 
@@ -112,19 +110,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """The parts of an ``Averager`` that a round uses.
+    """What all rounds of a job have in common at one worker.
 
-    - ``spawn`` starts a task that is cancelled when the averager closes.
-    - ``on_proven`` is called with a member that is proven to be dishonest, also after the round.
+    - ``job``: the job's id, 32 bytes.
+    - ``sign`` signs with the key of ``transport``'s peer id.
+    - ``executor`` encodes, decodes and reduces; None for the loop's default executor.
+    - ``on_proven`` is called with a member that is proven to be dishonest, also after its round.
     """
 
     transport: Transport
-    timing: RoundTiming
-    rules: AggregationRules
-    executor: Executor | None
+    job: bytes
     sign: Callable[[bytes], bytes]
-    on_proven: Callable[[PeerId], None]
-    spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
+    timing: RoundTiming = field(default_factory=RoundTiming)
+    rules: AggregationRules = field(default_factory=AggregationRules)
+    executor: Executor | None = None
+    on_proven: Callable[[PeerId], None] = lambda _: None
 
 
 class RoundRunner:
@@ -149,24 +149,22 @@ class RoundRunner:
         )
         self._schedule = SendSchedule(spread_s, terms.contribution_fraction, self._began_s, context.timing)
         self._ended: asyncio.Future[Finish] = self._loop.create_future()
-        self._links: dict[int, MemberLink] = {}
-        self._link_tasks: dict[int, asyncio.Task[None]] = {}
+        self._links = {member: self._link(member) for member in range(len(terms.members)) if member != me}
         self._incoming: dict[int, TypedStream[pb.ExchangeReply, pb.ExchangeRequest]] = {}
-        self._own: list[Contribution] = []
-        """This member's contribution to each slice; empty if it makes none."""
+        self._own: list[Contribution | None] = [None for _ in terms.slices]
+        """This member's contribution to each slice; None if it makes none."""
         self._withheld = ""
         """Why this member makes no contribution; empty if it makes one, or has weight 0."""
         self._contributions: list[dict[int, Contribution]] = [{} for _ in terms.slices]
-        self._partial: dict[tuple[int, str], PartialPayload] = {}
+        self._to_reduce: asyncio.Queue[tuple[int, list[tuple[int, Contribution]]]] = asyncio.Queue()
+        self._assembly = Assembly()
         self._results: dict[tuple[int, bytes], Result] = {}
         self._reading: list[int] = []
         """Slices with an arrived result that is being verified. They are not requested again."""
-        self._refuted: dict[PeerId, str] = {}
-        self._proven: dict[PeerId, None] = {}
+        self._refuted: dict[PeerId, Refute] = {}
         self._average = torch.empty(terms.count)
         self._in_average: list[bytes] = [b""] * len(terms.slices)
         self._bytes_received = 0
-        self._arrivals: dict[tuple[int, str], Arrival] = {}
         self._closed = False
         self._name = f"exchange {terms.exchange_number} {terms.agreement().hex()[:8]}"
         """The name of the round in logs, equal at all members."""
@@ -182,38 +180,39 @@ class RoundRunner:
         It makes none if ``weight`` is 0 or a value is not finite.
         """
         try:
-            self._own = await self._compute(lambda: self._encode(values, weight))
+            own = await self._compute(lambda: self._encode(values, weight)) if weight else []
         except ValueError as error:
             self._withheld = str(error)
-        for index, contribution in enumerate(self._own):
-            self._contributions[index][self._me] = contribution
+            return
+        for index, contribution in enumerate(own):
+            self._own[index] = self._contributions[index][self._me] = contribution
 
     async def run(self) -> Outcome:
         """Take part in the round until it ends at this member."""
         _log.debug("%s: begun with %d members", self._name, len(self._terms.members))
         try:
-            for member in range(len(self._terms.members)):
-                if member != self._me:
-                    self._links[member] = self._link(member)
-                    self._ensure_running(member)
-            self._perform(self._round.tick(self._loop.time()))
-            while not self._ended.done():
-                await asyncio.wait([self._ended], timeout=self._context.timing.streams.heartbeat_s)
-                for index in self._reading:
-                    self._round.report_progress(index, self._loop.time())
-                self._perform(self._round.tick(self._loop.time()))
-            finish = self._ended.result()
+            for link in self._links.values():
+                link.start()
+            finish = await race(self._until_ended(), self._reduce_slices())
             _log.debug("%s: ended: %s", self._name, finish.reason or "all agree")
             outcome = await self._compute(lambda: self._outcome(finish))
         except BaseException:
-            self.close()
+            await self.close()
             raise
         for link in self._links.values():
             link.drain()
-        self._own = []
-        self._contributions = [{} for _ in self._terms.slices]
-        self._partial.clear()
+        self._own = [None for _ in self._own]
+        self._contributions = [{} for _ in self._contributions]
+        self._assembly.clear()
         return outcome
+
+    async def _until_ended(self) -> Finish:
+        while not self._ended.done():
+            for index in self._reading:
+                self._round.report_progress(index, self._loop.time())
+            self._perform(self._round.tick(self._loop.time()))
+            await asyncio.wait([self._ended], timeout=self._context.timing.streams.heartbeat_s)
+        return self._ended.result()
 
     async def serve(
         self, stream: "TypedStream[pb.ExchangeReply, pb.ExchangeRequest]", agreement: bytes
@@ -243,91 +242,78 @@ class RoundRunner:
             request, payload = await stream.receive()
             self._bytes_received += request.ByteSize() + len(payload)
             await self._handle(member, request, payload)
-        raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer]}")
+        raise ProtocolViolation(f"{stream.peer} {self._refuted[stream.peer].reason}")
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all streams and free the results. Idempotent.
 
         Links refer to this object, so it lives until the garbage collector runs. Its results are
         large, so they are freed here.
         """
         self._closed = True
-        for task in self._link_tasks.values():
-            task.cancel()
         for stream in self._incoming.values():
             stream.close()
         self._results.clear()
+        for link in self._links.values():
+            await link.close()
 
     # ---- effects --------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[Effect]) -> None:
-        sent = {type(each.message).__name__ for each in effects if isinstance(each, Send)}
-        if sent & _TRANSITIONS:
-            _log.debug("%s: sends %s", self._name, ", ".join(sorted(sent & _TRANSITIONS)))
+        messages = [each.message for each in effects if isinstance(each, Send)]
+        if sent := {type(each).__name__ for each in messages if isinstance(each, _TRANSITIONS)}:
+            _log.debug("%s: sends %s", self._name, ", ".join(sorted(sent)))
         for effect in effects:
             self._perform_one(effect)
 
     def _perform_one(self, effect: Effect) -> None:
+        clock = self._loop.time
         match effect:
             case Send(member, message):
                 self._links[member].post(encode_control(message))
-                self._ensure_running(member)
             case SendContribution(member, index):
-                self._links[member].post_bulk("contribution", index, self._contribution(member, index))
+                own = self._own[index] or Contribution.of(0.0, b"")
+                pace = self._schedule.contribution(member, len(own.data), clock())
+                header = partial(contribution_header, index, own)
+                messages = parts(own.data, header, pace, clock, partial(self._is_wanted, member, index))
+                self._links[member].post_bulk("contribution", index, messages)
             case SendResult(member, index, wanted) if result := self._results.get((index, wanted)):
-                self._links[member].post_bulk("result", (index, wanted), self._result(member, index, result))
-                self._ensure_running(member)
+                pace = self._schedule.result(member, len(result.payload), clock())
+                messages = parts(result.payload, partial(result_header, index, result), pace, clock)
+                self._links[member].post_bulk("result", (index, wanted), messages)
             case Reduce(index, members):
-                arrived = self._contributions[index]
+                arrived, self._contributions[index] = self._contributions[index], {}
                 contributions = [(member, arrived[member]) for member in members if member in arrived]
-                self._contributions[index] = {}
-                self._context.spawn(self._reduce(index, contributions)).add_done_callback(self._reduced)
+                self._to_reduce.put_nowait((index, contributions))
             case Refute(member, reason, is_proven):
                 peer = self._terms.members[member].peer
-                self._refuted[peer] = reason
+                self._refuted[peer] = effect
                 _log.debug("%s: %s is excluded: it %s", self._name, peer, reason)
                 if is_proven:
-                    self._proven[peer] = None
                     self._context.on_proven(peer)
             case Finish():
                 self._ended.set_result(effect)
 
-    def _contribution(self, member: int, index: int) -> Iterator[Outgoing | float]:
-        contribution = self._own[index] if self._own else Contribution.of(0.0, b"")
-        clock = self._loop.time
-        pace = self._schedule.contribution(member, len(contribution.data), clock())
+    def _is_wanted(self, member: int, index: int) -> bool:
+        return self._round.wants_contribution(member, index, self._loop.time())
 
-        def wanted() -> bool:
-            return self._round.wants_contribution(member, index, clock())
-
-        return contribution_messages(index, contribution, parts(contribution.data, pace, clock), wanted)
-
-    def _result(self, member: int, index: int, result: Result) -> Iterator[Outgoing | float]:
-        clock = self._loop.time
-        pace = self._schedule.result(member, len(result.payload), clock())
-        return result_messages(index, result, parts(result.payload, pace, clock))
+    async def _reduce_slices(self) -> NoReturn:
+        while True:
+            await self._reduce(*await self._to_reduce.get())
 
     async def _reduce(self, index: int, contributions: list[tuple[int, Contribution]]) -> None:
-        terms, rules = self._terms.slice(index), self._context.rules
-        reduced = await self._compute(lambda: reduce_slice(terms, rules, contributions))
+        reduced = await self._compute(lambda: reduce_slice(self._terms, index, contributions))
         if reduced is not None:
             self._store(index, *reduced)
-
-    def _reduced(self, task: "asyncio.Task[None]") -> None:
-        if not task.cancelled() and (error := task.exception()) and not self._ended.done():
-            self._ended.set_exception(error)
 
     def _store(self, index: int, result: Result, values: torch.Tensor) -> None:
         if (index, result.hash) not in self._results:
             self._results[index, result.hash] = result
-            self._write(index, result.hash, values)
+            if not self._ended.done():  # afterwards the average belongs to the caller
+                start, end = self._terms.slices[index]
+                self._average[start:end] = values
+                self._in_average[index] = result.hash
             self._perform(self._round.hold(index, result.hash, self._loop.time()))
-
-    def _write(self, index: int, result: bytes, values: torch.Tensor) -> None:
-        if not self._ended.done():  # afterwards the average belongs to the caller
-            start, end = self._terms.slices[index]
-            self._average[start:end] = values
-            self._in_average[index] = result
 
     # ---- received messages ----------------------------------------------------------------------
 
@@ -341,8 +327,9 @@ class RoundRunner:
                 message = decode_control(request, self._terms.shape)
                 if message is None:
                     raise ProtocolViolation("not a message of a round")
-                if (kind := type(message).__name__) in _TRANSITIONS:
-                    _log.debug("%s: %s from %s", self._name, kind, self._terms.members[member].peer)
+                if isinstance(message, _TRANSITIONS):
+                    peer = self._terms.members[member].peer
+                    _log.debug("%s: %s from %s", self._name, type(message).__name__, peer)
                 self._perform(self._round.receive(member, message, self._loop.time()))
 
     def _handle_contribution(self, member: int, header: pb.Contribution, part: Buffer) -> None:
@@ -351,13 +338,12 @@ class RoundRunner:
             return
         if not (math.isfinite(header.weight) and header.weight >= 0):
             raise ProtocolViolation(f"a contribution of weight {header.weight:g}")
-        terms = self._terms.slice(index)
-        data = self._add_part((member, "contribution"), header, part, terms.contribution_bytes)
-        if data is not None:
+        limit = self._terms.codec.max_bytes(self._terms.size(index))
+        whole = self._assembly.add(member, header, part, limit, self._loop.time())
+        if whole is not None:
             if header.weight > 0:
-                self._contributions[index][member] = Contribution(
-                    header.weight, data.data, data.hash, header.signature
-                )
+                contribution = Contribution(header.weight, whole.data, header.hash, header.signature)
+                self._contributions[index][member] = contribution
             self._perform(self._round.add_contribution(member, index, self._loop.time()))
 
     async def _handle_result(self, member: int, header: pb.Result, part: Buffer) -> None:
@@ -365,84 +351,50 @@ class RoundRunner:
         if self._ended.done() or not self._round.accepts_result(member, index, header.hash):
             return
         self._round.report_progress(index, self._loop.time())
-        reader = self._reader(index)
-        limit = reader.terms.result_bytes(len(self._terms.members))
-        data = self._add_part((member, "result"), header, part, limit)
-        if data is not None:
-            result = Result(data.hash, data.summary, data.data)
+        limit = self._terms.result_bytes(self._terms.size(index), len(self._terms.members))
+        whole = self._assembly.add(member, header, part, limit, self._loop.time())
+        if whole is not None:
+            result = Result(header.hash, whole.summary, whole.data)
+            read = partial(read_result, self._terms, index, result, self._me, self._own[index])
             self._reading.append(index)
             try:
-                self._store(index, result, await self._compute(lambda: reader.read(result)))
+                self._store(index, result, await self._compute(read))
             except ProtocolViolation as error:
                 # With signed contributions the sender is dishonest, because members forward only
                 # results that they have verified. Without signatures an honest member may forward a
                 # false result, because only the author of a contribution can detect it.
-                if reader.terms.verification is not None:
+                if self._terms.rules.verifiable:
                     reason = f"sent a false result: {error}"
                     self._perform(self._round.refute(member, reason, self._loop.time()))
                 raise
             finally:
                 self._reading.remove(index)
 
-    def _add_part(
-        self, key: tuple[int, str], header: pb.Contribution | pb.Result, part: Buffer, limit: int
-    ) -> PartialPayload | None:
-        """Add a part of a payload. Returns the payload with its last part, otherwise None.
-
-        A member sends one payload of each kind at a time. Raises ``ProtocolViolation`` for a
-        payload of more than ``limit`` bytes.
-        """
-        if header.offset == 0:
-            summary, hash_bytes = b"", CONTRIBUTION_HASH_BYTES
-            if isinstance(header, pb.Result):
-                summary, hash_bytes = header.summary, HASH_BYTES
-            if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
-                raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            self._partial[key] = PartialPayload(
-                header.size_bytes, hash_of_size(header.hash, hash_bytes), summary
-            )
-        partial = self._partial.get(key)
-        if partial is None or partial.hash != header.hash:
-            return None  # its first part was not wanted
-        if not partial.add(header.offset, part, self._loop.time(), paced=header.paced):
-            return None
-        peer = self._terms.members[key[0]].peer
-        self._arrivals[key] = Arrival(peer, partial.timed_bytes, partial.timed_s)
-        return self._partial.pop(key)
-
     # ---- links and the outcome ------------------------------------------------------------------
 
     def _link(self, member: int) -> MemberLink:
-        terms = self._terms
+        terms, context = self._terms, self._context
         hello = pb.Hello(exchange_number=terms.exchange_number, agreement=terms.agreement())
 
         def on_change(up: bool) -> None:
             report = self._round.link_up if up else self._round.link_down
             self._perform(report(member, self._loop.time()))
 
-        context = self._context
         return MemberLink(context.transport, terms.members[member], hello, context.timing, on_change)
-
-    def _ensure_running(self, member: int) -> None:
-        task = self._link_tasks.get(member)
-        if (task is None or task.done()) and not self._closed:
-            self._link_tasks[member] = self._context.spawn(self._links[member].run())
 
     def _outcome(self, finish: Finish) -> Outcome:
         committed = bool(finish.hashes)
-        summaries = [
-            read_summary(
-                self._terms.slice(index), len(self._terms.members), self._results[index, result].summary
-            )
-            for index, result in enumerate(finish.hashes or DISCARD)
-        ]
-        for index, result in enumerate(finish.hashes or DISCARD):
-            if self._in_average[index] != result:
+        summaries = []
+        for index, chosen in enumerate(finish.hashes or DISCARD):
+            result = self._results[index, chosen]
+            summaries.append(read_summary(self._terms, index, result.summary))
+            if self._in_average[index] != chosen:
                 start, end = self._terms.slices[index]
-                self._average[start:end] = self._reader(index).read(self._results[index, result])
+                values = read_result(self._terms, index, result, self._me, self._own[index])
+                self._average[start:end] = values
         peers = [member.peer for member in self._terms.members]
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
-        excluded |= {*self._refuted.items()}
+        excluded |= {(peer, refute.reason) for peer, refute in self._refuted.items()}
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)
@@ -455,29 +407,25 @@ class RoundRunner:
                 tuple(peers[each.member] for each in summary.contributors) for summary in summaries
             ),
             excluded=tuple(sorted(excluded)),
-            refuted=tuple(self._proven),
+            refuted=tuple(peer for peer, refute in self._refuted.items() if refute.is_proven),
             reason=finish.reason,
             bytes_sent=sum(link.bytes_sent for link in self._links.values()),
             bytes_received=self._bytes_received,
             wait_s=self._loop.time() - self._began_s,
-            arrivals=tuple(self._arrivals.values()),
+            arrivals=tuple(
+                Arrival(peers[member], *timed) for (member, _), timed in self._assembly.timed.items()
+            ),
         )
 
     def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:
         contributions = []
-        for index, (start, end) in enumerate(self._terms.slices if weight > 0 else ()):
+        for index, (start, end) in enumerate(self._terms.slices):
             contribution = Contribution.of(weight, self._terms.codec.encode(values[start:end]))
-            if self._terms.verification is not None:
-                signature = self._context.sign(self._terms.slice(index).signed_bytes(contribution))
+            if self._terms.rules.verifiable:
+                signature = self._context.sign(signed_bytes(self._terms, index, contribution))
                 contribution = replace(contribution, signature=signature)
             contributions.append(contribution)
         return contributions
-
-    def _reader(self, index: int) -> ResultReader:
-        own = self._own[index] if self._own else None
-        return ResultReader(
-            self._terms.slice(index), self._context.rules, len(self._terms.members), self._me, own
-        )
 
     async def _compute(self, function: Callable[[], T]) -> T:
         return await self._loop.run_in_executor(self._context.executor, function)

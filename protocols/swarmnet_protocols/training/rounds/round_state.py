@@ -51,6 +51,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Vote,
 )
 from swarmnet_protocols.training.rounds.slice_plans import claims, plan, propose, propose_again
+from swarmnet_protocols.training.rounds.slice_state import SliceState
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 MAX_HELD = 2 * CANDIDATES
@@ -58,9 +59,6 @@ MAX_HELD = 2 * CANDIDATES
 
 They come from its reducers, or were fetched.
 """
-
-UNVOTED = "sent a decision without the votes of a majority"
-TWICE = "voted for two outcomes of one round"
 
 
 class RoundState:
@@ -89,33 +87,14 @@ class RoundState:
         self._timing = timing
         self._began = now
         self._effects: list[Effect] = []
+        self._slices = [SliceState.first(self._me, reducer, timing, now) for reducer in reducers]
         # the other members
         self._linked: set[int] = set()
         self._lost: dict[int, float] = {}
         self._begun: set[int] = set()
         self._refuted: set[int] = set()
-        self._proven: set[int] = set()
-        """Members proven dishonest. This member has sent the proof to the others."""
         self._majority_lost_at = math.inf
-        # slices
-        self._first_reducers = tuple(reducers)
-        self._assignments = tuple(Assignment(reducer) for reducer in reducers)
-        self._due = [now + timing.contribution_s] * len(reducers)
-        """For each slice that this member reduces, the time when contributions are due."""
-        self._contributed: list[set[int]] = [set() for _ in reducers]
-        self._taken_over: set[int] = set()
-        self._reduced: set[int] = set()
-        self._sending_until: dict[tuple[int, int], float] = {}
-        """(slice, member) → until when the member can use this member's contribution."""
-        self._held: list[tuple[bytes, ...]] = [()] * len(reducers)
-        self._late_at = [now + timing.replace_reducer_s] * len(reducers)
-        """For each slice, the time when its reducer is late. Until then it must deliver a
-        result."""
-        self._progress_at = [-math.inf] * len(reducers)
-        self._requests_made = [0] * len(reducers)
         # the vote
-        self._turn = 0
-        """The lowest attempt that time still allows. It rises after ``majority_s``."""
         self._attempt = 0
         self._attempts: dict[int, int] = {}
         """Other members → their attempts."""
@@ -164,7 +143,7 @@ class RoundState:
 
         Or that ``member`` stated that it makes none.
         """
-        self._contributed[index].add(member)
+        self._slices[index].contributed.add(member)
         return self._advance(now)
 
     def report_progress(self, index: int, now: float) -> None:
@@ -172,13 +151,14 @@ class RoundState:
 
         The result is then not requested again.
         """
-        self._progress_at[index] = now
+        self._slices[index].progress_at = now
 
     def hold(self, index: int, result: bytes, now: float) -> list[Effect]:
         """Report that this member has a whole and verified result of a slice, with this hash."""
-        if result not in self._held[index]:
-            self._held[index] += (result,)
-            if index in self._reduced and self.decision is None:
+        part = self._slices[index]
+        if result not in part.held:
+            part.held += (result,)
+            if part.is_reduced and self.decision is None:
                 self._effects.extend(SendResult(member, index, result) for member in self._others())
         return self._advance(now)
 
@@ -193,36 +173,26 @@ class RoundState:
 
     def wants_contribution(self, member: int, index: int, now: float) -> bool:
         """Return whether ``member`` can still use this member's contribution to a slice."""
-        return (
-            self.decision is None
-            and not self.finished
-            and now < self._sending_until.get((index, member), now)
-        )
+        until = self._slices[index].sending_until.get(member, now)
+        return self.decision is None and not self.finished and now < until
 
     def reduces(self, index: int) -> bool:
-        """Return whether this member still has to reduce the slice.
-
-        It is the slice's reducer, and has neither begun to reduce it nor received a result.
-        """
-        return (
-            self._assignments[index].reducer == self._me
-            and index not in self._reduced
-            and not self._held[index]
-        )
+        """Return whether this member still has to reduce the slice, so it needs contributions."""
+        return self._slices[index].reduces
 
     def accepts_result(self, member: int, index: int, result: bytes) -> bool:
         """Return whether to receive a result from ``member``.
 
         It must not be held yet. It must be the chosen result or come from the slice's reducer.
         """
-        if result in self._held[index] or member in self._refuted:
+        part = self._slices[index]
+        if result in part.held or member in self._refuted:
             return False
         if self.decision is not None:
             return bool(self.decision) and result == self.decision[index]
-        kept = len(self._held[index])
         if result in [wanted for _, wanted in self._wanted(index)]:
-            return kept < MAX_HELD
-        return member == self._assignments[index].reducer and kept < CANDIDATES
+            return len(part.held) < MAX_HELD
+        return member == part.assignment.reducer and len(part.held) < CANDIDATES
 
     def _advance(self, now: float, *, tick: bool = False) -> list[Effect]:
         """Take all actions that the state requires. Returns the effects since the last call.
@@ -230,22 +200,24 @@ class RoundState:
         Idempotent.
         """
         if not self.finished:
-            self._advance_slices_and_vote(now, tick=tick)
+            if self.decision is None:
+                self._advance_vote(now, tick=tick)
+            self._fetch(now)
+            self._conclude(now)
         effects, self._effects = self._effects, []
         return effects
 
-    def _advance_slices_and_vote(self, now: float, *, tick: bool) -> None:
-        if self.decision is None:
-            self._contribute(now)
-            self._reduce(now)
-            self._elect(now)
-            if self._coordinator == self._me:
-                self._coordinate(now, tick=tick)
-            elif tick or all(self._held):
-                self._report()
-            self._cast(now)
-        self._fetch(now)
-        self._conclude(now)
+    def _advance_vote(self, now: float, *, tick: bool) -> None:
+        for index, part in enumerate(self._slices):
+            until = self._began + self._timing.contribution_s
+            self._send_contribution(part.first_reducer, index, until, now)
+        self._reduce(now)
+        self._elect(now)
+        if self._coordinator == self._me:
+            self._coordinate(now, tick=tick)
+        elif tick or all(part.held for part in self._slices):
+            self._report()
+        self._cast(now)
 
     def _others(self) -> list[int]:
         return sorted(self._linked)
@@ -263,16 +235,16 @@ class RoundState:
         """Send the messages that a member may have missed before its link came up."""
         if self.finished:
             return
-        for key in [key for key in self._sending_until if key[1] == member]:
-            del self._sending_until[key]
+        for part in self._slices:
+            part.sending_until.pop(member, None)
         if self._votes.decided is not None:
             self._send(member, self._votes.decided)
         else:
             self._send_missed_of_attempt(member)
-        for index, assignment in enumerate(self._assignments):
-            if assignment.reducer == self._me:
-                self._effects.extend(SendResult(member, index, result) for result in self._held[index])
-                if index in self._taken_over and self.reduces(index):
+        for index, part in enumerate(self._slices):
+            if part.assignment.reducer == self._me:
+                self._effects.extend(SendResult(member, index, result) for result in part.held)
+                if part.is_taken_over and part.reduces:
                     self._send(member, RequestContribution(index))
 
     def _send_missed_of_attempt(self, member: int) -> None:
@@ -291,21 +263,14 @@ class RoundState:
             return
         decided, coordinates = self._votes.decided, self._coordinator == member
         match message:
-            case Decided():
-                self._learn(member, message)
-            case Accusation(accused):
-                if accused not in self._proven and not self._votes.proves(message):
-                    self._refute(member, "accused another one without proof", is_proven=False)
-                else:
-                    self._accuse(message, "")
+            case Vote() | Decided() | Accusation():
+                self._receive_vote(member, message)
             case RequestResult(index, result):
-                if result in self._held[index]:
+                if result in self._slices[index].held:
                     self._effects.append(SendResult(member, index, result))
             case RequestContribution(index):
-                self._sending_until.pop((index, member), None)
+                self._slices[index].sending_until.pop(member, None)
                 self._send_contribution(member, index, now + self._timing.contribution_s, now)
-            case Vote():
-                self._count(member, message)
             case _ if decided is not None:
                 self._send(member, decided)
             case Report():
@@ -313,7 +278,7 @@ class RoundState:
                     self._send(member, SlicePlan(self._announced))
                 self._reports[member] = message
                 if message.vote is not None:
-                    self._count(member, message.vote)
+                    self._receive_vote(member, message.vote)
                 elif self._coordinator == self._me and self._proposed is not None:
                     self._send(member, self._proposed)
             case Prepare(attempt):
@@ -329,37 +294,19 @@ class RoundState:
                 elif self._votes.own is not None:
                     self._report(again=True)
 
-    def _count(self, member: int, vote: Vote) -> None:
-        if accusation := self._votes.count(member, vote):
-            self._accuse(accusation, "sent a vote that it did not sign")
+    def _receive_vote(self, member: int, message: Vote | Decided | Accusation) -> None:
+        """Accept nothing more from members that ``message`` shows to be dishonest.
 
-    def _learn(self, member: int, decided: Decided) -> None:
-        known = self._votes.decided
-        if known is not None and known.hashes == decided.hashes:
-            return
-        if not self._votes.counts(decided):
-            self._accuse(Accusation(member, decided), UNVOTED)
-        elif known is None:
-            self._votes.decided = decided
-            for reporting in self._reports:  # these members take this member for the coordinator
-                self._send(reporting, decided)
-        else:
-            for accusation in self._votes.twice(known, decided):
-                self._accuse(accusation, TWICE)
-
-    def _accuse(self, accusation: Accusation, unproven: str) -> None:
-        """Accept nothing more from a dishonest member. If there is a proof, send it to the others.
-
-        ``unproven``: the reason to give if there is no proof.
+        Sends the proofs to the others.
         """
-        if accusation.member in self._proven:
-            return
-        if not self._votes.proves(accusation):
-            self._refute(accusation.member, unproven, is_proven=False)
-            return
-        self._proven.add(accusation.member)
-        self._refute(accusation.member, TWICE if accusation.votes else UNVOTED, is_proven=True)
-        self._broadcast(accusation)
+        was_decided = self._votes.decided is not None
+        for fault in self._votes.receive(member, message):
+            self._refute(fault.member, fault.reason, is_proven=fault.proof is not None)
+            if fault.proof is not None:
+                self._broadcast(fault.proof)
+        if self._votes.decided is not None and not was_decided:
+            for reporting in self._reports:  # these members take this member for the coordinator
+                self._send(reporting, self._votes.decided)
 
     def _refute(self, member: int, reason: str, *, is_proven: bool) -> None:
         if member not in self._refuted or is_proven:
@@ -374,12 +321,10 @@ class RoundState:
 
         Such a coordinator takes part, and a majority of members has not passed over it.
         """
-        late_s = now - self._began - self._timing.majority_s
-        self._turn = max(0, int(late_s / self._timing.attempt_s))
         blocking = len(self._order) - self._majority + 1
         others = sorted(self._attempts.values(), reverse=True)
         passed_over = others[blocking - 1] if len(others) >= blocking else 0
-        attempt = max(self._turn, passed_over)
+        attempt = max(self._turn(now), passed_over)
         while not self._takes_part(self._order[attempt % len(self._order)], now):
             attempt += 1
         before, self._attempt = (self._attempt, self._coordinator), attempt
@@ -389,11 +334,21 @@ class RoundState:
             self._proposed, self._reported, self._announced = None, None, ()
         self._broadcast(Prepare(attempt))
 
+    def _turn(self, now: float) -> int:
+        """Return the lowest attempt that time still allows. It rises after ``majority_s``."""
+        late_s = now - self._began - self._timing.majority_s
+        return max(0, int(late_s / self._timing.attempt_s))
+
+    def _is_late(self, now: float) -> bool:
+        return now >= self._began + self._timing.majority_s
+
+    def _is_gone(self, member: int) -> bool:
+        return member in self._lost or member in self._refuted
+
     def _takes_part(self, member: int, now: float) -> bool:
         """Return whether a member is reachable, and has begun this round or may still begin it."""
         begun = member in self._begun or now < self._began + self._timing.contribution_s
-        reachable = member not in self._lost and member not in self._refuted
-        return member == self._me or (reachable and begun)
+        return member == self._me or (begun and not self._is_gone(member))
 
     def _cast(self, now: float) -> None:
         """Vote for the coordinator's proposal, once.
@@ -405,10 +360,10 @@ class RoundState:
             return
         hashes = self._proposed.hashes
         if hashes:
-            ready = all(result in held for result, held in zip(hashes, self._held, strict=True))
+            ready = self._holds(hashes)
         else:
-            is_late = now >= self._began + self._timing.majority_s
-            ready = is_late and not (all(self._held) and self._turn == 0)
+            is_complete = all(part.held for part in self._slices)
+            ready = self._is_late(now) and not (is_complete and self._turn(now) == 0)
         if not ready:
             return
         vote = self._votes.cast(hashes)
@@ -417,7 +372,10 @@ class RoundState:
             self._send(self._coordinator, vote)
 
     def _own_report(self) -> Report:
-        return Report(tuple(held[-CANDIDATES:] for held in self._held), self._votes.own)
+        return Report(tuple(part.held[-CANDIDATES:] for part in self._slices), self._votes.own)
+
+    def _holds(self, hashes: Hashes) -> bool:
+        return all(result in part.held for result, part in zip(hashes, self._slices, strict=True))
 
     def _report(self, *, again: bool = False) -> None:
         report = self._own_report()
@@ -427,63 +385,49 @@ class RoundState:
 
     # ---- slices ---------------------------------------------------------------------------------
 
-    def _contribute(self, now: float) -> None:
-        for index, reducer in enumerate(self._first_reducers):
-            self._send_contribution(reducer, index, self._began + self._timing.contribution_s, now)
-
     def _send_contribution(self, member: int, index: int, until: float, now: float) -> None:
+        part = self._slices[index]
         if member == self._me:
-            self._contributed[index].add(member)
-        elif member in self._linked and (index, member) not in self._sending_until and now < until:
-            self._sending_until[index, member] = until
+            part.contributed.add(member)
+        elif member in self._linked and member not in part.sending_until and now < until:
+            part.sending_until[member] = until
             self._effects.append(SendContribution(member, index))
 
     def _adopt(self, assignments: tuple[Assignment, ...], now: float) -> None:
         """Adopt a plan. A new reducer of a slice requests the contributions to it."""
-        before, self._assignments = self._assignments, assignments
-        for index, assignment in enumerate(assignments):
-            if assignment.reducer != before[index].reducer:
-                self._late_at[index] = now + self._timing.replace_reducer_s - self._timing.contribution_s
-            if assignment.reducer == self._me != before[index].reducer and not self._held[index]:
-                self._taken_over.add(index)
-                self._contributed[index].add(self._me)
-                left_s = self._began + self._timing.majority_s - now
-                self._due[index] = now + min(self._timing.contribution_s, left_s / 2)
+        left_s = self._began + self._timing.majority_s - now
+        for index, part in enumerate(self._slices):
+            if part.adopt(assignments[index], self._timing, now, left_s):
                 self._broadcast(RequestContribution(index))
 
     def _reduce(self, now: float) -> None:
-        for index in range(len(self._assignments)):
-            if not self.reduces(index):
-                continue
-            awaited = [
-                m for m in self._members if self._takes_part(m, now) and m not in self._contributed[index]
-            ]
-            if not awaited or now >= self._due[index]:
-                self._reduced.add(index)
-                self._effects.append(Reduce(index, tuple(sorted(self._contributed[index]))))
+        present = {member for member in self._members if self._takes_part(member, now)}
+        for index, part in enumerate(self._slices):
+            if part.reduces and (present <= part.contributed or now >= part.due):
+                part.is_reduced = True
+                self._effects.append(Reduce(index, tuple(sorted(part.contributed))))
 
     def _fetch(self, now: float) -> None:
         """Request chosen results that are missing and are not being sent."""
         if self.decision == DISCARD:
             return
-        for index, assignment in enumerate(self._assignments):
+        for index, part in enumerate(self._slices):
             wanted = self._wanted(index)
-            if not wanted or any(result in self._held[index] for _, result in wanted):
+            if not wanted or any(result in part.held for _, result in wanted):
                 continue
-            expected = self.decision is None and assignment.reducer not in self._lost.keys() | self._refuted
-            if expected and self._progress_at[index] == -math.inf:
-                self._progress_at[index] = now
-            if now - self._progress_at[index] >= self._timing.streams.silence_s and (
-                others := self._others()
-            ):
-                tries = self._requests_made[index]
-                holder, result = wanted[tries % len(wanted)]
-                if len(wanted) == 1 and (tries or holder not in others):
-                    holder = others[tries % len(others)]
-                self._requests_made[index] += 1
-                self._progress_at[index] = now
-                if holder in others:
-                    self._send(holder, RequestResult(index, result))
+            expected = self.decision is None and not self._is_gone(part.assignment.reducer)
+            if expected and part.progress_at == -math.inf:
+                part.progress_at = now
+            others = self._others()
+            if not others or now - part.progress_at < self._timing.streams.silence_s:
+                continue
+            holder, result = wanted[part.requests % len(wanted)]
+            if len(wanted) == 1 and (part.requests or holder not in others):
+                holder = others[part.requests % len(others)]
+            part.requests += 1
+            part.progress_at = now
+            if holder in others:
+                self._send(holder, RequestResult(index, result))
 
     def _wanted(self, index: int) -> list[tuple[int, bytes]]:
         """Return the (holder, hash) of the results that would do for this member.
@@ -491,7 +435,7 @@ class RoundState:
         That is the result to commit. Before there is one, the coordinator needs any of the results
         that members reported to it.
         """
-        assignment = self._assignments[index]
+        assignment = self._slices[index].assignment
         proposed = None if self._proposed is None else self._proposed.hashes
         if hashes := self.decision or proposed:
             return [(assignment.holder, hashes[index])]
@@ -499,8 +443,8 @@ class RoundState:
             return [(assignment.holder, assignment.chosen)]
         if self._coordinator != self._me:
             return []
-        reducer_is_live = assignment.reducer not in self._lost.keys() | self._refuted
-        return claims(self._reports, index, assignment.reducer, reducer_is_live=reducer_is_live)
+        is_live = not self._is_gone(assignment.reducer)
+        return claims(self._reports, index, assignment.reducer, reducer_is_live=is_live)
 
     # ---- as coordinator -------------------------------------------------------------------------
 
@@ -509,16 +453,15 @@ class RoundState:
         reports[self._me] = self._own_report()
         if len(reports) >= self._majority and self._proposed is None:
             live = [member for member in self._members if self._takes_part(member, now)]
-            replaced = [
-                index for index in range(len(self._assignments)) if self._must_be_replaced(index, now)
-            ]
+            replaced = [index for index in range(len(self._slices)) if self._must_be_replaced(index, now)]
             likely = self._votes.likely(len(self._members) - len(reports))
-            assignments = plan(self._assignments, reports, self._me, live, replaced=replaced, likely=likely)
+            before = [part.assignment for part in self._slices]
+            assignments = plan(before, reports, self._me, live, replaced=replaced, likely=likely)
             self._adopt(assignments, now)
             if tick and assignments != self._announced:
                 self._announced = assignments
                 self._broadcast(SlicePlan(assignments))
-            late = now >= self._began + self._timing.majority_s
+            late = self._is_late(now)
             if likely is None:
                 hashes = propose(assignments, reports, live, majority=self._majority, majority_suffices=late)
             else:
@@ -533,27 +476,26 @@ class RoundState:
 
     def _must_be_replaced(self, index: int, now: float) -> bool:
         """Return whether the reducer of a slice is lost, has not begun the round, or is late."""
-        reducer = self._assignments[index].reducer
+        part = self._slices[index]
+        reducer = part.assignment.reducer
         if reducer in self._refuted:
             return True
-        arriving = now - self._progress_at[index] < self._timing.streams.silence_s
+        arriving = now - part.progress_at < self._timing.streams.silence_s
         # If a member holds the lost reducer's result, it reports that within two heartbeats.
         if reducer in self._lost:
-            tried = self._requests_made[index] >= len(self._wanted(index)) and not arriving
+            tried = part.requests >= len(self._wanted(index)) and not arriving
             return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
-        return not self._takes_part(reducer, now) or (now >= self._late_at[index] and not arriving)
+        return not self._takes_part(reducer, now) or (now >= part.late_at and not arriving)
 
     # ---- the end --------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> None:
-        left = len(self._members) - len(self._lost.keys() | self._refuted)
+        left = sum(not self._is_gone(member) for member in self._members)
         self._majority_lost_at = min(self._majority_lost_at, now) if left < self._majority else math.inf
         if self.decision == DISCARD:
-            empty = [index for index, held in enumerate(self._held) if not held]
+            empty = [index for index, part in enumerate(self._slices) if not part.held]
             self._finish(DISCARD, f"discarded: no result of slices {empty}" if empty else "discarded")
-        elif self.decision and all(
-            result in held for result, held in zip(self.decision, self._held, strict=True)
-        ):
+        elif self.decision and self._holds(self.decision):
             self._finish(self.decision, "committed")
         elif now >= self._began + self._timing.deadline_s:
             self._finish(

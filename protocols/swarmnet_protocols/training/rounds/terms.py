@@ -15,9 +15,9 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training import MAX_MEMBERS
-from swarmnet_protocols.training.codecs import ALIGNMENT, Codec
+from swarmnet_protocols.training.codecs import ALIGNMENT, Codec, result_codec
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.messages import RoundShape
-from swarmnet_protocols.training.rounds.reduction import SliceTerms, Verification
 
 MAX_VALUES = 1 << 40
 AGREEMENT_BYTES = 16
@@ -32,19 +32,24 @@ It holds whatever bandwidth is reported for the member.
 Slice = tuple[int, int]
 """[start, end) of a slice in the vector."""
 
+_RULES = AggregationRules()
+
 
 @dataclass(frozen=True)
 class RoundMember:
-    """A worker in a round, as the roster describes it. All members have the same description."""
+    """A worker that takes part in a round, or wants to."""
 
     peer: PeerId
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...] = ()
     bytes_per_s: float = UNMEASURED_BYTES_PER_S
+    """Its bandwidth, as the other members measured it. The roster has it."""
     weight: float = 0.0
     """The weight of the contribution in the average: the tokens that the worker trained on.
 
     0 for a newcomer, which only receives in its first round.
     """
+    last_exchange: int = 0
+    """Number of the last exchange that the worker took part in."""
 
 
 @dataclass(frozen=True)
@@ -64,43 +69,37 @@ class RoundTerms:
     codec: Codec
     keys: tuple[bytes, ...]
     """The members' public keys."""
+    rules: AggregationRules = _RULES
     state: bytes = b""
     """The id of the state that all members start from; empty if their states differ."""
-    verification: Verification | None = None
 
     @classmethod
-    def of(
+    def of(  # noqa: PLR0913 - all that members agree on
         cls,
         job: bytes,
         exchange_number: int,
         members: Sequence[RoundMember],
         count: int,
         codec: Codec,
+        rules: AggregationRules = _RULES,
         *,
-        verifiable: bool = False,
+        state: bytes = b"",
     ) -> "RoundTerms":
         """Make the terms for averaging ``count`` values among ``members``, given in any order.
 
-        For ``verifiable`` see :class:`Verification`. Raises ``ConfigError`` for a number out of
-        range, and for a roster that is empty, too long, names a peer twice or has a member without
-        an Ed25519 key in its peer id.
+        Raises ``ConfigError`` for a number out of range, and for a roster that is empty, too long,
+        names a peer twice or has a member without an Ed25519 key in its peer id.
         """
         ordered = tuple(sorted(members, key=lambda member: member.peer))
         if not 1 <= len({member.peer for member in ordered}) == len(ordered) <= MAX_MEMBERS:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
         if not (0 <= exchange_number < 1 << 63 and 0 < count <= MAX_VALUES):
             raise ConfigError(f"exchange {exchange_number} of {count} values is out of range")
-        # Newcomers reduce no slice, because the state transfer uses their link. If no member
-        # contributes, all reduce.
-        eligible = [index for index, member in enumerate(ordered) if member.weight] or range(len(ordered))
-        parts = partition(count, [ordered[index].bytes_per_s for index in eligible])
-        assigned = [
-            (reducer, part) for reducer, part in zip(eligible, parts, strict=True) if part[0] < part[1]
-        ]
+        training = _training(ordered)
+        parts = partition(count, [ordered[index].bytes_per_s for index in training])
+        assigned = [pair for pair in zip(training, parts, strict=True) if pair[1][0] < pair[1][1]]
         reducers, slices = zip(*assigned, strict=True)
-        keys = _keys(ordered)
-        verification = Verification(job, keys, quorum=len(eligible) // 2 + 1) if verifiable else None
-        return cls(job, exchange_number, ordered, slices, reducers, codec, keys, verification=verification)
+        return cls(job, exchange_number, ordered, slices, reducers, codec, _keys(ordered), rules, state)
 
     @property
     def count(self) -> int:
@@ -113,16 +112,31 @@ class RoundTerms:
         return RoundShape(len(self.members), len(self.slices))
 
     @property
+    def quorum(self) -> int:
+        """The least number of contributors of a result: a majority if the round is verifiable."""
+        return len(_training(self.members)) // 2 + 1 if self.rules.verifiable else 1
+
+    @property
+    def is_bundled(self) -> bool:
+        """Whether results carry the contributions instead of their aggregate."""
+        return self.codec.sparse or self.rules.verifiable
+
+    @property
     def contribution_fraction(self) -> float:
         """Contributions' share of all bytes sent in the round. The rest are results."""
-        whole = SliceTerms(self.exchange_number, 0, self.count, self.codec, self.verification)
-        result_bytes = whole.result_bytes(len(self.members))
-        return whole.contribution_bytes / (whole.contribution_bytes + result_bytes)
+        contribution_bytes = self.codec.max_bytes(self.count)
+        return contribution_bytes / (contribution_bytes + self.result_bytes(self.count, len(self.members)))
 
-    def slice(self, index: int) -> SliceTerms:
-        """Return the terms of one slice."""
+    def result_bytes(self, count: int, contributors: int) -> int:
+        """Return the size of a result's payload: ``count`` values of ``contributors`` members."""
+        if self.is_bundled:
+            return contributors * self.codec.max_bytes(count)
+        return result_codec(self.codec).max_bytes(count)
+
+    def size(self, index: int) -> int:
+        """Return the number of values in a slice."""
         start, end = self.slices[index]
-        return SliceTerms(self.exchange_number, index, end - start, self.codec, self.verification)
+        return end - start
 
     def find(self, peer: PeerId) -> int | None:
         """Return the number of the member with this peer id; None if it is not in the roster."""
@@ -139,7 +153,7 @@ class RoundTerms:
         """The SHA-256 of all terms. It must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.exchange_number} {self.state.hex()} {peers} {self.slices} {self.reducers} {self.codec.name}"
-        if self.verification is not None:
+        if self.rules.verifiable:
             text += " verifiable"
         return hashlib.sha256(self.job + text.encode()).digest()
 
@@ -150,6 +164,14 @@ class RoundTerms:
     def _order_key(self, member: int) -> bytes:
         number = self.exchange_number.to_bytes(8, "big")
         return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
+
+
+def _training(members: Sequence[RoundMember]) -> Sequence[int]:
+    """Return the members that reduce slices: all but newcomers, whose links fetch the state.
+
+    If no member contributes, all reduce.
+    """
+    return [index for index, member in enumerate(members) if member.weight] or range(len(members))
 
 
 def _keys(members: Sequence[RoundMember]) -> tuple[bytes, ...]:

@@ -6,12 +6,12 @@ most one.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.rounds.deadlines import MIN_WAIT_S, Pace
-from swarmnet_protocols.training.rounds.reduction import Contribution, Result
+from swarmnet_protocols.training.rounds.messages import HASH_BYTES, hash_of_size
+from swarmnet_protocols.training.rounds.reduction import CONTRIBUTION_HASH_BYTES, Contribution, Result
 from swarmnet_protocols.wire import training_pb2 as pb
 
 MAX_SUMMARY_BYTES = 32 << 10
@@ -20,72 +20,58 @@ Outgoing = tuple[pb.ExchangeRequest, Buffer]
 """A message and its payload."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """``data`` of a payload at ``offset``.
+def parts(
+    payload: Buffer,
+    header: Callable[[int, bool], pb.ExchangeRequest],
+    pace: Pace,
+    clock: Callable[[], float],
+    wanted: Callable[[], bool] = lambda: True,
+) -> Iterator[Outgoing | float]:
+    """Yield ``payload`` in parts while it is ``wanted``, at least one even if it is empty.
 
-    ``paced``: the sender delayed the part, so its arrival time does not measure the link.
-    """
-
-    offset: int
-    data: memoryview
-    paced: bool
-
-
-def parts(payload: Buffer, pace: Pace, clock: Callable[[], float]) -> Iterator[Part | float]:
-    """Yield the parts of ``payload``, at least one even if it is empty.
-
-    While the next part is not due, yields the loop time when it will be.
+    While the next part is not due, yields the loop time when it will be. ``header`` gets the offset
+    of the part, and whether the part was delayed: its arrival time then does not measure the link.
     """
     view = memoryview(payload)
     for offset in range(0, max(len(view), 1), pace.part_bytes):
         paced = False
-        while (due_s := pace.due_s(offset)) > clock() + MIN_WAIT_S:
+        while wanted() and (due_s := pace.due_s(offset)) > clock() + MIN_WAIT_S:
             paced = True
             yield due_s
-        yield Part(offset, view[offset : offset + pace.part_bytes], paced)
-
-
-def contribution_messages(
-    index: int, contribution: Contribution, parts: Iterator[Part | float], wanted: Callable[[], bool]
-) -> Iterator[Outgoing | float]:
-    """Yield the messages of a contribution to slice ``index`` while it is ``wanted``.
-
-    Floats as in ``parts``.
-    """
-    for part in parts:
         if not wanted():
             return
-        if isinstance(part, float):
-            yield part
-            continue
-        header = pb.Contribution(
+        yield header(offset, paced), view[offset : offset + pace.part_bytes]
+
+
+def contribution_header(
+    index: int, contribution: Contribution, offset: int, paced: bool
+) -> pb.ExchangeRequest:
+    """Return the header of a part of a contribution to slice ``index``."""
+    return pb.ExchangeRequest(
+        contribution=pb.Contribution(
             slice=index,
             weight=contribution.weight,
             size_bytes=len(contribution.data),
-            offset=part.offset,
+            offset=offset,
             hash=contribution.hash,
-            paced=part.paced,
+            paced=paced,
             signature=contribution.signature,
         )
-        yield pb.ExchangeRequest(contribution=header), part.data
+    )
 
 
-def result_messages(index: int, result: Result, parts: Iterator[Part | float]) -> Iterator[Outgoing | float]:
-    """Yield the messages of the result of slice ``index``. Floats as in ``parts``."""
-    for part in parts:
-        if isinstance(part, float):
-            yield part
-            continue
-        header = pb.Result(
+def result_header(index: int, result: Result, offset: int, paced: bool) -> pb.ExchangeRequest:
+    """Return the header of a part of the result of slice ``index``. The first has the summary."""
+    return pb.ExchangeRequest(
+        result=pb.Result(
             slice=index,
             size_bytes=len(result.payload),
-            offset=part.offset,
+            offset=offset,
             hash=result.hash,
-            summary=b"" if part.offset else result.summary,
-            paced=part.paced,
+            summary=b"" if offset else result.summary,
+            paced=paced,
         )
-        yield pb.ExchangeRequest(result=header), part.data
+    )
 
 
 class PartialPayload:
@@ -120,3 +106,40 @@ class PartialPayload:
         self._last_s = now
         self.data += part
         return len(self.data) == self.size_bytes
+
+
+class Assembly:
+    """The payloads that arrive from other members: one of each kind from each member at a time."""
+
+    def __init__(self) -> None:
+        self.timed: dict[tuple[int, str], tuple[int, float]] = {}
+        """(member, kind) → timed bytes and seconds of the last whole payload."""
+        self._partial: dict[tuple[int, str], PartialPayload] = {}
+
+    def add(
+        self, member: int, header: pb.Contribution | pb.Result, part: Buffer, limit: int, now: float
+    ) -> PartialPayload | None:
+        """Add a part of a payload. Returns the payload with its last part, otherwise None.
+
+        Raises ``ProtocolViolation`` for a payload of more than ``limit`` bytes.
+        """
+        key = member, header.DESCRIPTOR.name
+        if header.offset == 0:
+            summary, hash_bytes = b"", CONTRIBUTION_HASH_BYTES
+            if isinstance(header, pb.Result):
+                summary, hash_bytes = header.summary, HASH_BYTES
+            if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
+                raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
+            hash = hash_of_size(header.hash, hash_bytes)
+            self._partial[key] = PartialPayload(header.size_bytes, hash, summary)
+        partial = self._partial.get(key)
+        if partial is None or partial.hash != header.hash:
+            return None  # its first part was not wanted
+        if not partial.add(header.offset, part, now, paced=header.paced):
+            return None
+        self.timed[key] = partial.timed_bytes, partial.timed_s
+        return self._partial.pop(key)
+
+    def clear(self) -> None:
+        """Free the payloads that have not arrived whole."""
+        self._partial.clear()

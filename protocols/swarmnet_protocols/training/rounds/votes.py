@@ -19,8 +19,22 @@ from dataclasses import dataclass, replace
 from swarmnet_protocols.net.identity import verify
 from swarmnet_protocols.training.rounds.messages import Accusation, Decided, Hashes, Vote
 
+UNSIGNED = "sent a vote that it did not sign"
+UNVOTED = "sent a decision without the votes of a majority"
+TWICE = "voted for two outcomes of one round"
+SLANDER = "accused another one without proof"
+
 _DOMAIN = b"swarmnet-round-vote-1"
 _DECISION_DOMAIN = b"swarmnet-round-decision-1"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What a dishonest member did, and the proof of it that convinces others; None without one."""
+
+    member: int
+    reason: str
+    proof: Accusation | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +62,8 @@ class Votes:
         self.decided: Decided | None = None
         self._electorate = electorate
         self._counted: dict[int, Vote] = {}
+        self._proven: set[int] = set()
+        """Members whose fault with its proof was returned."""
 
     @property
     def own(self) -> Vote | None:
@@ -59,20 +75,64 @@ class Votes:
         signature = self._electorate.sign(self._signed(hashes))
         return self._counted.setdefault(self._electorate.me, Vote(hashes, signature))
 
-    def count(self, member: int, vote: Vote) -> Accusation | None:
+    def receive(self, member: int, message: Vote | Decided | Accusation) -> list[Fault]:
+        """Take over what ``member`` sent. Returns the faults of dishonest members that it shows.
+
+        A fault with a proof is returned once.
+        """
+        match message:
+            case Vote():
+                accusations = self.count(member, message)
+            case Decided():
+                accusations = self.learn(member, message)
+            case _:
+                accusations = [message]
+        faults = []
+        for accusation in accusations:
+            if accusation.member in self._proven:
+                continue
+            if self.proves(accusation):
+                self._proven.add(accusation.member)
+                faults.append(Fault(accusation.member, _reason(accusation), accusation))
+            elif isinstance(message, Accusation):
+                faults.append(Fault(member, SLANDER))
+            else:
+                faults.append(Fault(accusation.member, _reason(accusation)))
+        return faults
+
+    def count(self, member: int, vote: Vote) -> list[Accusation]:
         """Count a vote that ``member`` sent. Returns an accusation if the member is dishonest.
 
         The accusation has no proof if the member did not sign the vote.
         """
         known = self._counted.get(member)
         if known == vote:
-            return None
+            return []
         if not self._is_signed(member, vote.hashes, vote.signature):
-            return Accusation(member)
+            return [Accusation(member)]
         if known is not None:
-            return Accusation(member, votes=(known, vote))
+            return [Accusation(member, votes=(known, vote))]
         self._counted[member] = vote
-        return None
+        return []
+
+    def learn(self, member: int, decided: Decided) -> list[Accusation]:
+        """Take over a decision that ``member`` sent. Returns accusations of dishonest members.
+
+        A majority has signed each of two decisions, so members with votes in both have voted twice.
+        """
+        known = self.decided
+        if known is not None and known.hashes == decided.hashes:
+            return []
+        if not self.counts(decided):
+            return [Accusation(member, decided)]
+        if known is None:
+            self.decided = decided
+            return []
+        first, second = dict(known.votes), dict(decided.votes)
+        return [
+            Accusation(each, votes=(Vote(known.hashes, first[each]), Vote(decided.hashes, second[each])))
+            for each in sorted(first.keys() & second.keys())
+        ]
 
     def tally(self) -> Decided | None:
         """Return the decision if the counted votes make one."""
@@ -123,17 +183,6 @@ class Votes:
             and not self.counts(decided)
         )
 
-    def twice(self, one: Decided, other: Decided) -> list[Accusation]:
-        """Accuse the members whose votes are in two decisions of this round.
-
-        A majority has signed each decision.
-        """
-        first, second = dict(one.votes), dict(other.votes)
-        return [
-            Accusation(member, votes=(Vote(one.hashes, first[member]), Vote(other.hashes, second[member])))
-            for member in sorted(first.keys() & second.keys())
-        ]
-
     def _signed_decision(self, decided: Decided) -> bytes:
         votes = b"".join(member.to_bytes(4, "big") + signature for member, signature in decided.votes)
         digest = hashlib.sha256(b"".join(decided.hashes)).digest() + hashlib.sha256(votes).digest()
@@ -144,3 +193,9 @@ class Votes:
 
     def _signed(self, hashes: Hashes) -> bytes:
         return _DOMAIN + self._electorate.terms + hashlib.sha256(b"".join(hashes)).digest()
+
+
+def _reason(accusation: Accusation) -> str:
+    if accusation.votes:
+        return TWICE
+    return UNSIGNED if accusation.decided is None else UNVOTED

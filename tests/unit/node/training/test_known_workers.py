@@ -7,8 +7,9 @@ from swarmnet_node.training import known_workers
 from swarmnet_node.training.known_workers import MAX_EXCLUDED, KnownWorkers
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.training.job_records import WorkerInfo, worker_announcement
-from swarmnet_protocols.training.rosters import Candidate
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.job_records import worker_announcement
+from swarmnet_protocols.training.rounds.terms import RoundMember
 from tests.defences import defence, nothing, replacing
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import MemoryNetwork
@@ -19,8 +20,8 @@ ME = Identity.from_seed(b"me").peer_id
 LIAR = Identity.from_seed(b"liar")
 
 
-def roster(*names: str) -> list[Candidate]:
-    return [Candidate(PeerId(name), ()) for name in names]
+def roster(*names: str) -> list[RoundMember]:
+    return [RoundMember(PeerId(name)) for name in names]
 
 
 def new_workers() -> tuple[KnownWorkers, MemoryBoard]:
@@ -28,7 +29,7 @@ def new_workers() -> tuple[KnownWorkers, MemoryBoard]:
     return KnownWorkers(MemoryDirectory(board, Identity.from_seed(b"me"), bytes(32)), JOB, ME), board
 
 
-def names(members: list[Candidate]) -> set[str]:
+def names(members: list[RoundMember]) -> set[str]:
     return {member.peer for member in members}
 
 
@@ -39,9 +40,9 @@ def test_an_excluded_worker_neither_votes_nor_sends_a_state() -> None:
         workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
         assert names(workers.voters()) == {LIAR.peer_id, "a", "b"}
         workers.exclude([LIAR.peer_id])
-        lie = worker_announcement(JOB, WorkerInfo(LIAR.peer_id, (), 900, bytes(32)))
+        lie = worker_announcement(JOB, (), WorkerPosition(900, bytes(32)))
         await lie.publish(MemoryDirectory(board, LIAR, bytes(32)))
-        await workers.refresh(within_s=0.0)
+        await workers.refresh(at_once=True)
         workers.set_roster(roster(ME, LIAR.peer_id, "a", "b"))
         assert names(workers.voters()) == names(workers.alive()) == {"a", "b"}
         assert LIAR.peer_id not in [source.peer for source in workers.sources([PeerId("a")], only=False)]

@@ -2,44 +2,49 @@
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.bandwidth import Measured
-from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, Candidate, JoinRequest, Roster
-from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
+from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, JoinRequest, Roster
+from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S, RoundMember
 
 A, B, C, D = map(PeerId, "abcd")
 
 
-def follower(
-    peer: PeerId, *, weight: float = 1.0, last_exchange: int = 0, measured: Measured | None = None
+def request(
+    peer: PeerId,
+    *,
+    weight: float = 1.0,
+    last_exchange: int = 0,
+    measured: Measured | None = None,
+    round: int = 3,
 ) -> JoinRequest:
-    return JoinRequest(
-        Candidate(peer, (), weight=weight, last_exchange=last_exchange), 3, b"", measured or {}
-    )
+    member = RoundMember(peer, weight=weight, last_exchange=last_exchange)
+    return JoinRequest(member, WorkerPosition(round, b""), measured or {})
 
 
 def test_contributors_come_before_listeners_and_members_are_sorted() -> None:
-    followers = [follower(D), follower(A, weight=0), follower(B)]
-    roster = Roster.of(3, Candidate(C, (), weight=1.0), {}, followers, 3)
+    roster = Roster.of(request(C), [request(D), request(A, weight=0), request(B)], 3)
     assert [member.peer for member in roster.members] == [B, C, D]
 
 
 def test_a_full_round_of_one_takes_no_follower() -> None:
-    me = Candidate(B, ())
-    assert Roster.of(3, me, {}, [follower(A)], 1).members == (me,)
+    me = request(B)
+    assert Roster.of(me, [request(A)], 1).members == (me.member,)
 
 
 def test_an_exchange_number_is_the_highest_and_belongs_to_its_round() -> None:
-    me = Candidate(A, (), weight=1.0, last_exchange=3 * EXCHANGES_PER_ROUND + 5)
-    later = follower(B, last_exchange=3 * EXCHANGES_PER_ROUND + 7)
-    assert Roster.of(3, me, {}, [later], 2).exchange_number == 3 * EXCHANGES_PER_ROUND + 8
-    assert Roster.of(3, me, {}, [later], 1).exchange_number == 3 * EXCHANGES_PER_ROUND + 6
-    assert Roster.of(4, me, {}, [later], 2).exchange_number == 4 * EXCHANGES_PER_ROUND + 1
+    me = request(A, last_exchange=3 * EXCHANGES_PER_ROUND + 5)
+    later = request(B, last_exchange=3 * EXCHANGES_PER_ROUND + 7)
+    assert Roster.of(me, [later], 2).exchange_number == 3 * EXCHANGES_PER_ROUND + 8
+    assert Roster.of(me, [later], 1).exchange_number == 3 * EXCHANGES_PER_ROUND + 6
+    me = request(A, last_exchange=3 * EXCHANGES_PER_ROUND + 5, round=4)
+    assert Roster.of(me, [later], 2).exchange_number == 4 * EXCHANGES_PER_ROUND + 1
 
 
 def test_rates_are_what_members_measured_of_each_other() -> None:
-    me = Candidate(A, (), weight=1.0)
     rates = {A: 4e6, B: 4e6, C: 8e6, D: 1e3}
-    followers = [follower(B, measured=rates), follower(C, measured=rates), follower(D, weight=0)]
-    roster = Roster.of(3, me, rates, followers, 3)
+    me = request(A, measured=rates)
+    followers = [request(B, measured=rates), request(C, measured=rates), request(D, weight=0)]
+    roster = Roster.of(me, followers, 3)
     assert {member.peer: member.bytes_per_s for member in roster.members} == {A: 4e6, B: 4e6, C: 8e6}
-    alone = Roster.of(3, me, rates, [], 3)
+    alone = Roster.of(me, [], 3)
     assert [member.bytes_per_s for member in alone.members] == [UNMEASURED_BYTES_PER_S]

@@ -1,12 +1,12 @@
 """When the parts of an exchange may go out: evenly, in their turn, and before the deadlines."""
 
 from collections import deque
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.methods.streaming import StreamingSettings
 from swarmnet_protocols.training.rounds.deadlines import (
     CONTRIBUTION_FRACTION,
@@ -18,8 +18,9 @@ from swarmnet_protocols.training.rounds.deadlines import (
     RoundTiming,
     SendSchedule,
 )
-from swarmnet_protocols.training.rounds.reduction import Contribution, Result, SliceTerms
-from swarmnet_protocols.training.rounds.transfers import Part, contribution_messages, parts, result_messages
+from swarmnet_protocols.training.rounds.reduction import Contribution, Result
+from swarmnet_protocols.training.rounds.transfers import contribution_header, parts, result_header
+from tests.support.training.lab import terms_of
 
 TIMING = RoundTiming(contribution_s=20.0, majority_s=40.0, deadline_s=60.0)
 SECONDS = st.floats(0.0, 100.0)
@@ -28,19 +29,22 @@ SIZES = st.integers(0, 1 << 32)
 
 def test_parts_are_sent_evenly_and_a_late_sender_does_not_wait() -> None:
     now = 10.0
-    size_bytes = 8 * MIN_PART_BYTES
-    coming = parts(bytes(size_bytes), Pace(10.0, 18.0, size_bytes), lambda: now)
-    first = next(coming)
-    assert isinstance(first, Part)
-    assert not first.paced
+    result = Result(bytes(32), b"", bytes(8 * MIN_PART_BYTES))
+    pace = Pace(10.0, 18.0, len(result.payload))
+    coming = parts(result.payload, partial(result_header, 0, result), pace, lambda: now)
+
+    def sent() -> tuple[int, bool]:
+        """The offset of the next part, and whether it was delayed."""
+        part = next(coming)
+        assert isinstance(part, tuple), "it is not due"
+        return part[0].result.offset, part[0].result.paced
+
+    assert sent() == (0, False)
     assert next(coming) == next(coming) == 11.0, "it is asked again and again"
     now = 11.0
-    second = next(coming)
-    assert isinstance(second, Part)
-    assert (second.offset, second.paced) == (MIN_PART_BYTES, True)
+    assert sent() == (MIN_PART_BYTES, True)
     now = 14.5
-    late = [part for part in (next(coming), next(coming), next(coming)) if isinstance(part, Part)]
-    assert [part.paced for part in late] == [False] * 3
+    assert [sent() for _ in range(3)] == [(number * MIN_PART_BYTES, False) for number in (2, 3, 4)]
     assert next(coming) == 15.0
 
 
@@ -103,21 +107,18 @@ def test_no_pace_misses_a_deadline(spread_s: float, contributions: float, now: f
     )
 
 
-def sent(schedule: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[float, int]]:
+def sent(schedule: SendSchedule, sizes: tuple[int, int]) -> list[tuple[float, int]]:
     """The time and bytes of each part on one link: those of a contribution and then those of a
     result."""
     now = 0.1
     times = []
-    contribution = bytes(terms.contribution_bytes)
-    pace = schedule.contribution(1, len(contribution), now)
-    messages = [
-        contribution_messages(
-            0, Contribution.of(1e5, contribution), parts(contribution, pace, lambda: now), lambda: True
-        )
-    ]
-    result = bytes(terms.result_bytes(members))
-    pace = schedule.result(1, len(result), pace.end_s + 0.1)
-    messages.append(result_messages(0, Result(bytes(32), b"", result), parts(result, pace, lambda: now)))
+    contribution = Contribution.of(1e5, bytes(sizes[0]))
+    pace = schedule.contribution(1, sizes[0], now)
+    header = partial(contribution_header, 0, contribution)
+    messages = [parts(contribution.data, header, pace, lambda: now)]
+    result = Result(bytes(32), b"", bytes(sizes[1]))
+    pace = schedule.result(1, sizes[1], pace.end_s + 0.1)
+    messages.append(parts(result.payload, partial(result_header, 0, result), pace, lambda: now))
     for turn in (turn for each in messages for turn in each):
         if isinstance(turn, tuple):
             times.append((now, turn[0].ByteSize() + len(turn[1])))
@@ -129,23 +130,27 @@ def sent(schedule: SendSchedule, terms: SliceTerms, members: int) -> list[tuple[
 def test_streaming_in_int4_peaks_below_a_hundredth_of_allreduce() -> None:
     members, parameters, step_s = 8, 135_000_000, 10.0
     method = StreamingSettings()
-    whole = SliceTerms(0, 0, parameters, get_codec("float32"))
-    slice = SliceTerms(0, 0, parameters // method.fragments // members, get_codec("int4"))
-    of_both = slice.contribution_bytes + slice.result_bytes(members)
+
+    def sizes(codec: str, count: int) -> tuple[int, int]:
+        """The bytes of a contribution and of a result."""
+        terms = terms_of(count, codec, members=members)
+        return terms.codec.max_bytes(count), terms.result_bytes(count, members)
+
+    slice_sizes = sizes("int4", parameters // method.fragments // members)
     spread = SendSchedule(
         method.overlap_steps * step_s,
-        slice.contribution_bytes / of_both,
+        slice_sizes[0] / sum(slice_sizes),
         0.0,
         RoundTiming(200.0, 400.0, 600.0),
     )
     window: deque[tuple[float, int]] = deque()
     peak_bytes = 0
-    for part in sent(spread, slice, members):
+    for part in sent(spread, slice_sizes):
         window.append(part)
         while window[0][0] <= part[0] - step_s:
             window.popleft()
         peak_bytes = max(peak_bytes, sum(size_bytes for _, size_bytes in window))
     # Every link carries equally many bytes: with allreduce, the slices of a whole vector in one
     # inner step.
-    allreduce_bytes = (whole.contribution_bytes + whole.result_bytes(members)) / members
+    allreduce_bytes = sum(sizes("float32", parameters)) / members
     assert peak_bytes <= allreduce_bytes / 100

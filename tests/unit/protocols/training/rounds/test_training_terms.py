@@ -13,7 +13,7 @@ PEERS = {name: peer for peer, name in NAMES.items()}
 
 
 def terms(**weights: float) -> RoundTerms:
-    members = [RoundMember(PEERS[name], (), weight=weight) for name, weight in weights.items()]
+    members = [RoundMember(PEERS[name], weight=weight) for name, weight in weights.items()]
     return RoundTerms.of(b"job", 1, members, COUNT, get_codec("float32"))
 
 

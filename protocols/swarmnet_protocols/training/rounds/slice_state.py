@@ -1,0 +1,64 @@
+"""One slice of a round at one member: its reducer, the contributions, and the results. Pure."""
+
+import math
+from dataclasses import dataclass, field
+
+from swarmnet_protocols.training.rounds.deadlines import RoundTiming
+from swarmnet_protocols.training.rounds.messages import Assignment
+
+
+@dataclass
+class SliceState:
+    """What member ``me`` knows of a slice."""
+
+    me: int
+    first_reducer: int
+    assignment: Assignment
+    due: float
+    """When contributions are due, if this member reduces the slice."""
+    late_at: float
+    """When the reducer is late. Until then it must deliver a result."""
+    contributed: set[int] = field(default_factory=set)
+    """The members whose contributions arrived, and those that stated to make none."""
+    sending_until: dict[int, float] = field(default_factory=dict)
+    """Member → until when it can use this member's contribution."""
+    held: tuple[bytes, ...] = ()
+    """The hashes of the whole and verified results that this member has."""
+    is_taken_over: bool = False
+    """Whether this member has replaced another reducer."""
+    is_reduced: bool = False
+    """Whether this member has begun to reduce the slice."""
+    progress_at: float = -math.inf
+    """When the last part of a result arrived, or was requested."""
+    requests: int = 0
+    """How often this member has requested a result."""
+
+    @classmethod
+    def first(cls, me: int, reducer: int, timing: RoundTiming, now: float) -> "SliceState":
+        """Return the state at the beginning of a round."""
+        due, late_at = now + timing.contribution_s, now + timing.replace_reducer_s
+        return cls(me, reducer, Assignment(reducer), due, late_at)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether this member still has to reduce the slice.
+
+        It is the slice's reducer, and has neither begun to reduce it nor received a result.
+        """
+        return self.assignment.reducer == self.me and not self.is_reduced and not self.held
+
+    def adopt(self, assignment: Assignment, timing: RoundTiming, now: float, left_s: float) -> bool:
+        """Adopt an assignment ``left_s`` before ``majority_s``.
+
+        Returns whether this member takes over the slice: it then needs the contributions to it.
+        """
+        before, self.assignment = self.assignment.reducer, assignment
+        if assignment.reducer == before:
+            return False
+        self.late_at = now + timing.replace_reducer_s - timing.contribution_s
+        if assignment.reducer != self.me or self.held:
+            return False
+        self.is_taken_over = True
+        self.contributed.add(self.me)
+        self.due = now + min(timing.contribution_s, left_s / 2)
+        return True
