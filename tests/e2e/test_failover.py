@@ -2,7 +2,7 @@
 answer does not change.
 
 Every fault at every hop and in every phase, and the error when no replica is left, is tested in
-virtual time: ``sim/test_failover.py`` and ``sim/test_resilience.py``.
+virtual time: ``sim/failover/test_failover.py`` and ``sim/failover/test_resilience.py``.
 """
 
 import signal
@@ -50,7 +50,7 @@ LONG = [100 + number % 3000 for number in range(600)]  # three chunks
 KILL_GOAL_S = 0.5
 HANG_GOAL_S = 3.0
 """From the fault to the next token, replay not counted: kept in virtual time
-(``sim/test_failover.py``), printed here."""
+(``sim/failover/test_failover.py``), printed here."""
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_an_answer_continues_when_a_node_hangs_whose_p2pd_does_not(
 def test_an_answer_continues_when_a_node_hangs_during_a_long_prompt(
     lab: Swarm, expected: Callable[[list[int]], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In virtual time: the phase ``prefill`` of ``sim/test_failover.py``."""
+    """In virtual time: the phase ``prefill`` of ``sim/failover/test_failover.py``."""
     hit: list[NodeProcess] = []
     complete = ChainSupervisor._complete_step
 
@@ -185,7 +185,7 @@ def test_the_client_waits_for_the_only_host_of_its_first_blocks(
 def test_an_answer_survives_a_killed_node_and_a_killed_replacement(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """In virtual time: ``sim/test_failover.py``, whose replacements fail in every phase."""
+    """In virtual time: ``sim/failover/test_failover.py``. Its replacements fail in every phase."""
     with lab.connect() as model:
         first = Strike(lab, model, lambda node: lab.relaunch(node.name).ready)
         second = Strike(lab, model, kill)
@@ -198,7 +198,8 @@ def test_an_answer_survives_a_killed_node_and_a_killed_replacement(
 def test_an_answer_continues_when_its_host_finishes(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """In virtual time: ``sim/test_handover.py``. ``test_readme.py`` has a process finish."""
+    """In virtual time: ``sim/failover/test_handover.py``. In ``test_readme.py`` a process
+    finishes."""
 
     def finish_and_wait(node: NodeProcess) -> None:
         """Wait for the hand-over between two tokens: the rest of the answer may take less time than
@@ -263,7 +264,8 @@ def test_the_sessions_of_a_killed_client_are_freed(lab: Swarm) -> None:
 
 @pytest.mark.thorough
 def test_the_command_goes_on_when_a_replica_comes_back_in_time(lab: Swarm, story: list[int]) -> None:
-    """In virtual time: ``sim/test_resilience.py``. Above, a client waits for a real process."""
+    """In virtual time: ``sim/failover/test_resilience.py``. Above, a client waits for a real
+    process."""
     gone, back = (lab.nodes[name] for name in middle(lab))
     stop(back)  # on a busy machine a process takes longer to start than the command waits
     try:
@@ -287,7 +289,7 @@ def test_the_command_goes_on_when_a_replica_comes_back_in_time(lab: Swarm, story
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_host_whose_link_is_cut_is_replaced(tmp_path: Path, cache_dir: Path, story: list[int]) -> None:
     """A cut is silent: no connection ends, packets do not arrive. In virtual time: the isolated
-    hosts of ``sim/test_failover.py``."""
+    hosts of ``sim/failover/test_failover.py``."""
     with (
         wan_swarm(tmp_path / "lab", cache_dir, Uplink(delay_s=0.005), *SPANS) as lab,
         RunProcess(lab.swarm, PROMPT, STORY_TOKENS, lab.client) as run,

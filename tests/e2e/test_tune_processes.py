@@ -86,7 +86,7 @@ def test_the_real_model_is_tuned_by_the_command(
 @pytest.mark.thorough
 def test_gradients_are_right_when_a_host_dies_before_the_backward(lab: Swarm, whole: Any) -> None:
     """The host of the upper half is killed after the forward: another computes its gradients. In
-    virtual time: ``sim/test_passes.py``."""
+    virtual time: ``sim/tuning/test_passes.py``."""
     texts = [list(range(100 + row, 130 + row)) for row in range(5)]
     with lab.connect() as model:
         prompts, local_prompts = new_prompts(576), new_prompts(576)

@@ -15,7 +15,7 @@ H scalars.
 Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision. The
 latter do not depend on H, and grow with the square of the workers. With H = 100, eight workers send
 79 bytes per step in total over links of 20 ms and 88 over 100 ms. Two workers send 8. This includes
-framing and excludes DHT announcements (``tests/sim/test_training_bytes.py``). A large H costs no
+framing and excludes DHT announcements (``tests/sim/training/test_bytes.py``). A large H costs no
 progress where gradients are linear: the mean of slopes measured at different points is the slope at
 the mean of these points.
 """

@@ -22,8 +22,8 @@ from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import session_pb2
 from tests.defences import Patch, defence, replacing, yes
-from tests.sim.test_moves import GAP_S, PROMPT, wait_for_span
-from tests.sim.test_switches import LabModels
+from tests.sim.placement.test_moves import GAP_S, PROMPT, wait_for_span
+from tests.sim.placement.test_switches import LabModels
 from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.swarm.fake_machine import FakeMachine
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, load_reference, peer, simulate

@@ -11,7 +11,7 @@ from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.bandwidth import MIN_BYTES, ArrivalRates
 from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION, RoundTiming
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.test_averaging import nth, simulate
+from tests.sim.training.rounds.test_averaging import nth, simulate
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
 from tests.support.training.lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery

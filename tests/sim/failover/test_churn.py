@@ -5,7 +5,7 @@ import asyncio
 import random
 
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
-from tests.sim.churn import Trouble, random_links, random_spans, request
+from tests.sim.failover.churn import Trouble, random_links, random_spans, request
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 STEPS = 12

@@ -15,7 +15,7 @@ from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row
-from tests.sim.test_recurrent_models import reference_in
+from tests.sim.failover.test_recurrent_models import reference_in
 from tests.support.swarm.batching import all_answered, answered, batcher, request
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 

@@ -16,7 +16,7 @@ from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import LOOK_S, SWITCH_CONFIRM_S
-from tests.sim.test_moves import PROMPT, Reader
+from tests.sim.placement.test_moves import PROMPT, Reader
 from tests.support.swarm.fake_machine import FakeMachine
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 

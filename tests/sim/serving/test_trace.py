@@ -24,7 +24,7 @@ from swarmnet_protocols.session import hop_times
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
-from tests.sim.test_client_defences import assert_liar_is_replaced
+from tests.sim.defences.test_client_defences import assert_liar_is_replaced
 from tests.support.attacks.switched_off import overlooking
 from tests.support.network.memory_network import MemoryStream
 from tests.support.network.virtual_time import TimedExecutor

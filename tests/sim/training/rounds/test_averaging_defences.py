@@ -22,7 +22,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.test_averaging import averaged, random_round, simulate
+from tests.sim.training.rounds.test_averaging import averaged, random_round, simulate
 from tests.support.attacks.refusals import final_refusal
 from tests.support.network import memory_network
 from tests.support.network.memory_network import LinkProfile

@@ -4,7 +4,7 @@ the client sees a pause, never an error."""
 import pytest
 
 from swarmnet_client.chain import standby
-from tests.sim.overlaps import PROMPT, TOKENS, converse
+from tests.sim.failover.overlaps import PROMPT, TOKENS, converse
 from tests.support.swarm.swarm_lab import Reference, simulate
 
 LAYOUTS = 8

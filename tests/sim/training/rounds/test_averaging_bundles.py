@@ -19,7 +19,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 )
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.test_averaging import simulate
+from tests.sim.training.rounds.test_averaging import simulate
 from tests.support.network.memory_network import Delivery
 from tests.support.training.lab import TrainingLab, Work, terms_of
 

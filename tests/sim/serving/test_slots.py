@@ -20,7 +20,7 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
-from tests.sim.test_host_defences import Stranger, a_step, link_reply, session_reply
+from tests.sim.defences.test_host_defences import Stranger, a_step, link_reply, session_reply
 from tests.support.attacks.refusals import final_refusal, refusal
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
 

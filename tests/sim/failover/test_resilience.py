@@ -18,7 +18,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence
-from tests.sim.churn import request
+from tests.sim.failover.churn import request
 from tests.support.models.tiny import BLOCKS
 from tests.support.network.memory_network import LinkProfile
 from tests.support.network.virtual_time import TimedExecutor
@@ -244,7 +244,7 @@ import asyncio, random, sys
 from pathlib import Path
 import torch
 from tests.support.swarm.swarm_lab import load_reference
-from tests.sim.test_resilience import trace
+from tests.sim.failover.test_resilience import trace
 torch.set_num_threads(1)
 print("trace", trace(load_reference(Path(sys.argv[1]), Path(sys.argv[2])), int(sys.argv[3])))
 """

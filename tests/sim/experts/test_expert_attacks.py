@@ -32,14 +32,14 @@ from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, en
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import records_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing, yes
-from tests.sim.test_experts import (
+from tests.sim.defences.test_host_defences import Stranger
+from tests.sim.experts.test_experts import (
     LONG,
     PROMPTS,
     attach,
     open_experts,
     told,
 )
-from tests.sim.test_host_defences import Stranger
 from tests.support.network.memory_network import LinkProfile, MemoryTransport
 from tests.support.swarm.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
