@@ -19,8 +19,8 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
-from tests.support.models.family_page import current, reasons_in
-from tests.support.models.hub_families import FAMILIES, MOST_USED, PAGE, REFUSED
+from tests.support.models.family_page import MOST_USED, PAGE, current, reasons_in
+from tests.support.models.hub_families import FAMILIES, REFUSED
 
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
