@@ -5,6 +5,8 @@ A test may have several. ``make defences`` runs the second runs alone; ``-k`` ch
 promises.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -22,6 +24,11 @@ FAILURES = (AssertionError, pytest.fail.Exception, SwarmnetError, TimeoutError, 
 """Errors of a test that fails for want of its defence. Any other error is a mistake in ``off``."""
 WITHOUT = "without"
 """The parameter that says which defence is off."""
+LEAST_PATIENCE_S = 2.0
+"""A second run waits at least this long in real time for what its defence would do. Shorter, and a
+busy machine passes for a missing defence; longer, and every second run takes longer."""
+
+_patience_s = math.inf
 
 
 class Defence(NamedTuple):
@@ -44,6 +51,15 @@ def defence(promise: str, *, off: SwitchOff, **arguments: Any) -> Callable[[Test
     return decorate
 
 
+def patience_s(most_s: float) -> float:
+    """Return how many real seconds a test waits for an event.
+
+    That is ``most_s`` in a first run. A second run, whose event should never come, waits three
+    times as long as the first run took.
+    """
+    return min(most_s, _patience_s)
+
+
 class Defences:
     """The pytest plugin.
 
@@ -53,6 +69,10 @@ class Defences:
        may leave fixtures that others share in any state.
     3. **Run.** The defence is switched off when all fixtures are there, and the test must fail.
     """
+
+    def __init__(self) -> None:
+        self._took_s: dict[object, float] = {}
+        """The longest first run of each test in this process."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -82,10 +102,16 @@ class Defences:
     def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> Iterator[None]:
         parameters = pyfuncitem.callspec.params if hasattr(pyfuncitem, "callspec") else {}
         defence: Defence | None = parameters.get(WITHOUT)
+        test = pyfuncitem.function
         if defence is None:
-            return (yield)
+            began = time.monotonic()
+            outcome = yield
+            self._took_s[test] = max(self._took_s.get(test, 0.0), time.monotonic() - began)
+            return outcome
         _take_arguments(pyfuncitem, defence.arguments)
         with Patch.context() as patch:
+            patience_s = max(LEAST_PATIENCE_S, 3 * self._took_s.get(test, math.inf))
+            patch.setattr(f"{__name__}._patience_s", patience_s)
             defence.off(patch)
             try:
                 yield

@@ -29,7 +29,7 @@ from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
-from tests.defences import Patch, defence
+from tests.defences import Patch, defence, patience_s
 from tests.support.network.loop_thread import LoopThread
 
 from .conftest import LOOPBACK
@@ -327,7 +327,7 @@ def test_two_halves_that_forgot_each_other_reunite_with_the_network(
                     peer.node.blacklist.register_failure(other)
                     assert peer.node.protocol.routing_table.get(peer_id=other) is None
                     assert other in peer.node.blacklist
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(patience_s(10.0)):
             while any(  # noqa: ASYNC110 - routing tables have no event
                 peer.node.protocol.routing_table.get(peer_id=hivemind_id(other)) is None
                 or hivemind_id(other) in peer.node.blacklist

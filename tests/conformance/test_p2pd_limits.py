@@ -29,7 +29,7 @@ from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
 from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE
-from tests.defences import defence, replacing
+from tests.defences import defence, patience_s, replacing
 from tests.support.attacks.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
 from tests.support.network.conversations import dial, echo
 
@@ -55,12 +55,12 @@ async def peer(identity_path: Path, **changes: Any) -> AsyncIterator[P2pdTranspo
 
 async def echoes(stream: Stream) -> None:
     await stream.send(Message(b"still"))
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patience_s(DEADLINE_S)):
         assert (await stream.receive()).header == b"still"
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patience_s(DEADLINE_S)):
         while True:
             if holds():
                 return
@@ -130,7 +130,7 @@ def test_an_outsider_leaves_nothing_in_libp2ps_own_kademlia(tmp_path: Path) -> N
             kademlia = await outsider.open(KADEMLIA, varint(len(record)) + record)
             ping = await outsider.open(PING, bytes(32))
             await outsider.until_heard(ping, bytes(32))
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patience_s(DEADLINE_S)):
                 await outsider.until_heard(kademlia, line(MULTISTREAM) + b"\x03na\n")
 
     run(main)
@@ -181,7 +181,7 @@ def test_a_forwarded_connection_counts_where_its_peer_is(tmp_path: Path) -> None
 
                 ends = await asyncio.open_connection("127.0.0.1", far)
                 b.endpoint.start(dial_through(*ends, other, connect, b.endpoint.forwarded))
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(patience_s(DEADLINE_S)):
                     await is_connected.wait()
                 assert await b.addresses_of(a.peer_id) == [str(other)]
                 stream = await b.open(a.peer_id, ECHO, deadline_s=DEADLINE_S)

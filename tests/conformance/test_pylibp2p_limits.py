@@ -16,7 +16,7 @@ from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
 from swarmnet_protocols.net.p2pd.transport import P2pdConfig
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.wire.roles import ANY_ROLE
-from tests.defences import defence, nothing, replacing
+from tests.defences import defence, nothing, patience_s, replacing
 from tests.support.attacks.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
 from tests.support.network.conversations import echo
 
@@ -53,7 +53,7 @@ async def peer(folder: Path, **changes: Any) -> AsyncIterator[str]:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patience_s(DEADLINE_S)):
         while True:
             if holds():
                 return
@@ -76,7 +76,7 @@ async def plain(
 async def all_read(reader: asyncio.StreamReader) -> bytes:
     """The bytes that come before the other side closes the connection."""
     received = b""
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(patience_s(DEADLINE_S)):
         with contextlib.suppress(ConnectionResetError):
             while data := await reader.read(1 << 16):
                 received += data
@@ -86,7 +86,7 @@ async def all_read(reader: asyncio.StreamReader) -> bytes:
 async def is_served(address: str, source: str) -> bool:
     """Whether a newcomer from ``source`` completes its handshakes."""
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(patience_s(DEADLINE_S)):
             (await Outsider.connect(address, source=source)).close()
     except (OSError, TimeoutError, asyncio.IncompleteReadError):
         return False
@@ -121,7 +121,7 @@ def test_a_bounded_number_of_handshakes_is_pending(tmp_path: Path, monkeypatch: 
                 for number in range(8):
                     await held.enter_async_context(plain(address, NEAR.format(number + 1)))
                 assert not await is_served(address, FAR)
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(patience_s(DEADLINE_S)):
                 while True:
                     if await is_served(address, FAR):
                         return

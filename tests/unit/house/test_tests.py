@@ -16,7 +16,7 @@ EXAMPLE = """
 import pytest
 from hypothesis import given, strategies
 
-from tests.defences import defence, replacing
+from tests.defences import defence, nothing, patience_s, replacing
 
 LIMIT = 3
 
@@ -31,6 +31,10 @@ def test_sizes(size):
 @given(strategies.integers(0, 100))
 def test_any_size(size):
     assert min(size, LIMIT) <= 3
+
+@defence("not waited for as long as in the first run", off=nothing)
+def test_patience():
+    assert patience_s(60.0) == 60.0
 """
 
 
@@ -76,6 +80,7 @@ def test_a_second_run_passes_only_if_the_test_fails(tmp_path: Path) -> None:
         "tested at another size only": "failed",
         "switched off wrongly": "failed",
         "tested by one example": "passed",
+        "not waited for as long as in the first run": "passed",
     }
 
 
