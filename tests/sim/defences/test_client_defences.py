@@ -85,8 +85,7 @@ def assert_liar_is_replaced(
     monkeypatch.setattr(MemoryStream, "send", send)
 
     async def scenario(lab: Lab) -> list[int]:
-        for name, blocks in layout.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(layout)
         await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             tokens = await lab.generate(chain, PROMPT, 6)

@@ -175,8 +175,7 @@ def test_hosts_leave_no_blocks_to_one_that_only_answers(reference: Reference) ->
 def test_blocks_that_only_invented_hosts_have_are_filled(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         mover = await lab.start("mover", lab.hosting((0, 3), num_blocks=3, may_move=True))
-        await lab.start("stays", lab.hosting((0, 3)))
-        await lab.start("gone", lab.hosting((3, 6)))
+        await lab.start_all({"stays": (0, 3), "gone": (3, 6)})
         async with invented_hosts(lab, [(3, 6)] * 12):
             await asyncio.sleep(10.0)
             await lab.stop("gone")

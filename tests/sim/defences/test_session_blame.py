@@ -32,8 +32,7 @@ LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
 
 
 async def start(lab: Lab, layout: Mapping[str, tuple[int, int]]) -> None:
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
 
 

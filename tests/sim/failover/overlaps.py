@@ -207,8 +207,7 @@ async def converse(lab: Lab, *, faults: int) -> Answer:
     """Ask for an answer while faults happen. Every route that the chain had is noted."""
     rng = random.Random(f"{lab.seed}/overlaps")
     layout = random_layout(rng)
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
     trouble = Faults(lab, rng, dict(layout), faults)
     answer = Answer(layout, faults=trouble.happened, kinds=trouble.kinds)

@@ -68,8 +68,7 @@ class Outcome:
 async def converse(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
     """Send a prompt and read its answer on nodes of ``layout``. Afterwards no live node holds
     anything for it."""
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
     prepare()
     outcome = Outcome()
@@ -293,8 +292,7 @@ def test_a_repair_does_not_wait_for_a_directory_that_does_not_answer(reference: 
     tried instead."""
 
     async def scenario(lab: Lab) -> float:
-        for name, blocks in ONE_REPLICA.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(ONE_REPLICA)
         await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             clock = asyncio.get_running_loop().time
@@ -472,8 +470,7 @@ def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 def test_the_sessions_of_a_crashed_client_are_freed(reference: Reference, fault: str) -> None:
     async def scenario(lab: Lab) -> None:
-        for name, blocks in ONE_REPLICA.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(ONE_REPLICA)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             await lab.generate(chain, PROMPT, 2)
             assert len(lab.sessions()) == 3

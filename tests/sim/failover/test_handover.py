@@ -69,8 +69,7 @@ async def answer(
 ) -> Answer:
     """Generate an answer on nodes of ``layout``, and call ``act`` after ``at`` tokens. Afterwards
     no live node holds anything for it."""
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
     got = Answer()
     loop = asyncio.get_running_loop()
@@ -126,8 +125,7 @@ def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, 
     goes on as before."""
 
     async def scenario(lab: Lab) -> tuple[list[int], float]:
-        for name, blocks in {**ONE_OF_EACH, **dict.fromkeys(others, (2, 4))}.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all({**ONE_OF_EACH, **dict.fromkeys(others, (2, 4))})
         await asyncio.sleep(1.0)
         clock = asyncio.get_running_loop().time
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -238,8 +236,7 @@ def test_the_last_host_of_a_block_gets_a_standby_from_a_new_host(
     """Sessions that are shorter than ``SPARE_POSITIONS`` are replayed instead."""
 
     async def scenario(lab: Lab) -> tuple[Answer, list[list[str]]]:
-        for name, span in ONE_OF_EACH.items():
-            await lab.start(name, lab.hosting(span))
+        await lab.start_all(ONE_OF_EACH)
         got, seen = Answer(), []
         clock = asyncio.get_running_loop().time
         async with lab.client() as swarm, lab.chain(swarm) as chain:

@@ -46,8 +46,7 @@ def test_a_replica_rebuilds_recurrent_states_when_a_hop_fails(recurrent: Referen
 
     async def scenario(lab: Lab) -> tuple[list[int], int]:
         nonlocal hit
-        for name, blocks in LAYOUT.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(LAYOUT)
         await asyncio.sleep(1.0)  # the directory shows them all
         replicas = {lab.peer_id("b"), lab.peer_id("b2")}
         hit = lab.once(arrives_at(replicas, "step 5"), lambda delivery: lab.network.crash(delivery.target))

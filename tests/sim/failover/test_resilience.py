@@ -29,8 +29,7 @@ LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 
 
 async def start_all(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)
 
 

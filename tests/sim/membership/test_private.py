@@ -15,18 +15,13 @@ TOKENS = 12
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 
 
-async def start(lab: Lab, **spans: tuple[int, int]) -> None:
-    for name, span in spans.items():
-        await lab.start(name, lab.hosting(span))
-
-
 def simulate_private(reference: Reference, scenario: object) -> None:
     simulate(reference, scenario, private=PrivateSwarm())  # type: ignore[arg-type]
 
 
 def test_members_give_the_answers_of_the_whole_model(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab, **SPANS)
+        await lab.start_all(SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
             assert chain.report.failovers == 0
@@ -37,7 +32,7 @@ def test_members_give_the_answers_of_the_whole_model(reference: Reference) -> No
 def test_a_revoked_client_loses_its_sessions(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         assert lab.private is not None
-        await start(lab, **SPANS)
+        await lab.start_all(SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             revocation = lab.private.revocation(lab.peer_id("client"))
             loop = asyncio.get_running_loop()
@@ -60,7 +55,7 @@ def test_a_revoked_client_loses_its_sessions(reference: Reference) -> None:
 def test_a_revoked_host_is_replaced(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         assert lab.private is not None
-        await start(lab, **SPANS, b2=(2, 4))
+        await lab.start_all({**SPANS, "b2": (2, 4)})
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             revoked: list[str] = []
 
@@ -81,7 +76,7 @@ def test_a_revoked_host_is_replaced(reference: Reference) -> None:
 
 def test_an_outsider_learns_why_it_is_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab, **SPANS)
+        await lab.start_all(SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             lab.memberships["client"].rules = PrivateSwarm().rules
             lab.memberships["client"].certificate = b""
@@ -100,7 +95,7 @@ def test_a_step_takes_as_many_messages_as_in_an_open_swarm(
         took."""
 
         async def scenario(lab: Lab) -> tuple[int, float]:
-            await start(lab, **SPANS)
+            await lab.start_all(SPANS)
             links: list[Delivery] = []
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 await lab.generate(chain, PROMPT, 2)

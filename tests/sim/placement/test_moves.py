@@ -108,8 +108,7 @@ def test_a_host_moves_to_where_hosts_are_short_and_clients_go_on(reference: Refe
 def test_blocks_whose_host_is_gone_are_filled(reference: Reference, private: PrivateSwarm | None) -> None:
     async def scenario(lab: Lab) -> None:
         mover = await lab.start("mover", lab.hosting((0, 3), num_blocks=3, may_move=True))
-        await lab.start("stays", lab.hosting((0, 3)))
-        await lab.start("gone", lab.hosting((3, 6)))
+        await lab.start_all({"stays": (0, 3), "gone": (3, 6)})
         await asyncio.sleep(5.0)
         await lab.stop("gone")
         await wait_for_span(mover, (3, 6), GAP_S)
@@ -186,8 +185,7 @@ def test_a_move_that_the_owner_paused_is_told_once_it_serves(reference: Referenc
             return reference.stage(start, end)
 
         hosting = replace(lab.hosting((0, 3), num_blocks=3, may_move=True), load=load)
-        await lab.start("stays", lab.hosting((0, 3)))
-        await lab.start("gone", lab.hosting((3, 6)))
+        await lab.start_all({"stays": (0, 3), "gone": (3, 6)})
         machine, slow = FakeMachine(free=0), TimedExecutor(1.0)
         async with lab.supervised("mover", hosting, machine, OwnerLimits(), executor=slow) as mover:
             pauses.append(mover)
@@ -273,8 +271,7 @@ def test_a_node_that_must_free_memory_drops_blocks_and_clients_go_on(
             reader = Reader(lab)
             reading = asyncio.create_task(reader.read())
             await reader.begun.wait()
-            await lab.start("other", lab.hosting((0, 4)))
-            await lab.start("another", lab.hosting((1, 3)))
+            await lab.start_all({"other": (0, 4), "another": (1, 3)})
             await asyncio.sleep(10.0)
             assert node.status().host.record.sessions == 1
 

@@ -29,18 +29,13 @@ def prompts(count: int, longest: int = 40) -> list[list[int]]:
     return [[rng.randrange(2, 97) for _ in range(rng.randint(1, longest))] for _ in range(count)]
 
 
-async def start(lab: Lab) -> None:
-    for name, span in SPANS.items():
-        await lab.start(name, lab.hosting(span))
-
-
 def test_sequences_of_mixed_lengths_give_what_each_gives_alone(reference: Reference) -> None:
     wanted = [
         request(ids, 1 + number % TOKENS) for number, ids in enumerate([*prompts(40), prompts(1, 300)[0]])
     ]
 
     async def scenario(lab: Lab) -> list[list[int]]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab, BatchLimits(active=12, waiting=99)) as (running, _):
             return await all_answered(running, wanted)
 
@@ -52,7 +47,7 @@ def test_a_long_prompt_that_comes_late_does_not_change_the_others(reference: Ref
     long = [2 + number % 90 for number in range(480)]
 
     async def scenario(lab: Lab) -> list[list[int]]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _), asyncio.TaskGroup() as tasks:
             late: list[asyncio.Task[list[int]]] = []
 
@@ -74,7 +69,7 @@ def test_a_node_that_dies_changes_no_answer(reference: Reference, moment: int) -
     wanted += [request(ids, TOKENS, temperature=1.0, seed=3) for ids in prompts(2)]
 
     async def scenario(lab: Lab, *, fails: bool) -> tuple[list[list[int]], int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         await lab.start("b2", lab.hosting((2, 4)))
         async with batcher(lab) as (running, _):
 
@@ -113,7 +108,7 @@ def repetitive(count: int, tokens: int = 40) -> list[Request]:
 
 def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference) -> None:
     async def scenario(lab: Lab, *, speculate: bool) -> list[tuple[list[int], int]]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             found = []
             for wanted in repetitive(6):
@@ -151,7 +146,7 @@ def test_a_draft_model_saves_trips_and_changes_no_answer(
     ]
 
     async def scenario(lab: Lab, drafts: DraftModel | None) -> tuple[list[list[int]], int, int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         await lab.start("b2", lab.hosting((2, 4)))
         trips = []
         async with batcher(lab, draft_model=drafts) as (running, _):
@@ -190,7 +185,7 @@ def test_a_node_that_dies_changes_no_speculative_answer(reference: Reference, mo
     wanted = repetitive(6)
 
     async def scenario(lab: Lab, *, fails: bool) -> tuple[list[list[int]], int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         await lab.start("b2", lab.hosting((2, 4)))
         async with batcher(lab) as (running, _):
 
@@ -215,7 +210,7 @@ def test_a_seeded_answer_does_not_depend_on_other_requests(reference: Reference)
     others = [request(ids, TOKENS, temperature=2.0, seed=number) for number, ids in enumerate(prompts(7))]
 
     async def scenario(lab: Lab, wanted: list[Any]) -> list[int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             return (await all_answered(running, wanted))[-1]
 
@@ -227,7 +222,7 @@ def test_a_seeded_answer_does_not_depend_on_other_requests(reference: Reference)
 
 def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab, BatchLimits(active=1, waiting=1)) as (running, _):
             async with running.answer(request([5, 6, 7], 400)) as answer:
                 waiting = asyncio.create_task(answered(running, request([1, 2], 3)))
@@ -249,7 +244,7 @@ def test_a_request_that_leaves_frees_its_sequence_at_once(reference: Reference) 
 
 def test_a_waiting_request_may_leave(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with (
             batcher(lab, BatchLimits(active=1, waiting=2)) as (running, _),
             running.answer(request([5], 4)) as first,
@@ -268,7 +263,7 @@ def test_a_waiting_request_may_leave(reference: Reference) -> None:
 @defence("the queue is bounded", off=replacing(batching, "may_wait", yes))
 def test_requests_beyond_the_sequences_and_the_queue_are_refused(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab, BatchLimits(active=2, waiting=1)) as (running, _):
             tasks = [asyncio.create_task(answered(running, request([number], 5))) for number in (5, 6, 7, 8)]
             done = await asyncio.gather(*tasks, return_exceptions=True)
@@ -294,7 +289,7 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
     history = [2 + number % 50 for number in range(3 * MIN_SHARED)]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             first = await answered(running, request(history, 6))
             assert first == reference.greedy(history, 6)
@@ -317,7 +312,7 @@ def test_the_next_turn_of_a_conversation_sends_only_what_is_new(reference: Refer
 
 def test_a_reused_sequence_frees_its_old_caches(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab, BatchLimits(active=1)) as (running, _):
             await answered(running, request(list(range(2, 90)) * 5, 2))
             large = lab.cache_bytes()["a"]
@@ -329,7 +324,7 @@ def test_a_reused_sequence_frees_its_old_caches(reference: Reference) -> None:
 
 def test_an_idle_chain_is_closed_and_the_next_answer_opens_another(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             await answered(running, request([5], 3))
             assert lab.sessions() == {"a": 1, "b": 1, "c": 1}
@@ -373,7 +368,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
             return await self._chain.forward(*step)
 
     async def scenario(lab: Lab) -> tuple[list[list[int]], int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         opened = 0
         async with lab.client() as swarm:
 

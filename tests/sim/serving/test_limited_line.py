@@ -109,8 +109,7 @@ def test_many_prompts_arrive_at_the_limited_rate_and_are_answered(
     reference: Reference, layout: dict[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        for name, blocks in layout.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(layout)
         limit(lab, "limited")
         arrivals = Arrivals(lab, "limited")
         await asyncio.gather(*(generate(lab, f"client {number}") for number in range(CLIENTS)))
@@ -123,8 +122,7 @@ def test_replays_for_a_replacement_arrive_at_the_limited_rate(reference: Referen
     """Each replay is the whole prompt of a client, in steps of twice the size."""
 
     async def scenario(lab: Lab) -> None:
-        await lab.start("first", lab.hosting((0, 3)))
-        await lab.start("dying", lab.hosting((3, 6)))
+        await lab.start_all({"first": (0, 3), "dying": (3, 6)})
         under_way = asyncio.Semaphore(0)
         killed = asyncio.Event()
 

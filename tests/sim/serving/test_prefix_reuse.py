@@ -27,11 +27,6 @@ TOKENS = 4
 EVENTS = 20
 
 
-async def start(lab: Lab) -> None:
-    for name, span in SPANS.items():
-        await lab.start(name, lab.hosting(span))
-
-
 def positions(lab: Lab, name: str = "a") -> int:
     """Positions that a node has computed."""
     return lab.nodes[name].engine.counters.positions
@@ -49,7 +44,7 @@ def test_a_common_prompt_is_computed_once_for_later_sessions(
     reference: Reference,
 ) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], int, int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             first = await answered(running, request(prompt(0), TOKENS))
             alone = positions(lab)
@@ -64,7 +59,7 @@ def test_a_common_prompt_is_computed_once_for_later_sessions(
 
 def test_a_common_prompt_is_computed_once_for_simultaneous_sessions(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             answers = await all_answered(running, [request(prompt(user), TOKENS) for user in range(USERS)])
             return answers, positions(lab)
@@ -76,7 +71,7 @@ def test_a_common_prompt_is_computed_once_for_simultaneous_sessions(reference: R
 
 def test_a_prompt_whose_leader_leaves_is_answered(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             leader = asyncio.create_task(answered(running, request(prompt(0), TOKENS)))
             await asyncio.sleep(0.01)
@@ -93,7 +88,7 @@ def test_no_caches_are_reused_for_another_owner(reference: Reference) -> None:
     just been given to another owner."""
 
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab, BatchLimits(active=2)) as (running, _):
             await answered(running, replace(request(prompt(0), TOKENS), owner="one"))
             wanted = [replace(request(prompt(0), TOKENS), owner=owner) for owner in ("two", "one", "three")]
@@ -115,7 +110,7 @@ def test_a_node_that_dies_changes_no_answer_with_a_reused_prompt(
     reference: Reference, moment: int, victim: int
 ) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], int, int]:
-        await start(lab)
+        await lab.start_all(SPANS)
         for name, span in SPANS.items():
             await lab.start(f"{name}2", lab.hosting(span))
         async with batcher(lab) as (running, _):
@@ -152,7 +147,7 @@ def test_a_hop_in_place_of_a_lost_one_computes_only_answers_under_way(
     old = [[3 + number * (user + 2) % 80 for number in range(120)] for user in range(3)]
 
     async def scenario(lab: Lab) -> int:
-        await start(lab)
+        await lab.start_all(SPANS)
         for name, span in SPANS.items():
             await lab.start(f"{name}2", lab.hosting(span))
         async with batcher(lab) as (running, _):
@@ -188,7 +183,7 @@ def test_a_chain_without_an_answer_under_way_is_repaired(reference: Reference, v
     other = SYSTEM[::-1][:20]
 
     async def scenario(lab: Lab) -> list[list[int]]:
-        await start(lab)
+        await lab.start_all(SPANS)
         for name, span in SPANS.items():
             await lab.start(f"{name}2", lab.hosting(span))
         async with batcher(lab) as (running, _):
@@ -211,7 +206,7 @@ def test_kept_caches_are_dropped_when_the_positions_are_used_up(
     others = [[3 + number * (user + 2) % 80 for number in range(120)] for user in range(6)]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab)
+        await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
             for ids in others:
                 assert await answered(running, request(ids, TOKENS)) == reference.greedy(ids, TOKENS)
@@ -252,8 +247,7 @@ def test_a_reused_prompt_of_a_recurrent_model_gives_the_same_answer(tmp_path: Pa
     wanted = [[5, 6, 7, 8, 9] * 20 + [10 + user] for user in range(4)]
 
     async def scenario(lab: Lab) -> tuple[list[list[int]], list[int]]:
-        for name, blocks in {"a": (0, 2), "b": (2, 4)}.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all({"a": (0, 2), "b": (2, 4)})
         async with batcher(lab) as (running, _):
             first = await answered(running, request(wanted[0], TOKENS))
             reused: list[int] = []
@@ -321,8 +315,7 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
 
     async def scenario(lab: Lab) -> None:
         spans = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "d": (0, 6)}
-        for name, span in spans.items():
-            await lab.start(name, lab.hosting(span))
+        await lab.start_all(spans)
         await asyncio.sleep(1.0)
         rng = random.Random(f"{seed}/events")
         chain: Chain

@@ -151,8 +151,7 @@ def test_a_session_that_is_not_traced_is_told_no_times(
     monkeypatch.setattr(MemoryStream, "send", send)
 
     async def scenario(lab: Lab) -> None:
-        for name, span in SPANS.items():
-            await lab.start(name, lab.hosting(span))
+        await lab.start_all(SPANS)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             await lab.generate(chain, [5, 6, 7], 3)
 
@@ -163,8 +162,7 @@ def test_a_session_that_is_not_traced_is_told_no_times(
 
 def test_a_trace_goes_on_when_a_hop_dies(reference: Reference) -> None:
     async def scenario(lab: Lab) -> Trace:
-        for name, span in {**SPANS, "b2": (2, 4)}.items():
-            await lab.start(name, lab.hosting(span))
+        await lab.start_all({**SPANS, "b2": (2, 4)})
         await asyncio.sleep(1.0)
         trace = Trace(asyncio.get_running_loop().time)
         async with lab.client() as swarm, traced_chain(lab, swarm, trace) as chain:

@@ -76,8 +76,7 @@ def open_chain(
 
 
 async def start(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
 
 

@@ -65,8 +65,7 @@ async def train(
 ) -> int:
     """Run a forward and a backward through nodes of ``layout`` and check the results. Returns the
     number of failures of hosts."""
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)
     prepare(lab)
     spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=Adapter(local.tensors))

@@ -55,8 +55,7 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     adapter = pair(0.0, HUGE) if backward else pair(HUGE, HUGE)
 
     async def scenario(lab: Lab) -> None:
-        for name, blocks in layout.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(layout)
         await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter)
@@ -142,8 +141,7 @@ def test_a_host_whose_numbers_overflow_at_others_is_replaced(
     refused: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}
 
     async def scenario(lab: Lab) -> None:
-        for name, blocks in REPLICAS.items():
-            await lab.start(name, lab.hosting(blocks))
+        await lab.start_all(REPLICAS)
         await asyncio.sleep(1.0)
         engine = lab.nodes[lies.liar].engine
         assert engine is not None

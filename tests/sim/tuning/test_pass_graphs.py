@@ -80,8 +80,7 @@ def train(
     fails, and nothing is left on hosts."""
 
     async def scenario(lab: Lab) -> Watch:
-        for name, span in SPANS.items():
-            await lab.start(name, lab.hosting(span, **hosting))
+        await lab.start_all(SPANS, **hosting)
         watch = Watch(lab)
         await asyncio.sleep(1.0)
         expected = reference.train(states(0), COUNTS, states(1))

@@ -70,8 +70,7 @@ async def train(
     keep_graphs: bool = True,
 ) -> Outcome:
     """A forward and a backward pass through nodes of ``layout``."""
-    for name, blocks in layout.items():
-        await lab.start(name, lab.hosting(blocks))
+    await lab.start_all(layout)
     await asyncio.sleep(1.0)  # the directory shows them all
     served: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}
 

@@ -160,8 +160,7 @@ def served(
     """Run ``scenario`` in a lab with nodes and a gateway; returns its result."""
 
     async def within(lab: Lab) -> Any:
-        for name, span in spans.items():
-            await lab.start(name, lab.hosting(span))
+        await lab.start_all(spans)
         async with gateway(lab, **options) as caller:
             return await scenario(lab, caller)
 

@@ -4,7 +4,7 @@ events."""
 import asyncio
 import copy
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -159,6 +159,11 @@ class Lab:
         self._tasks[name] = asyncio.create_task(self._live(name, partial(Node, hosting=hosting), serving))
         self.nodes[name] = await serving
         return self.nodes[name]
+
+    async def start_all(self, spans: Mapping[str, tuple[int, int]], **options: Any) -> None:
+        """Start a node for the blocks of each name, one after another."""
+        for name, blocks in spans.items():
+            await self.start(name, self.hosting(blocks, **options))
 
     async def start_experts(self, name: str, hosting: ExpertHosting) -> ExpertNode:
         """Start a node with experts, as ``start``."""
