@@ -1,7 +1,6 @@
 """Messages of misbehaving clients that hosts refuse."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -9,108 +8,27 @@ import torch
 
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
-from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
-from swarmnet_protocols.net.protocol_ids import LINK, SESSION
-from swarmnet_protocols.session.steps import Row, Step, encode_step
+from swarmnet_protocols.net.protocol_ids import SESSION
+from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing, yes
+from tests.support.attacks.raw_client import (
+    HIDDEN,
+    ID,
+    Stranger,
+    a_step,
+    assert_ends,
+    link_reply,
+    session_reply,
+    with_stranger,
+)
 from tests.support.attacks.refusals import refusal
 from tests.support.attacks.switched_off import count_only
-from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
-
-HIDDEN = 32
-ID = bytes(16)
-
-
-class Stranger:
-    """A peer that exchanges raw messages with one host."""
-
-    def __init__(self, lab: Lab, transport: Transport) -> None:
-        self.lab = lab
-        self.transport = transport
-        self.host = lab.peer_id("a")
-
-    def wanted(self, **changes: Any) -> pb.Open:
-        options: dict[str, Any] = {
-            "session": ID,
-            "epoch": 1,
-            "swarm": SWARM,
-            "manifest": self.lab.manifest,
-            "span": pb.Span(start=0, end=2),
-            "wire": pb.DTYPE_FLOAT32,
-            "max_length": 64,
-        }
-        return pb.Open(**{**options, **changes})
-
-    async def send_open(self, **changes: Any) -> Stream:
-        stream = await self.transport.open(self.host, SESSION, deadline_s=1.0)
-        await stream.send(Message(pb.SessionRequest(open=self.wanted(**changes)).SerializeToString()))
-        return stream
-
-    async def link(self, *, session: bytes = ID, epoch: int = 1) -> Stream:
-        stream = await self.transport.open(self.host, LINK, deadline_s=1.0)
-        link = pb.Link(session=session, epoch=epoch)
-        await stream.send(Message(pb.LinkRequest(link=link).SerializeToString()))
-        return stream
-
-    async def step(self, link: Stream, step: Step) -> None:
-        message, payload = encode_step(step, torch.float32)
-        await link.send(Message(pb.LinkRequest(step=message).SerializeToString(), payload))
-
-
-async def session_reply(stream: Stream) -> pb.SessionReply:
-    """The next reply that is not a heartbeat."""
-    while True:
-        reply = pb.SessionReply.FromString((await stream.receive()).header)
-        if reply.WhichOneof("kind") not in ("heartbeat", "opened"):
-            return reply
-
-
-async def assert_ends(stream: Stream) -> None:
-    """The other side closes the stream at once; earlier messages are ignored."""
-
-    async def drain() -> None:
-        while True:
-            await stream.receive()
-
-    with pytest.raises(StreamEnded):
-        await asyncio.wait_for(drain(), 1.0)
-
-
-async def link_reply(stream: Stream) -> pb.LinkReply:
-    while True:
-        reply = pb.LinkReply.FromString((await stream.receive()).header)
-        if reply.WhichOneof("kind") != "heartbeat":
-            return reply
-
-
-def a_step(seq: int, start: int, count: int = 1, *, width: int = HIDDEN, replay: bool = False) -> Step:
-    rows = (Row(0, start, count, 0 if replay else 1, 0),)
-    return Step(seq, rows, torch.zeros(count, width), replay=replay)
-
-
-def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:
-    """Let a stranger talk to a node of blocks 0:2. Afterwards nothing is left of it there."""
-
-    async def scenario(lab: Lab) -> None:
-        await lab.start("a", lab.hosting((0, 2), **hosting))
-        async with lab.network.transport(lab.peer_id("stranger")) as transport:
-            await talk(Stranger(lab, transport))
-        await asyncio.sleep(lab.timing.link_wait_s + lab.timing.reply_s + 1)
-        assert lab.sessions() == {}
-        assert lab.cache_bytes() == {}
-        used = lab.nodes["a"]._dependencies.transport.resources.system.used
-        assert {
-            resource: amount
-            for resource, amount in used.items()
-            if amount and resource != Resource.OUTBOUND_STREAMS
-        } == {}
-
-    simulate(reference, scenario)
+from tests.support.swarm.swarm_lab import Reference
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, en
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import records_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing, yes
-from tests.sim.defences.test_host_defences import Stranger
 from tests.sim.experts.test_experts import (
     LONG,
     PROMPTS,
@@ -40,6 +39,7 @@ from tests.sim.experts.test_experts import (
     open_experts,
     told,
 )
+from tests.support.attacks.raw_client import Stranger
 from tests.support.network.memory_network import LinkProfile, MemoryTransport
 from tests.support.swarm.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate

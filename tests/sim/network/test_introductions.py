@@ -20,7 +20,7 @@ from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
-from tests.sim.defences.test_host_defences import Stranger, session_reply, with_stranger
+from tests.support.attacks.raw_client import Stranger, session_reply, with_stranger
 from tests.support.attacks.switched_off import skip_signatures
 from tests.support.swarm.swarm_lab import EPOCH, SWARM, Lab, Reference, peer, simulate
 

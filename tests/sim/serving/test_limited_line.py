@@ -17,7 +17,7 @@ from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.steps import Row
 from tests.defences import defence, nothing, replacing
-from tests.sim.defences.test_host_defences import Stranger, a_step, assert_ends, link_reply
+from tests.support.attacks.raw_client import Stranger, a_step, assert_ends, link_reply
 from tests.support.attacks.switched_off import overlooking
 from tests.support.models.rounding import assert_near
 from tests.support.network.memory_network import MemoryStream

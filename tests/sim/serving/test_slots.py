@@ -13,16 +13,15 @@ from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.session import HostedSession
 from swarmnet_node.hosting.slots import NEW_S
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, PeerId, Stream
-from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
-from tests.sim.defences.test_host_defences import Stranger, a_step, link_reply, session_reply
+from tests.support.attacks.raw_client import Stranger, a_step, link_reply, session_reply
 from tests.support.attacks.refusals import final_refusal, refusal
-from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 PROMPT = [5, 6, 7]
 TOKENS = 4
@@ -261,28 +260,15 @@ def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
 def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes=4, passes_per_client=2)))
-        begin = pb.Begin(
-            swarm=SWARM,
-            manifest=lab.manifest,
-            span=pb.Span(start=0, end=6),
-            counts=[4],
-            wire=pb.DTYPE_FLOAT32,
-        )
-
-        async def start(stranger: Stranger) -> Stream:
-            stream = await stranger.transport.open(PeerId(lab.peer_id("a")), PASS, deadline_s=1.0)
-            await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
-            return stream
-
         async with AsyncExitStack() as stack:
             attacker = Attacker(lab, stack)
             held = [
-                await start(each)
+                await each.begin_pass()
                 for each in [await attacker.stranger(), await attacker.stranger()]
                 for _ in range(2)
             ]
             await asyncio.sleep(6.0)
-            honest = await start(await attacker.stranger())
+            honest = await (await attacker.stranger()).begin_pass()
             assert pb.PassReply.FromString((await honest.receive()).header).HasField("heartbeat")
             assert (await final_refusal(held[0])).reason == refusal_pb2.REASON_IDLE
             for stream in held[1:]:

@@ -14,13 +14,14 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_node.hosting.client_limits import ClientLimits
-from swarmnet_protocols.net import Message, Stream, Transport
+from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.net.limits.resource_limits import Resource
-from swarmnet_protocols.net.protocol_ids import ADAPTER, SESSION
+from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.attacks.raw_client import Stranger, next_reply
 from tests.support.attacks.refusals import refusal
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
@@ -30,12 +31,8 @@ TOKENS = 10
 CHUNK = ADAPTER.max_payload_bytes
 
 
-class Stranger:
-    """A peer that exchanges raw messages with the host of blocks 0:4."""
-
-    def __init__(self, lab: Lab, transport: Transport) -> None:
-        self.lab = lab
-        self.transport = transport
+class Uploader(Stranger):
+    """A client that exchanges raw messages with the host of blocks 0:4."""
 
     @property
     def store(self) -> AdapterStore:
@@ -51,7 +48,7 @@ class Stranger:
             "adapter": hashlib.sha256(data).digest(),
             "size_bytes": len(data),
         }
-        stream = await self.transport.open(self.lab.peer_id("a"), ADAPTER, deadline_s=1.0)
+        stream = await self.transport.open(self.host, ADAPTER, deadline_s=1.0)
         upload = pb.Upload(**{**options, **changes})
         await stream.send(Message(pb.AdapterRequest(upload=upload).SerializeToString()))
         return stream
@@ -59,27 +56,16 @@ class Stranger:
     async def bring(self, data: bytes, **changes: Any) -> pb.AdapterReply:
         """Announce an upload, send the part if the host wants it, and return the last reply."""
         stream = await self.announce_upload(data, **changes)
-        reply = await next_reply(stream)
+        reply = await next_reply(stream, pb.AdapterReply)
         if reply.HasField("wanted"):
             for start in range(0, len(data), CHUNK):
                 await send_chunk(stream, data[start : start + CHUNK])
-            reply = await next_reply(stream)
+            reply = await next_reply(stream, pb.AdapterReply)
         return reply
 
     async def open_session(self, adapter: bytes, end: int = 4) -> pb.SessionReply:
         """A session that names an adapter; the first reply."""
-        wanted = pb.Open(
-            session=bytes(16),
-            epoch=1,
-            swarm=SWARM,
-            manifest=self.lab.manifest,
-            span=pb.Span(start=0, end=end),
-            wire=pb.DTYPE_FLOAT32,
-            max_length=64,
-            adapter=adapter,
-        )
-        stream = await self.transport.open(self.lab.peer_id("a"), SESSION, deadline_s=1.0)
-        await stream.send(Message(pb.SessionRequest(open=wanted).SerializeToString()))
+        stream = await self.send_open(span=pb.Span(start=0, end=end), adapter=adapter)
         reply = pb.SessionReply.FromString((await stream.receive()).header)
         stream.close()
         return reply
@@ -89,19 +75,11 @@ async def send_chunk(stream: Stream, payload: bytes) -> None:
     await stream.send(Message(pb.AdapterRequest(chunk=pb.Chunk()).SerializeToString(), payload))
 
 
-async def next_reply(stream: Stream) -> pb.AdapterReply:
-    """The next reply that is not a heartbeat."""
-    while True:
-        reply = pb.AdapterReply.FromString((await stream.receive()).header)
-        if not reply.HasField("heartbeat"):
-            return reply
-
-
-def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **limits: Any) -> None:
+def with_stranger(reference: Reference, talk: Callable[[Uploader], Awaitable[None]], **limits: Any) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 4), limits=ClientLimits(**limits)))
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
-            await talk(Stranger(lab, transport))
+            await talk(Uploader(lab, transport))
         assert lab.sessions() == {}
 
     simulate(reference, scenario)
@@ -136,7 +114,7 @@ async def assert_refused(reading: Awaitable[object], reason: int, why: str = "")
 def test_an_invalid_adapter_upload_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await assert_refused(stranger.bring(part_of(), **changes), reason)
         assert stranger.store.nbytes == 0
 
@@ -163,7 +141,7 @@ def test_an_invalid_adapter_upload_is_refused(
 def test_a_part_that_does_not_fit_is_refused_with_a_reason(
     reference: Reference, data: bytes, why: str
 ) -> None:
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await assert_refused(stranger.bring(data), refusal_pb2.REASON_PROTOCOL, why)
         assert stranger.store.nbytes == 0
 
@@ -173,18 +151,18 @@ def test_a_part_that_does_not_fit_is_refused_with_a_reason(
 def test_an_upload_that_is_too_large_is_refused_before_its_first_byte(reference: Reference) -> None:
     data = part_of(rank=64)
 
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         stream = await stranger.announce_upload(data)
-        await assert_refused(next_reply(stream), refusal_pb2.REASON_OUT_OF_RESOURCES)
+        await assert_refused(next_reply(stream, pb.AdapterReply), refusal_pb2.REASON_OUT_OF_RESOURCES)
         assert (await stranger.bring(part_of(rank=1))).HasField("stored")
 
     with_stranger(reference, talk, adapter_bytes_per_client=len(data) - 1)
 
 
 def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: Reference) -> None:
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await assert_refused(
-            next_reply(await stranger.announce_upload(part_of(), adapter=bytes(31))),
+            next_reply(await stranger.announce_upload(part_of(), adapter=bytes(31)), pb.AdapterReply),
             refusal_pb2.REASON_PROTOCOL,
         )
 
@@ -195,19 +173,21 @@ def test_a_hash_of_the_wrong_length_is_refused_before_the_first_byte(reference: 
 def test_chunks_have_the_largest_size_that_is_allowed(reference: Reference, sizes: tuple[int, ...]) -> None:
     """Otherwise an upload of single bytes would hold its memory for days."""
 
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         stream = await stranger.announce_upload(bytes(CHUNK + 100))
-        assert (await next_reply(stream)).HasField("wanted")
+        assert (await next_reply(stream, pb.AdapterReply)).HasField("wanted")
         for size in sizes:
             await send_chunk(stream, bytes(size))
-        await assert_refused(next_reply(stream), refusal_pb2.REASON_PROTOCOL, "expected a chunk")
+        await assert_refused(
+            next_reply(stream, pb.AdapterReply), refusal_pb2.REASON_PROTOCOL, "expected a chunk"
+        )
         assert stranger.store.nbytes == 0
 
     with_stranger(reference, talk)
 
 
 def test_a_stalled_upload_is_ended_and_its_memory_released(reference: Reference) -> None:
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await stranger.announce_upload(bytes(CHUNK))
         gone = await stranger.announce_upload(bytes([1]) * CHUNK)
         used = stranger.store._system.used
@@ -225,9 +205,9 @@ def test_a_stalled_upload_is_ended_and_its_memory_released(reference: Reference)
 def test_an_adapter_that_the_host_has_is_not_sent_again(reference: Reference) -> None:
     data = part_of()
 
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         assert (await stranger.bring(data)).HasField("stored")
-        assert (await next_reply(await stranger.announce_upload(data))).HasField("stored")
+        assert (await next_reply(await stranger.announce_upload(data), pb.AdapterReply)).HasField("stored")
         assert len(stranger.store) == 1
 
     with_stranger(reference, talk)
@@ -238,14 +218,14 @@ def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
     data = part_of()
     digest = hashlib.sha256(data).digest()
 
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await assert_refused(stranger.open_session(digest), refusal_pb2.REASON_UNKNOWN_ADAPTER)
         async with stranger.lab.network.transport(stranger.lab.peer_id("owner")) as transport:
-            owner = Stranger(stranger.lab, transport)
+            owner = Uploader(stranger.lab, transport)
             assert (await owner.bring(data)).HasField("stored")
             assert (await owner.open_session(digest)).HasField("opened")
         await assert_refused(stranger.open_session(digest), refusal_pb2.REASON_UNKNOWN_ADAPTER)
-        assert (await next_reply(await stranger.announce_upload(data))).HasField("wanted")
+        assert (await next_reply(await stranger.announce_upload(data), pb.AdapterReply)).HasField("wanted")
 
     with_stranger(reference, talk)
 
@@ -253,7 +233,7 @@ def test_only_its_owner_may_name_an_adapter(reference: Reference) -> None:
 def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Reference) -> None:
     data = part_of((0, 3))
 
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         await stranger.bring(data)
         opening = stranger.open_session(hashlib.sha256(data).digest(), end=3)
         await assert_refused(opening, refusal_pb2.REASON_PROTOCOL, "more than the blocks 0:3")
@@ -262,7 +242,7 @@ def test_an_adapter_for_more_blocks_than_the_session_is_refused(reference: Refer
 
 
 def test_a_host_that_leaves_accepts_no_adapters(reference: Reference) -> None:
-    async def talk(stranger: Stranger) -> None:
+    async def talk(stranger: Uploader) -> None:
         host = stranger.lab.nodes["a"].host
         assert host is not None
         await host.leave()

@@ -13,16 +13,17 @@ from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.net import Message, PeerId, Transport
+from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.attacks.raw_client import Stranger
 from tests.support.attacks.refusals import refusal
 from tests.support.models.pass_oracle import LocalPass, assert_same, lora_pass, prefix_pass
 from tests.support.network.memory_network import Delivery, MemoryStream
-from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, peer, simulate
 
 # PEFT 0.21 uses a name that transformers 5.23 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -214,26 +215,7 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
 # ---- strangers ---------------------------------------------------------------------------------
 
 
-async def ask(lab: Lab, transport: Transport, **begin: Any) -> pb.PassReply:
-    """The answer of the host "a", which has all blocks, to a pass of 8 zeros. Heartbeats are left
-    out."""
-    wanted: dict[str, Any] = {
-        "swarm": SWARM,
-        "manifest": lab.manifest,
-        "span": pb.Span(start=0, end=6),
-        "counts": [8],
-        "wire": pb.DTYPE_FLOAT32,
-    }
-    stream = await transport.open(lab.peer_id("a"), PASS, deadline_s=1.0)
-    request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
-    await stream.send(Message(request.SerializeToString()))
-    reply = pb.PassReply(heartbeat=pb.Heartbeat())
-    for part, payload in split_tensor(torch.zeros(sum(wanted["counts"]), HIDDEN)):
-        await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
-    while reply.HasField("heartbeat"):
-        reply = pb.PassReply.FromString((await stream.receive()).header)
-    stream.close()
-    return reply
+ZEROS = torch.zeros(8, HIDDEN)
 
 
 def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Reference, local: LocalPass) -> None:
@@ -246,25 +228,25 @@ def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Referen
             (hop,) = swarm.route((0, 6))
             whole = await upload_adapter(swarm, hop, adapter)
             half = await upload_adapter(swarm, replace(hop, end=3), adapter)
-            ours = swarm.transport
-            assert (await ask(lab, ours, adapter=whole)).HasField("part")
+            ours, theirs = Stranger(lab, swarm.transport), Stranger(lab, other)
+            assert (await ours.ask_pass(ZEROS, adapter=whole)).HasField("part")
             for asking, reason in (
-                (ask(lab, other, adapter=whole), refusal_pb2.REASON_UNKNOWN_ADAPTER),
-                (ask(lab, ours, adapter=bytes(32)), refusal_pb2.REASON_UNKNOWN_ADAPTER),
-                (ask(lab, ours, adapter=b"short"), refusal_pb2.REASON_PROTOCOL),
+                (theirs.ask_pass(ZEROS, adapter=whole), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ours.ask_pass(ZEROS, adapter=bytes(32)), refusal_pb2.REASON_UNKNOWN_ADAPTER),
+                (ours.ask_pass(ZEROS, adapter=b"short"), refusal_pb2.REASON_PROTOCOL),
                 (
-                    ask(lab, ours, adapter=half, span=pb.Span(start=3, end=6)),
+                    ours.ask_pass(ZEROS, adapter=half, span=pb.Span(start=3, end=6)),
                     refusal_pb2.REASON_PROTOCOL,
                 ),
                 (
-                    ask(lab, ours, adapter=whole, span=pb.Span(start=0, end=3)),
+                    ours.ask_pass(ZEROS, adapter=whole, span=pb.Span(start=0, end=3)),
                     refusal_pb2.REASON_PROTOCOL,
                 ),
             ):
                 assert (await refusal(asking)).reason == reason
             common: dict[str, Any] = {"span": pb.Span(start=0, end=3), "graph": bytes(16)}
-            first = await ask(lab, ours, adapter=half, **common)
-            second = await refusal(ask(lab, ours, backward=True, **common))
+            first = await ours.ask_pass(ZEROS, adapter=half, **common)
+            second = await refusal(ours.ask_pass(ZEROS, backward=True, **common))
             assert first.HasField("part")  # the graph it left is of a pass with the adapter
             assert second.reason == refusal_pb2.REASON_GRAPH_GONE
 
@@ -287,7 +269,9 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))
             name = await upload_adapter(swarm, hop, Adapter(tensors))
-            refused = await refusal(ask(lab, swarm.transport, adapter=name, counts=[2] * 4))
+            refused = await refusal(
+                Stranger(lab, swarm.transport).ask_pass(ZEROS, adapter=name, counts=[2] * 4)
+            )
             assert refused.reason == refusal_pb2.REASON_TOO_LONG
 
     simulate(reference, scenario)

@@ -11,44 +11,23 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.errors import StreamEnded
-from swarmnet_protocols.net import Message, Stream, Transport
-from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence
+from tests.support.attacks.raw_client import Stranger, next_reply
 from tests.support.attacks.refusals import refusal
 from tests.support.attacks.switched_off import count_only
 from tests.support.models.rounding import assert_near
 from tests.support.network import memory_network
-from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 HIDDEN = 32
-COUNTS = (5, 3)
+POSITIONS = 8
 PROMPT = [5, 6, 7, 8]
 TOKENS = 6
-
-
-class Stranger:
-    """A peer that exchanges raw messages with one host."""
-
-    def __init__(self, lab: Lab, transport: Transport) -> None:
-        self.lab = lab
-        self.transport = transport
-
-    async def begin(self, **changes: Any) -> Stream:
-        good: dict[str, Any] = {
-            "swarm": SWARM,
-            "manifest": self.lab.manifest,
-            "span": pb.Span(start=0, end=6),
-            "counts": COUNTS,
-            "wire": pb.DTYPE_FLOAT32,
-        }
-        stream = await self.transport.open(self.lab.peer_id("a"), PASS, deadline_s=1.0)
-        begin = pb.Begin(**good | changes)
-        await stream.send(Message(pb.PassRequest(begin=begin).SerializeToString()))
-        return stream
 
 
 def part(values: torch.Tensor) -> Message:
@@ -56,7 +35,7 @@ def part(values: torch.Tensor) -> Message:
     return Message(pb.PassRequest(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 
-def zeros(positions: int = sum(COUNTS), width: int = HIDDEN) -> torch.Tensor:
+def zeros(positions: int = POSITIONS, width: int = HIDDEN) -> torch.Tensor:
     return torch.zeros(positions, width)
 
 
@@ -66,17 +45,9 @@ def with_value(value: float) -> torch.Tensor:
     return values
 
 
-async def reply(stream: Stream) -> pb.PassReply:
-    """The next reply that is not a heartbeat."""
-    while True:
-        message = pb.PassReply.FromString((await stream.receive()).header)
-        if message.WhichOneof("kind") != "heartbeat":
-            return message
-
-
 async def assert_refused(stream: Stream, reason: int) -> None:
     async with asyncio.timeout(1.0):
-        refused = await refusal(reply(stream))
+        refused = await refusal(next_reply(stream, pb.PassReply))
         assert refused.reason == reason
         assert refused.detail
 
@@ -132,7 +103,7 @@ def test_a_pass_that_the_host_does_not_offer_is_refused(
     reference: Reference, changes: dict[str, Any], reason: int
 ) -> None:
     async def talk(stranger: Stranger) -> None:
-        await assert_refused(await stranger.begin(**changes), reason)
+        await assert_refused(await stranger.begin_pass(**changes), reason)
 
     with_stranger(reference, talk)
 
@@ -160,7 +131,7 @@ def test_tensors_that_were_not_announced_are_not_computed(
     reference: Reference, messages: Iterable[Message]
 ) -> None:
     async def talk(stranger: Stranger) -> None:
-        stream = await stranger.begin(backward=True)
+        stream = await stranger.begin_pass(backward=True)
         for message in messages:
             await stream.send(message)
         await assert_refused(stream, refusal_pb2.REASON_PROTOCOL)
@@ -171,15 +142,15 @@ def test_tensors_that_were_not_announced_are_not_computed(
 @defence("passes of a client are limited", off=count_only)
 def test_no_client_has_more_passes_at_once_than_its_share(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
-        held = [await stranger.begin() for _ in range(3)]
-        await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
+        held = [await stranger.begin_pass() for _ in range(3)]
+        await assert_refused(await stranger.begin_pass(), refusal_pb2.REASON_OUT_OF_RESOURCES)
         await held[0].send(part(zeros()))
-        assert (await reply(held[0])).HasField("part")
+        assert (await next_reply(held[0], pb.PassReply)).HasField("part")
         with pytest.raises(StreamEnded):
-            await reply(held[0])
-        again = await stranger.begin()  # what was used is free again
+            await next_reply(held[0], pb.PassReply)
+        again = await stranger.begin_pass()  # what was used is free again
         await again.send(part(zeros()))
-        assert (await reply(again)).HasField("part")
+        assert (await next_reply(again, pb.PassReply)).HasField("part")
 
     with_stranger(reference, talk, limits=ClientLimits(passes_per_client=3))
 
@@ -192,20 +163,20 @@ def test_passes_of_all_clients_are_bounded_together(reference: Reference) -> Non
             lab.network.transport(lab.peer_id("two")) as two,
         ):
             for transport in (one, two):
-                await Stranger(lab, transport).begin()
-            await assert_refused(await Stranger(lab, two).begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
+                await Stranger(lab, transport).begin_pass()
+            await assert_refused(await Stranger(lab, two).begin_pass(), refusal_pb2.REASON_OUT_OF_RESOURCES)
 
     simulate(reference, scenario)
 
 
 def test_a_client_that_does_not_continue_its_pass_loses_it(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
-        stream = await stranger.begin()
+        stream = await stranger.begin_pass()
         with pytest.raises(StreamEnded):
-            await reply(stream)
-        again = await stranger.begin()
+            await next_reply(stream, pb.PassReply)
+        again = await stranger.begin_pass()
         await again.send(part(zeros()))
-        assert (await reply(again)).HasField("part")
+        assert (await next_reply(again, pb.PassReply)).HasField("part")
 
     with_stranger(reference, talk, limits=ClientLimits(passes_per_client=2))
 
@@ -220,13 +191,13 @@ def test_a_client_that_does_not_read_the_result_loses_its_pass(
         await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes_per_client=1)))
         async with lab.network.transport(lab.peer_id("stranger")) as transport:
             stranger = Stranger(lab, transport)
-            await (await stranger.begin()).send(part(zeros()))
+            await (await stranger.begin_pass()).send(part(zeros()))
             await asyncio.sleep(lab.timing.chunk_s - 2)
-            await assert_refused(await stranger.begin(), refusal_pb2.REASON_OUT_OF_RESOURCES)
+            await assert_refused(await stranger.begin_pass(), refusal_pb2.REASON_OUT_OF_RESOURCES)
             await asyncio.sleep(4)
-            again = await stranger.begin()
+            again = await stranger.begin_pass()
             await again.send(part(zeros()))
-            assert (await reply(again)).HasField("part")
+            assert (await next_reply(again, pb.PassReply)).HasField("part")
 
     simulate(reference, scenario)
 
@@ -236,12 +207,12 @@ def test_a_leaving_host_refuses_passes_and_finishes_the_running_ones(reference: 
         node = await lab.start("a", lab.hosting((0, 6)))
         async with lab.network.transport(lab.peer_id("client")) as transport:
             stranger = Stranger(lab, transport)
-            before = await stranger.begin()
+            before = await stranger.begin_pass()
             assert pb.PassReply.FromString((await before.receive()).header).HasField("heartbeat")
             node.finish(grace_s=10.0)
-            await assert_refused(await stranger.begin(), refusal_pb2.REASON_LEAVING)
+            await assert_refused(await stranger.begin_pass(), refusal_pb2.REASON_LEAVING)
             await before.send(part(zeros()))
-            assert (await reply(before)).HasField("part")
+            assert (await next_reply(before, pb.PassReply)).HasField("part")
             async with asyncio.timeout(1.0):
                 await node.finished()
 

@@ -12,16 +12,15 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.engine import engine
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
-from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
+from tests.support.attacks.raw_client import Stranger
 from tests.support.attacks.refusals import refusal
 from tests.support.models.rounding import assert_near
 from tests.support.network.memory_network import Delivery
-from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 HIDDEN = 32
 COUNTS = (256,) * 4
@@ -182,75 +181,49 @@ def test_a_backward_whose_graph_was_dropped_meanwhile_is_refused(
 # ---- strangers ---------------------------------------------------------------------------------
 
 
-class Client:
-    """A peer that exchanges raw messages with the host "a"."""
-
-    def __init__(self, lab: Lab, transport: Transport) -> None:
-        self._lab = lab
-        self._transport = transport
-
-    async def ask(self, values: torch.Tensor, **begin: Any) -> pb.PassReply:
-        """The answer to a pass with one tensor. Heartbeats are left out."""
-        wanted: dict[str, Any] = {
-            "swarm": SWARM,
-            "manifest": self._lab.manifest,
-            "span": pb.Span(start=0, end=3),
-            "counts": [8],
-            "wire": pb.DTYPE_FLOAT32,
-            "graph": ONE_GRAPH,
-        }
-        stream = await self._transport.open(self._lab.peer_id("a"), PASS, deadline_s=1.0)
-        request = pb.PassRequest(begin=pb.Begin(**wanted | begin))
-        await stream.send(Message(request.SerializeToString()))
-        reply = await self._reply(stream)
-        for part, payload in split_tensor(values):
-            await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
-        while reply.HasField("heartbeat"):
-            reply = await self._reply(stream)
-        stream.close()
-        return reply
-
-    async def _reply(self, stream: Stream) -> pb.PassReply:
-        return pb.PassReply.FromString((await stream.receive()).header)
+def ask(client: Stranger, values: torch.Tensor, **changes: Any) -> Awaitable[pb.PassReply]:
+    """The answer to a pass of a host of three blocks that keeps its graph."""
+    wanted = {"span": pb.Span(start=0, end=3), "counts": [8], "graph": ONE_GRAPH}
+    return client.ask_pass(values, **wanted | changes)
 
 
-def with_clients(reference: Reference, talk: Callable[[Lab, Client, Client], Awaitable[None]]) -> None:
+def with_clients(reference: Reference, talk: Callable[[Lab, Stranger, Stranger], Awaitable[None]]) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 3)))
         async with (
             lab.network.transport(lab.peer_id("one")) as one,
             lab.network.transport(lab.peer_id("other")) as other,
         ):
-            await talk(lab, Client(lab, one), Client(lab, other))
+            await talk(lab, Stranger(lab, one), Stranger(lab, other))
 
     simulate(reference, scenario)
 
 
 def test_another_client_neither_uses_nor_replaces_a_graph(reference: Reference) -> None:
-    async def talk(lab: Lab, one: Client, other: Client) -> None:
-        assert (await one.ask(states(0, 8))).HasField("part")
-        stolen = await refusal(other.ask(states(1, 8), backward=True))
+    async def talk(lab: Lab, one: Stranger, other: Stranger) -> None:
+        assert (await ask(one, states(0, 8))).HasField("part")
+        stolen = await refusal(ask(other, states(1, 8), backward=True))
         assert stolen.reason == refusal_pb2.REASON_GRAPH_GONE
-        assert (await other.ask(states(3, 8))).HasField("part")
-        assert (await one.ask(states(1, 8), backward=True)).HasField("part")
-        assert (await refusal(one.ask(states(1, 8), backward=True))).reason == refusal_pb2.REASON_GRAPH_GONE
+        assert (await ask(other, states(3, 8))).HasField("part")
+        assert (await ask(one, states(1, 8), backward=True)).HasField("part")
+        assert (await refusal(ask(one, states(1, 8), backward=True))).reason == refusal_pb2.REASON_GRAPH_GONE
 
     with_clients(reference, talk)
 
 
 @pytest.mark.parametrize("other", [{"counts": [4, 4]}, {"counts": [9]}, {"span": pb.Span(start=0, end=2)}])
 def test_a_graph_is_of_one_pass(reference: Reference, other: dict[str, Any]) -> None:
-    async def talk(lab: Lab, one: Client, _: Client) -> None:
-        assert (await one.ask(states(0, 8))).HasField("part")
-        refused = await refusal(one.ask(states(1, sum(other.get("counts", [8]))), backward=True, **other))
+    async def talk(lab: Lab, one: Stranger, _: Stranger) -> None:
+        assert (await ask(one, states(0, 8))).HasField("part")
+        refused = await refusal(ask(one, states(1, sum(other.get("counts", [8]))), backward=True, **other))
         assert refused.reason == refusal_pb2.REASON_GRAPH_GONE
 
     with_clients(reference, talk)
 
 
 def test_the_id_of_a_graph_has_a_fixed_size(reference: Reference) -> None:
-    async def talk(lab: Lab, one: Client, _: Client) -> None:
-        refused = await refusal(one.ask(states(0, 8), graph=b"short"))
+    async def talk(lab: Lab, one: Stranger, _: Stranger) -> None:
+        refused = await refusal(ask(one, states(0, 8), graph=b"short"))
         assert refused.reason == refusal_pb2.REASON_PROTOCOL
         assert not any(buffered_bytes(lab).values())
 
@@ -258,10 +231,10 @@ def test_the_id_of_a_graph_has_a_fixed_size(reference: Reference) -> None:
 
 
 def test_an_id_that_is_used_again_names_the_newer_pass(reference: Reference) -> None:
-    async def talk(lab: Lab, one: Client, _: Client) -> None:
+    async def talk(lab: Lab, one: Stranger, _: Stranger) -> None:
         sizes = []
         for _ in range(2):
-            assert (await one.ask(states(0, 8))).HasField("part")
+            assert (await ask(one, states(0, 8))).HasField("part")
             sizes.append(buffered_bytes(lab)["a"])
         assert sizes[0] == sizes[1]
 
