@@ -1,5 +1,5 @@
 """Two real processes, on one network, with copies of one identity key. In virtual time:
-``unit/directory/test_duplicate_identity.py``."""
+``unit/protocols/directory/test_duplicate_identity.py``."""
 
 import shutil
 import time

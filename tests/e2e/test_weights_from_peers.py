@@ -80,7 +80,8 @@ def members(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Members]
 @pytest.mark.thorough
 @pytest.mark.parametrize("members", [save_big], indirect=True)
 def test_hosts_join_without_a_hub(members: Members, tmp_path: Path) -> None:
-    """How much a host fetches from peers is in ``unit/models/test_weights_from_peers.py``, too."""
+    """How much a host fetches from peers is in
+    ``unit/protocols/fetching/test_weights_from_peers.py``, too."""
     whole = sum(path.stat().st_size for path in (tmp_path / "model").glob("*.safetensors"))
     members.join("first", "0:1", str(tmp_path / "model"))
     second = members.join("second", "30:40")

@@ -1,3 +1,6 @@
+"""Manifests and files of models from strangers: damage is refused, and only equal models have equal
+hashes."""
+
 import json
 import random
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Rules of tests, and the second run of tests of defences."""
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -105,6 +106,19 @@ def test_folders_of_unit_tests_are_named_like_the_code() -> None:
 
 def found(pattern: str) -> list[str]:
     return [each for path in (ROOT / "tests").rglob("*.py") for each in re.findall(pattern, path.read_text())]
+
+
+def test_modules_of_tests_say_what_they_hold() -> None:
+    modules = (ROOT / "tests").rglob("test_*.py")
+    assert [path for path in modules if ast.get_docstring(ast.parse(path.read_text())) is None] == []
+
+
+def test_tests_that_prose_names_exist() -> None:
+    named = set(found(r"``((?:conformance|e2e|net|properties|sim|unit)/[\w/]+\.py)``"))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("[!.]*/**/*.md")):
+        named |= set(re.findall(r"`tests/([\w/]+\.py)", page.read_text()))
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+    assert len(named) > 30
 
 
 def test_names_of_tests_are_short_sentences() -> None:

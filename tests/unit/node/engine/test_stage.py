@@ -1,3 +1,6 @@
+"""A stage computes its blocks as transformers does, for any mix of sequences, and refuses what it
+cannot compute."""
+
 import random
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""What a directory promises about records: their lifetime, their order and their spread."""
+
 import asyncio
 import random
 from collections.abc import Awaitable, Callable

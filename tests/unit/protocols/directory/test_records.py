@@ -1,3 +1,5 @@
+"""Signed records: every byte is signed, and wrong, old or large ones are refused."""
+
 from dataclasses import replace
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""How many threads torch computes with."""
+
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,3 +1,5 @@
+"""A model on disk: the tensors of each span, the layers around the blocks, manifest and cache."""
+
 import json
 import os
 import shutil

@@ -1,3 +1,5 @@
+"""Finding a model by its name: in the package, in a folder, in the hub's cache or on the hub."""
+
 import fcntl
 import threading
 import zipfile

@@ -1,3 +1,5 @@
+"""Identities: keys, peer ids, signatures, and the file that keeps a key."""
+
 import stat
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""What a peer of the DHT keeps for others: the newest record of each signer, within limits."""
+
 import random
 from collections import Counter
 from typing import Any

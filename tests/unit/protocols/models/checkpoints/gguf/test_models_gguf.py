@@ -1,3 +1,5 @@
+"""Weights, config and tokenizer of a gguf file, and the refusal of damaged files."""
+
 import shutil
 from collections.abc import Sequence
 from functools import cache
