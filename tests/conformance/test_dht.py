@@ -29,7 +29,8 @@ from swarmnet_protocols.net.protocol_ids import DHT_FIND, DHT_SAMPLE
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
-from tests.defences import Patch, defence, patience_s
+from tests.defences import Patch, defence
+from tests.support.network.conversations import until
 from tests.support.network.loop_thread import LoopThread
 
 from .conftest import LOOPBACK
@@ -327,15 +328,16 @@ def test_two_halves_that_forgot_each_other_reunite_with_the_network(
                     peer.node.blacklist.register_failure(other)
                     assert peer.node.protocol.routing_table.get(peer_id=other) is None
                     assert other in peer.node.blacklist
-        async with asyncio.timeout(patience_s(10.0)):
-            while any(  # noqa: ASYNC110 - routing tables have no event
-                peer.node.protocol.routing_table.get(peer_id=hivemind_id(other)) is None
-                or hivemind_id(other) in peer.node.blacklist
+        await until(
+            lambda: all(
+                peer.node.protocol.routing_table.get(peer_id=hivemind_id(other)) is not None
+                and hivemind_id(other) not in peer.node.blacklist
                 for peer in peers
                 for other in peers
                 if other is not peer
-            ):
-                await asyncio.sleep(0.1)
+            ),
+            within_s=10.0,
+        )
 
     monkeypatch.setattr(dht_node, "_LOST_PERIOD_S", 0.2)
     five.run(scenario)
@@ -556,9 +558,7 @@ def test_a_cancelled_lookup_leaves_no_task_behind(five: Five, monkeypatch: pytes
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.2):
                     await peers[1].directory.lookup("anything")
-        async with asyncio.timeout(10.0):
-            while peers[1].node._searches:  # noqa: ASYNC110 - searches have no event
-                await asyncio.sleep(0.1)
+        await until(lambda: not peers[1].node._searches, within_s=10.0)
         await asyncio.sleep(0.1)
         left = [str(task.get_coro()) for task in asyncio.all_tasks() - before]
         assert not [each for each in left if "Event.wait" in each or "worker" in each]

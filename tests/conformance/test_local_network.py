@@ -3,7 +3,7 @@ ignore other swarms."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from swarmnet_protocols.joining import local_network
 from swarmnet_protocols.joining.local_network import LocalNetwork, find_addresses
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
+from tests.support.network.conversations import until
 
 pytestmark = pytest.mark.slow
 
@@ -28,12 +29,6 @@ def at(port: int, peer: PeerId) -> str:
 
 def peer(swarm: bytes, *addresses: str) -> LocalNetwork:
     return LocalNetwork(swarm, listen=LISTEN, own=lambda: addresses)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WITHIN_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for is in another network stack
-            await asyncio.sleep(0.05)
 
 
 async def ignore(_: Sequence[str]) -> bool:

@@ -31,7 +31,7 @@ from swarmnet_protocols.reachability.simultaneous_open import dial_through, serv
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import defence, patience_s, replacing
 from tests.support.attacks.outsider import MULTISTREAM, Outsider, field, line, outsiders, varint
-from tests.support.network.conversations import dial, echo
+from tests.support.network.conversations import dial, echo, until
 
 from .conftest import LOOPBACK
 
@@ -57,14 +57,6 @@ async def echoes(stream: Stream) -> None:
     await stream.send(Message(b"still"))
     async with asyncio.timeout(patience_s(DEADLINE_S)):
         assert (await stream.receive()).header == b"still"
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patience_s(DEADLINE_S)):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.05)
 
 
 def connected(there: list[Outsider]) -> int:

@@ -4,7 +4,7 @@ limited."""
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import defence, nothing, patience_s, replacing
 from tests.support.attacks.outsider import MULTISTREAM, NOISE, Outsider, line, outsiders, varint
-from tests.support.network.conversations import echo
+from tests.support.network.conversations import echo, until
 
 from .conftest import LOOPBACK
 from .test_p2pd_limits import run
@@ -50,14 +50,6 @@ async def peer(folder: Path, **changes: Any) -> AsyncIterator[str]:
         await transport.serve(ECHO, echo)
         await transport.serve(IDLE, idle)
         yield transport.addresses()[0]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(patience_s(DEADLINE_S)):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

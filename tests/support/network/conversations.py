@@ -2,15 +2,24 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, ProtocolSpec, Stream, Transport
+from tests.defences import patience_s
 
 DEADLINE_S = 60.0
 
 
 async def dial(a: Transport, b: Transport, protocol: ProtocolSpec) -> Stream:
     return await a.open(b.peer_id, protocol, addresses=b.addresses(), deadline_s=DEADLINE_S)
+
+
+async def until(holds: Callable[[], bool], *, within_s: float = 20.0) -> None:
+    """Wait for what has no event, such as a change in another process."""
+    async with asyncio.timeout(patience_s(within_s)):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def echo(stream: Stream) -> None:
