@@ -32,22 +32,20 @@ from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, en
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.wire import records_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing, yes
-from tests.sim.experts.test_experts import (
-    LONG,
-    PROMPTS,
-    attach,
-    open_experts,
-    told,
-)
 from tests.support.attacks.raw_client import Stranger
 from tests.support.network.memory_network import LinkProfile, MemoryTransport
-from tests.support.swarm.expert_lab import LAN, ExpertLab, FaultyService, load_experts_reference, spread
+from tests.support.swarm.expert_lab import (
+    LAN,
+    LONG,
+    PROMPTS,
+    ExpertLab,
+    FaultyService,
+    attach,
+    open_experts,
+    spread,
+    told,
+)
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return load_experts_reference("mixtral", tmp_path_factory.mktemp("mixtral"))
 
 
 async def assert_answers_rightly(lab: Lab) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from swarmnet_node import running_node
 from swarmnet_protocols.directory.catalog import TOPIC
 from tests.defences import defence, replacing
-from tests.sim.experts.test_experts import report_of
+from tests.support.swarm.expert_lab import report_of
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,24 @@ from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import CacheOptions, ExpertOptions
 from swarmnet_node.node import Hosting, Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
+from swarmnet_protocols.directory.node_reports import request_report
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.net.protocol_ids import EXPERTS
-from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
+from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, TrunkStream
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2 as pb
-from swarmnet_protocols.wire import session_pb2
+from swarmnet_protocols.wire import report_pb2, session_pb2
 from tests.support.models.hub_families import FAMILIES
 from tests.support.network.memory_network import LinkProfile
 from tests.support.network.virtual_time import WaitingExecutor
-from tests.support.swarm.swarm_lab import Lab, Reference
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference
 
 NUM_EXPERTS = 8
 LAN = LinkProfile(delay_s=0.001)
+PROMPTS = [[3 + (7 * number + 5 * at) % 90 for at in range(2 + number)] for number in range(20)]
+LONG = 12
+"""Tokens of an answer during which a peer fails."""
 _NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -207,3 +213,37 @@ class FaultyService(ExpertService):
 def spread(count: int, experts: int = NUM_EXPERTS) -> list[set[int]]:
     """All experts, dealt to ``count`` peers."""
     return [{*range(first, experts, count)} for first in range(count)]
+
+
+@dataclass
+class Told:
+    """An answer, and the longest wait for one of its tokens."""
+
+    tokens: list[int]
+    longest_s: float
+
+
+async def told(lab: Lab, prompt: list[int] = PROMPTS[3], count: int = LONG) -> Told:
+    """Ask for an answer and measure the wait for each token."""
+    loop = asyncio.get_running_loop()
+    async with lab.client() as swarm, lab.chain(swarm) as chain:
+        times = [loop.time()]
+        tokens = await lab.generate(chain, prompt, count, lambda _: times.append(loop.time()))
+    return Told(tokens, max(after - before for before, after in pairwise(times)))
+
+
+async def report_of(transport: Transport, peer: PeerId) -> report_pb2.NodeReport:
+    stream = await REPORT.open(transport, peer)
+    try:
+        return await request_report(stream)
+    finally:
+        stream.close()
+
+
+async def open_experts(lab: Lab, transport: Transport, peer: str) -> TrunkStream:
+    return await EXPERTS.open(transport, lab.peer_id(peer))
+
+
+def attach(lab: Lab, **changes: bytes) -> session_pb2.ExpertsRequest:
+    named = {"swarm": SWARM, "manifest": lab.manifest} | changes
+    return session_pb2.ExpertsRequest(attach=session_pb2.Attach(**named))
