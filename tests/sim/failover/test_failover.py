@@ -14,6 +14,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
+from tests.support.network.deliveries import arrives_at, request
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
@@ -30,24 +31,6 @@ STEP_S = 0.1
 time."""
 CRASH_S = 0.5 + STEP_S
 SILENT_S = 3.0 + STEP_S
-
-
-def request(delivery: Delivery) -> str:
-    """The kind of a message: "open", "link", "step 7", or "" for any other."""
-    if delivery.protocol.id == SESSION.id:
-        opening = pb.SessionRequest.FromString(delivery.message.header)
-        return "open" if opening.HasField("open") else ""
-    if delivery.protocol.id == LINK.id:
-        message = pb.LinkRequest.FromString(delivery.message.header)
-        if message.HasField("link"):
-            return "link"
-        if message.HasField("step"):
-            return f"replay {message.step.seq}" if message.step.replay else f"step {message.step.seq}"
-    return ""
-
-
-def arrives_at(peers: set[PeerId], what: str) -> Callable[[Delivery], bool]:
-    return lambda delivery: delivery.target in peers and request(delivery) == what
 
 
 @dataclass

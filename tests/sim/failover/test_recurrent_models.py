@@ -13,7 +13,6 @@ from swarmnet_node.hosting.session import HostedSession
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.steps import Row, Step
 from tests.defences import defence, replacing
-from tests.sim.failover.test_failover import arrives_at
 from tests.support.attacks.raw_client import (
     HIDDEN,
     Stranger,
@@ -23,6 +22,7 @@ from tests.support.attacks.raw_client import (
     with_stranger,
 )
 from tests.support.models.hub_families import FAMILIES
+from tests.support.network.deliveries import arrives_at
 from tests.support.network.memory_network import Delivery
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 

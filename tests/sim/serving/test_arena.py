@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from tests.sim.failover.test_failover import arrives_at
+from tests.support.network.deliveries import arrives_at
 from tests.support.network.memory_network import Delivery
 from tests.support.swarm.recording_backend import RecordingBackend
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate

@@ -1,10 +1,12 @@
 """Workers that average in one process and in virtual time, and the invariants of their rounds."""
 
 import asyncio
+import itertools
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -21,10 +23,12 @@ from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.network.deliveries import once
 from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork, MemoryTransport
+from tests.support.network.virtual_time import run
 
 JOB = bytes(range(32))
 TIMING = RoundTiming(contribution_s=6.0, majority_s=12.0, deadline_s=18.0)
 SLACK_S = 0.5
+KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "vote", "decided")
 
 IDENTITIES = {
     identity.peer_id: identity
@@ -192,3 +196,71 @@ def on_delivery(
     """Do ``action`` once, at the first delivery of an exchange that matches, before its receiver
     sees it."""
     once(lab.network, lambda delivery: delivery.protocol.id == EXCHANGE.id and matches(delivery), action)
+
+
+def simulate(scenario: Callable[[TrainingLab], Awaitable[Any]], lab: TrainingLab) -> Any:
+    """Run ``scenario``; afterwards no stream is open and no task left."""
+
+    async def main() -> Any:
+        async with lab:
+            result = await scenario(lab)
+            await asyncio.sleep(2 * TIMING.deadline_s)
+            assert lab.open_streams() == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return run(main())
+
+
+def averaged(lab: TrainingLab, work: Work) -> Outcomes:
+    outcomes: Outcomes = simulate(lambda lab: lab.average(work), lab)
+    check_agreement(work, outcomes)
+    return outcomes
+
+
+def nth(kind: str, number: int) -> Callable[[Delivery], bool]:
+    """Matches the ``number``-th message of a kind, from 1."""
+    seen = itertools.count(1)
+    return lambda delivery: kind_of(delivery) == kind and next(seen) == number
+
+
+def random_fault(lab: TrainingLab, rng: random.Random) -> Callable[[Delivery], None]:
+    """A fault of a member or of a path, injected at a delivery."""
+
+    def fault(delivery: Delivery) -> None:
+        loop = asyncio.get_running_loop()
+        one, other = delivery.source, delivery.target
+        victim = rng.choice([one, other, rng.choice(lab.peers)])
+        pause_s = rng.uniform(0.1, 15.0)
+        match rng.choice(["crash", "crash", "hang", "hang", "cut", "isolate", "reset", "slow"]):
+            case "crash" if victim not in lab.crashed:
+                lab.crash(victim)
+            case "hang":
+                lab.network.hang(victim)
+                loop.call_later(pause_s, lab.network.resume, victim)
+            case "cut":
+                lab.network.cut(one, other)
+                loop.call_later(pause_s, lab.network.heal, one, other)
+            case "isolate":
+                lab.network.isolate(victim)
+                loop.call_later(pause_s, lab.network.rejoin, victim)
+            case "reset":
+                lab.network.reset(one, other, delivery.protocol)
+            case "slow":
+                lab.network.set_link(one, other, LinkProfile(delay_s=0.5, bytes_per_s=3e3))
+
+    return fault
+
+
+def random_round(seed: str, faults: int) -> tuple[TrainingLab, Work, Outcomes]:
+    rng = random.Random(seed)
+    lab = TrainingLab(rng.choice([3, 3, 3, 4, 4, 5, 8]), seed=rng.getrandbits(32))
+    codec = rng.choice(["float32", "bfloat16", "int8", "topk"])
+    work = Work.random(lab, rng.randint(1, 4096 * lab.count), codec, seed=rng.getrandbits(32))
+    for _ in range(faults):
+        on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 8)), random_fault(lab, rng))
+    try:
+        return lab, work, averaged(lab, work)
+    except BaseException as error:
+        error.add_note(f"seed {seed}")
+        raise

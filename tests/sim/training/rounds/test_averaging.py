@@ -2,11 +2,8 @@
 time."""
 
 import asyncio
-import itertools
-import random
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,39 +12,23 @@ from swarmnet_protocols.training.rounds.member_link import MemberLink
 from swarmnet_protocols.training.rounds.transfers import Outgoing
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.support.network.memory_network import Delivery, LinkProfile
-from tests.support.network.virtual_time import TimedExecutor, run
+from tests.support.network.virtual_time import TimedExecutor
 from tests.support.training.lab import (
+    KINDS,
     TIMING,
     Outcomes,
     TrainingLab,
     Work,
+    averaged,
     check_agreement,
     kind_of,
+    nth,
     on_delivery,
+    random_round,
+    simulate,
 )
 
-KINDS = ("hello", "contribution", "result", "report", "prepare", "propose", "vote", "decided")
 ROUNDS_PER_SEED = 2
-
-
-def simulate(scenario: Callable[[TrainingLab], Awaitable[Any]], lab: TrainingLab) -> Any:
-    """Run ``scenario``; afterwards no stream is open and no task left."""
-
-    async def main() -> Any:
-        async with lab:
-            result = await scenario(lab)
-            await asyncio.sleep(2 * TIMING.deadline_s)
-            assert lab.open_streams() == 0
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-        return result
-
-    return run(main())
-
-
-def averaged(lab: TrainingLab, work: Work) -> Outcomes:
-    outcomes: Outcomes = simulate(lambda lab: lab.average(work), lab)
-    check_agreement(work, outcomes)
-    return outcomes
 
 
 @pytest.mark.parametrize("codec", ["float32", "bfloat16", "float16", "int8", "int4", "fp4", "topk"])
@@ -152,54 +133,6 @@ def test_a_hang_is_noticed_by_silence_and_not_by_a_deadline() -> None:
     others = [outcome for peer, outcome in outcomes.items() if peer != hung]
     assert all(outcome.committed and outcome.wait_s < TIMING.contribution_s for outcome in others)
     assert outcomes[hung].behind
-
-
-def nth(kind: str, number: int) -> Callable[[Delivery], bool]:
-    """Matches the ``number``-th message of a kind, from 1."""
-    seen = itertools.count(1)
-    return lambda delivery: kind_of(delivery) == kind and next(seen) == number
-
-
-def random_fault(lab: TrainingLab, rng: random.Random) -> Callable[[Delivery], None]:
-    """A fault of a member or of a path, injected at a delivery."""
-
-    def fault(delivery: Delivery) -> None:
-        loop = asyncio.get_running_loop()
-        one, other = delivery.source, delivery.target
-        victim = rng.choice([one, other, rng.choice(lab.peers)])
-        pause_s = rng.uniform(0.1, 15.0)
-        match rng.choice(["crash", "crash", "hang", "hang", "cut", "isolate", "reset", "slow"]):
-            case "crash" if victim not in lab.crashed:
-                lab.crash(victim)
-            case "hang":
-                lab.network.hang(victim)
-                loop.call_later(pause_s, lab.network.resume, victim)
-            case "cut":
-                lab.network.cut(one, other)
-                loop.call_later(pause_s, lab.network.heal, one, other)
-            case "isolate":
-                lab.network.isolate(victim)
-                loop.call_later(pause_s, lab.network.rejoin, victim)
-            case "reset":
-                lab.network.reset(one, other, delivery.protocol)
-            case "slow":
-                lab.network.set_link(one, other, LinkProfile(delay_s=0.5, bytes_per_s=3e3))
-
-    return fault
-
-
-def random_round(seed: str, faults: int) -> tuple[TrainingLab, Work, Outcomes]:
-    rng = random.Random(seed)
-    lab = TrainingLab(rng.choice([3, 3, 3, 4, 4, 5, 8]), seed=rng.getrandbits(32))
-    codec = rng.choice(["float32", "bfloat16", "int8", "topk"])
-    work = Work.random(lab, rng.randint(1, 4096 * lab.count), codec, seed=rng.getrandbits(32))
-    for _ in range(faults):
-        on_delivery(lab, nth(rng.choice(KINDS), rng.randint(1, 8)), random_fault(lab, rng))
-    try:
-        return lab, work, averaged(lab, work)
-    except BaseException as error:
-        error.add_note(f"seed {seed}")
-        raise
 
 
 def test_random_rounds_with_one_fault(seed: int) -> None:

@@ -19,9 +19,8 @@ from swarmnet_protocols.training.rounds.reduction import (
 )
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.training.rounds.test_averaging import simulate
 from tests.support.network.memory_network import Delivery
-from tests.support.training.lab import TrainingLab, Work, terms_of
+from tests.support.training.lab import TrainingLab, Work, simulate, terms_of
 
 COUNT = 5000
 MEMBERS = 4

@@ -22,11 +22,21 @@ from swarmnet_protocols.training.rounds.reduction import (
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.training.rounds.terms import RoundMember, RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.training.rounds.test_averaging import averaged, random_round, simulate
 from tests.support.attacks.refusals import final_refusal
 from tests.support.network import memory_network
 from tests.support.network.memory_network import LinkProfile
-from tests.support.training.lab import JOB, PEERS, TIMING, TrainingLab, Work, check_agreement, terms_of
+from tests.support.training.lab import (
+    JOB,
+    PEERS,
+    TIMING,
+    TrainingLab,
+    Work,
+    averaged,
+    check_agreement,
+    random_round,
+    simulate,
+    terms_of,
+)
 
 SIZE = 30_000
 

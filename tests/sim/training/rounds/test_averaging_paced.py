@@ -11,10 +11,17 @@ from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.training.bandwidth import MIN_BYTES, ArrivalRates
 from swarmnet_protocols.training.rounds.deadlines import SENDING_FRACTION, RoundTiming
 from swarmnet_protocols.wire import training_pb2 as pb
-from tests.sim.training.rounds.test_averaging import nth, simulate
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
-from tests.support.training.lab import Outcomes, TrainingLab, Work, check_agreement, on_delivery
+from tests.support.training.lab import (
+    Outcomes,
+    TrainingLab,
+    Work,
+    check_agreement,
+    nth,
+    on_delivery,
+    simulate,
+)
 from tests.support.training.workers import COMPUTE_S, WorkerLab, train, write_job
 
 STEP_S = 0.8

@@ -25,10 +25,17 @@ from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.training.rounds.votes import UNVOTED, Votes
 from tests.defences import defence, no, replacing
-from tests.sim.training.rounds.test_averaging import averaged, simulate
 from tests.sim.training.rounds.test_verifiable_rounds import COUNT, ROBUST
 from tests.support.network.virtual_time import run
-from tests.support.training.lab import TIMING, Outcomes, TrainingLab, Work, check_agreement
+from tests.support.training.lab import (
+    TIMING,
+    Outcomes,
+    TrainingLab,
+    Work,
+    averaged,
+    check_agreement,
+    simulate,
+)
 from tests.support.training.workers import WorkerLab, train, write_job
 
 Lie = Callable[[RoundState, int], Sequence[Control]]

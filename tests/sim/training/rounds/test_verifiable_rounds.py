@@ -30,9 +30,8 @@ from swarmnet_protocols.training.rounds.round_runner import RoundRunner
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing, yes
-from tests.sim.training.rounds.test_averaging import simulate
 from tests.support.network.virtual_time import run
-from tests.support.training.lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work
+from tests.support.training.lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work, simulate
 from tests.support.training.workers import WorkerLab, train, write_job
 
 COUNT = 8 * ALIGNMENT
