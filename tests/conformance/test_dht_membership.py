@@ -19,7 +19,7 @@ from swarmnet_protocols.net.typed_stream import receive_within
 from swarmnet_protocols.wire.roles import Role
 
 from .conftest import LOOPBACK
-from .test_dht import AUTHORITY, OPEN, PRIVATE, SWARM, Peer, RawStore, bodies, join, mallorys, raw_store
+from .dht_peers import AUTHORITY, OPEN, PRIVATE, SWARM, Peer, RawStore, bodies, join, mallorys, raw_store
 
 pytestmark = pytest.mark.slow
 
