@@ -113,12 +113,10 @@ def test_modules_of_tests_say_what_they_hold() -> None:
     assert [path for path in modules if ast.get_docstring(ast.parse(path.read_text())) is None] == []
 
 
-def test_tests_that_prose_names_exist() -> None:
+def test_tests_that_docstrings_name_exist() -> None:
     named = set(found(r"``((?:conformance|e2e|net|properties|sim|unit)/[\w/]+\.py)``"))
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("[!.]*/**/*.md")):
-        named |= set(re.findall(r"`tests/([\w/]+\.py)", page.read_text()))
     assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
-    assert len(named) > 30
+    assert len(named) > 8
 
 
 def test_names_of_tests_are_short_sentences() -> None:
