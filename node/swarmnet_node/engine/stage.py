@@ -34,12 +34,7 @@ from swarmnet_node.engine.attention import (
 )
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, record_forward
 from swarmnet_node.engine.caches.cache_arena import CacheArena
-from swarmnet_node.engine.caches.kv_cache import (
-    GROWTH_POSITIONS,
-    KVGeometry,
-    Prefix,
-    SequenceCache,
-)
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, Prefix, SequenceCache
 from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
 from swarmnet_node.engine.decode_graphs import DecodeGraphs
 from swarmnet_node.engine.kernels.backend import PRODUCTS, Backend, DecodeRow
@@ -50,10 +45,7 @@ from swarmnet_node.engine.routed_experts import RoutedExperts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import LayerWidths, weight_bytes, with_blocks
-from swarmnet_protocols.quantization.packed_experts import (
-    ExpertsModule,
-    add_experts,
-)
+from swarmnet_protocols.quantization.packed_experts import ExpertsModule, add_experts
 from swarmnet_protocols.quantization.quantize import Precision
 
 if TYPE_CHECKING:
@@ -105,7 +97,7 @@ class Stage:
         """Number of the first layer, counted in the loaded stage. A stage that is a part of the
         loaded one may begin later than at 0."""
         self.method = trials.ForwardMethod()
-        """How it computes a forward. Trials choose the fastest method that is right."""
+        """How the stage computes a forward: the fastest method that trials found right."""
         self._backend = backend
         self._graphs: DecodeGraphs | None = None
         self._parts: dict[tuple[int, int], Stage] = {}
@@ -117,9 +109,9 @@ class Stage:
             split_mixers(probed.mixers)
             linears = [linear_modules(layer, leave_out=probed.mixers) for layer in model.layers]
             if not probed.is_plain:
-                trials.check_states(self, model)
+                trials.check_states(self._attempt, self.run_sequences, model, hidden_size)
             self._rules = probed.rules
-            trials.choose_method(self, model, probed.rules, backend)
+            self.method = trials.choose_method(self._attempt, model, probed.rules, backend, self.devices)
         is_llama = self.method.llama_layers is not None
         self._targets = tuple(
             LayerTargets(paths, PRODUCTS if is_llama else {path: (path,) for path in paths}, shape, device)
@@ -180,10 +172,10 @@ class Stage:
         positions = cache_bytes // bare.bytes_per_position // GROWTH_POSITIONS * GROWTH_POSITIONS
         arena = CacheArena(bare.layers, self.dtype, self.devices, max(positions, GROWTH_POSITIONS))
         self.geometry = replace(bare, arena=arena)
-        # The decode step reads only contiguous caches.
-        self.method = replace(self.method, decode_step=None)
         self._parts.clear()
-        trials.choose_fused(self, arena, self._rules, self._backend)
+        # The decode step reads only contiguous caches.
+        method = replace(self.method, decode_step=None)
+        self.method = trials.choose_fused(self._attempt, method, arena, self._rules, self._backend)
         # A recording has one device, so steps that move between devices are not recorded.
         is_on_one_device = len(set(self.devices)) == 1
         recorder = self._backend.recorder(self.device) if is_on_one_device else None
@@ -271,12 +263,12 @@ class Stage:
             return []
         for sequence, inputs in rows:
             sequence.reserve(sequence.length + len(inputs))
-        if self.geometry.arena is not None:
-            order = sorted(range(len(rows)), key=lambda index: rows[index][0].start)
-            outputs_in_order = self._forward_rows([rows[index] for index in order])
-            places = {index: place for place, index in enumerate(order)}
-            return [outputs_in_order[places[index]] for index in range(len(rows))]
-        return self._forward_rows(rows)
+        if self.geometry.arena is None:
+            return self._forward_rows(rows)
+        in_order = sorted(rows, key=lambda row: row[0].start)
+        outputs = self._forward_rows(in_order)
+        found = {id(sequence): each for (sequence, _), each in zip(in_order, outputs, strict=True)}
+        return [found[id(sequence)] for sequence, _ in rows]
 
     def _forward_rows(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]:
         """Run ``forward`` for sequences that have room."""
@@ -299,6 +291,19 @@ class Stage:
         for (sequence, _), count in zip(rows, counts, strict=True):
             sequence.length += count
         return list(torch.split(outputs, counts))
+
+    def _attempt(self, method: trials.ForwardMethod, steps: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Compute random positions of new sequences with ``method``, as a ``trials.Attempt``."""
+        stage = copy.copy(self)
+        stage.method = method
+        counts = list(zip(*steps, strict=True))
+        sequences = [stage.new_sequence() for _ in counts]
+        inputs = trials.random_inputs(len(counts), sum(counts[0]), self.hidden_size)
+        parts = [torch.split(each, list(sizes)) for each, sizes in zip(inputs, counts, strict=True)]
+        outputs = [
+            stage.forward(list(zip(sequences, rows, strict=True))) for rows in zip(*parts, strict=True)
+        ]
+        return torch.cat([each for step in outputs for each in step])
 
     @torch.inference_mode()
     def catch_up(self, sequence: SequenceCache, positions: int) -> None:

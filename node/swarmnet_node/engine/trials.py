@@ -10,16 +10,16 @@
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from swarmnet_node.engine.attention import GeometryProbe
 from swarmnet_node.engine.caches.cache_arena import CacheArena
-from swarmnet_node.engine.caches.kv_cache import LayerShape, SequenceCache
+from swarmnet_node.engine.caches.kv_cache import LayerShape
 from swarmnet_node.engine.caches.recurrent_state import StateGeometry, StateProbe
 from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, DecodeStep
 from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
@@ -56,20 +56,11 @@ class ForwardMethod:
         return replace(self, llama_layers=layers, decode_step=step)
 
 
-class Triable(Protocol):
-    """The parts of a stage that trials use."""
+Attempt = Callable[[ForwardMethod, Sequence[Sequence[int]]], torch.Tensor]
+"""Computes random positions of new sequences with a method, and returns the outputs.
 
-    method: ForwardMethod
-    hidden_size: int
-    dtype: torch.dtype
-    device: torch.device
-    devices: tuple[torch.device, ...]
-
-    def new_sequence(self) -> SequenceCache: ...
-
-    def forward(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> list[torch.Tensor]: ...
-
-    def run_sequences(self, inputs: torch.Tensor, counts: Sequence[int]) -> torch.Tensor: ...
+Each step has a number of positions for each sequence. All sequences end equally long.
+"""
 
 
 @dataclass(frozen=True)
@@ -132,51 +123,67 @@ def probe(model: Any, hidden_size: int) -> LayerNeeds:
     )
 
 
-def check_states(stage: Triable, model: Any) -> None:
-    """Raise ``ConfigError`` unless steps give the same outputs as the whole sequence.
+def check_states(
+    attempt: Attempt,
+    run_sequences: Callable[[torch.Tensor, Sequence[int]], torch.Tensor],
+    model: Any,
+    hidden_size: int,
+) -> None:
+    """Raise ``ConfigError`` unless steps give the same outputs as ``run_sequences``.
 
     Otherwise the layers have a state that the stage does not know.
     """
-    [inputs] = _inputs(stage, 1, TRIAL_POSITIONS)
-    if not agree(_try(stage, [[2], [1], [2]]), stage.run_sequences(inputs, [TRIAL_POSITIONS])):
+    [inputs] = random_inputs(1, TRIAL_POSITIONS, hidden_size)
+    if not agree(attempt(ForwardMethod(), [[2], [1], [2]]), run_sequences(inputs, [TRIAL_POSITIONS])):
         raise _refusal(model)
 
 
-def choose_method(stage: Triable, model: Any, rules: Sequence[AttentionRule], backend: Backend) -> None:
-    """Give ``stage`` the fastest method that agrees with transformers' layers."""
+def choose_method(
+    attempt: Attempt,
+    model: Any,
+    rules: Sequence[AttentionRule],
+    backend: Backend,
+    devices: Sequence[torch.device],
+) -> ForwardMethod:
+    """Return the fastest method that agrees with transformers' layers."""
+    chosen = ForwardMethod()
     if not has_llama_shape(model):
-        return
-    expected = _try(stage, [[TRIAL_POSITIONS]])
-    layers = LlamaLayers(model, rules, backend, stage.devices)
-    if not layers.rotates_whole_heads(torch.empty(0, dtype=stage.dtype, device=stage.device)):
-        return
-    slower, stage.method = stage.method, ForwardMethod(layers)
-    if not agree(_try(stage, [[TRIAL_POSITIONS]]), expected):
-        stage.method = slower
-        return
+        return chosen
+    expected = attempt(chosen, [[TRIAL_POSITIONS]])
+    layers = LlamaLayers(model, rules, backend, devices)
+    if not layers.rotates_whole_heads(next(model.parameters()).new_empty(0)):
+        return chosen
+    faster = [ForwardMethod(layers)]
     if step := _decode_step(layers, backend):
-        slower, stage.method = stage.method, ForwardMethod(layers, step)
-        if not agree(_try(stage, [[2], [2], [1]]), expected):
-            stage.method = slower
+        faster.append(ForwardMethod(layers, step))
+    for method in faster:
+        if not agree(attempt(method, [[2], [2], [1]]), expected):
+            break
+        chosen = method
+    return chosen
 
 
-def choose_fused(stage: Triable, arena: CacheArena, rules: Sequence[AttentionRule], backend: Backend) -> None:
-    """Let ``stage`` attend to all sequences of its arena in one call, if that works and agrees."""
-    slower = stage.method
+def choose_fused(
+    attempt: Attempt,
+    method: ForwardMethod,
+    arena: CacheArena,
+    rules: Sequence[AttentionRule],
+    backend: Backend,
+) -> ForwardMethod:
+    """Return ``method``, with attention to all sequences of an arena in one call if that agrees."""
     if not all(
         backend.is_fused(keys[:1], values, rule)
         for (keys, values), rule in zip(arena.buffers, rules, strict=True)
     ):
-        return
+        return method
     steps = [[TRIAL_POSITIONS, TRIAL_POSITIONS - 2], [1, 3]]
+    fused = replace(method, is_fused=True)
     try:
-        expected = _try(stage, steps)
-        stage.method = replace(slower, is_fused=True)
-        if agree(_try(stage, steps), expected):
-            return
+        is_right = agree(attempt(fused, steps), attempt(method, steps))
     except RuntimeError as error:
         _log.warning("attention runs one sequence at a time: %s", error)
-    stage.method = slower
+        return method
+    return fused if is_right else method
 
 
 def agree(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -185,22 +192,10 @@ def agree(outputs: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool(error <= TRIAL_TOLERANCE_EPS * torch.finfo(expected.dtype).eps * expected.float().norm())
 
 
-def _try(stage: Triable, steps: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return what ``stage`` computes for random positions of new sequences.
-
-    Each step has a number of positions for each sequence. All sequences end equally long.
-    """
-    counts = list(zip(*steps, strict=True))
-    sequences = [stage.new_sequence() for _ in counts]
-    inputs = _inputs(stage, len(counts), sum(counts[0]))
-    parts = [torch.split(each, list(sizes)) for each, sizes in zip(inputs, counts, strict=True)]
-    outputs = [stage.forward(list(zip(sequences, rows, strict=True))) for rows in zip(*parts, strict=True)]
-    return torch.cat([each for step in outputs for each in step])
-
-
-def _inputs(stage: Triable, sequences: int, positions: int) -> torch.Tensor:
+def random_inputs(sequences: int, positions: int, hidden_size: int) -> torch.Tensor:
+    """Return the inputs of a trial, the same at every call."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(sequences, positions, stage.hidden_size, generator=generator)
+    return torch.randn(sequences, positions, hidden_size, generator=generator)
 
 
 def _one_position(model: Any, hidden_size: int) -> tuple[torch.Tensor, torch.Tensor]:
