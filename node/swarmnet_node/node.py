@@ -491,7 +491,7 @@ class Node(RunningNode):
         """
         self._engine_context = await self._contexts.enter_async_context(AsyncExitStack())
         return await self._engine_context.enter_async_context(
-            Engine.run(
+            Engine(
                 stage,
                 self._dependencies.executor,
                 self._dependencies.transport.resources,
@@ -499,7 +499,7 @@ class Node(RunningNode):
                 client_cache_bytes=self._hosting.limits.client_cache_bytes,
                 counters=former.counters if former else EngineCounters(),
                 stopwatch=self._dependencies.stopwatch,
-            )
+            ).running()
         )
 
     async def _measure(self, stage: Stage) -> float:

@@ -43,16 +43,10 @@ from swarmnet_node.engine.scheduler import (
 )
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.averages import averaged
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import StreamEnded, Unreachable
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net.limits.resource_limits import Resource
-from swarmnet_protocols.net.limits.resources import (
-    RETRY_S,
-    Reservation,
-    ResourceLimitReached,
-    ResourceManager,
-    Scope,
-)
+from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
 
 MAX_BATCH_TOKENS = 512
@@ -68,8 +62,12 @@ SMOOTHING = 0.1
 T = TypeVar("T")
 
 
-def _ignore_start() -> None:
-    pass
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _future() -> "asyncio.Future[Any]":
+    return asyncio.get_running_loop().create_future()
 
 
 @dataclass(eq=False)
@@ -85,12 +83,12 @@ class _StepWork:
     """The scope of its session."""
     inputs: torch.Tensor
     stage: Stage
-    done: "asyncio.Future[torch.Tensor]"
     since: float
     """Time of the engine's stopwatch when the work arrived."""
     behind: int
     started: Callable[[], None]
     """Called when its first forward begins."""
+    done: "asyncio.Future[torch.Tensor]" = field(default_factory=_future)
     outputs: list[torch.Tensor] = field(default_factory=list)
     computed: int = 0
 
@@ -137,9 +135,9 @@ class _PassWork:
 
     prepare: Callable[[], Callable[[], Any]]
     positions: int
-    done: "asyncio.Future[Any]"
     since: float
     max_delay_s: float
+    done: "asyncio.Future[Any]" = field(default_factory=_future)
 
 
 class Engine:
@@ -152,16 +150,23 @@ class Engine:
         resources: ResourceManager,
         *,
         max_cache_bytes: int,
-        client_cache_bytes: Callable[[int], int],
-        counters: EngineCounters,
-        stopwatch: Callable[[], float],
+        client_cache_bytes: Callable[[int], int] = int,
+        counters: EngineCounters | None = None,
+        stopwatch: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Use :meth:`run`, which also runs the loop."""
+        """Make an engine that computes inside :meth:`running`.
+
+        - ``executor``: has one thread, the torch thread.
+        - ``max_cache_bytes``: most bytes for the KV caches of all clients.
+        - ``client_cache_bytes``: takes this limit, and returns the limit for one client.
+        - ``counters``: those of the engine that this one replaces, if any.
+        - ``stopwatch``: returns seconds, and times forwards.
+        """
         self.stage = stage
         """The stage that computes new work. It may be replaced by a part of it. Work that has begun
         then ends on the old stage."""
         self.max_cache_bytes = max_cache_bytes
-        self.counters = counters
+        self.counters = counters or EngineCounters()
         self.busy = BusyShare()
         self.load = BusyShare(LOAD_S)
         """Load by the stopwatch, averaged over ``LOAD_S``."""
@@ -186,52 +191,26 @@ class Engine:
         self._last_pass_at = -math.inf
         self._wake = asyncio.Event()
         self._stopped = False
-        self._last_work: dict[int, float] = {}
-        """Loop time of each sequence's last work, by id of the sequence."""
+        self._last_work: dict[SequenceCache, float] = {}
+        """Loop time of each registered sequence's last work."""
         self._active: dict[Scope, float] = {}
         """Loop time of each session's last work, by its scope."""
         self._shares = ClientShares()
-        self._reservations: dict[int, tuple[SequenceCache, Reservation, Scope]] = {}
         self.limit_caches(max_cache_bytes)
 
-    @classmethod
     @asynccontextmanager
-    async def run(  # noqa: PLR0913 - as for an instance
-        cls,
-        stage: Stage,
-        executor: Executor,
-        resources: ResourceManager,
-        *,
-        max_cache_bytes: int,
-        client_cache_bytes: Callable[[int], int] = int,
-        counters: EngineCounters | None = None,
-        stopwatch: Callable[[], float] = time.perf_counter,
-    ) -> AsyncIterator["Engine"]:
-        """Yield an engine whose loop runs as long as the context.
-
-        - ``executor``: has one thread, the torch thread.
-        - ``max_cache_bytes``: most bytes for the KV caches of all clients.
-        - ``client_cache_bytes``: takes this limit, and returns the limit for one client.
-        - ``counters``: those of the engine that this one replaces, if any.
-        - ``stopwatch``: returns seconds, and times forwards.
-        """
-        engine = cls(
-            stage,
-            executor,
-            resources,
-            max_cache_bytes=max_cache_bytes,
-            client_cache_bytes=client_cache_bytes,
-            counters=counters or EngineCounters(),
-            stopwatch=stopwatch,
-        )
-        del stage  # the context must not keep it in memory when a part takes its place
-        loop = asyncio.create_task(engine._loop(), name="engine")
+    async def running(self) -> AsyncIterator["Engine"]:
+        """Compute while the context is open. At its end, waiting work fails."""
+        loop = asyncio.create_task(self._loop(), name="engine")
         try:
-            yield engine
+            yield self
         finally:
             await cancel(loop)
-            engine._stop()
-            engine.graph_cache.shrink(0)
+            self._stopped = True
+            for work in (*self._steps, *self._passes):
+                _fail(work.done, Unreachable("this host has stopped"))
+            self._steps.clear()
+            self.graph_cache.shrink(0)
 
     @property
     def cache_bytes(self) -> int:
@@ -268,16 +247,15 @@ class Engine:
 
         Raises ``OutOfResources`` if ``scope`` has no room for its current size.
         """
-        reservation = scope.reserve(Resource.CACHE, sequence.nbytes)
-        self._reservations[id(sequence)] = sequence, reservation, scope
+        sequence.reservation = scope.reserve(Resource.CACHE, sequence.nbytes)
         return sequence
 
     def release(self, sequence: SequenceCache) -> None:
         """Give back the reservation of a sequence's KV cache. Idempotent."""
-        self._last_work.pop(id(sequence), None)
-        if id(sequence) in self._reservations:
-            _, reservation, _ = self._reservations.pop(id(sequence))
-            reservation.release()
+        self._last_work.pop(sequence, None)
+        if sequence.reservation is not None:
+            sequence.reservation.release()
+            sequence.reservation = None
 
     def keep_graph(self, key: GraphKey, graph: AutogradGraph, *, for_s: float) -> None:
         """Keep a graph in ``graph_cache`` for ``for_s`` seconds, if KV caches leave room for it."""
@@ -316,16 +294,15 @@ class Engine:
                 lambda: [sequence.fork(length) for sequence, length in sources]
             )
             stack.pop_all()
-        self._reservations.update(
-            {id(twin): (twin, each, scope) for twin, each in zip(twins, reservations, strict=True)}
-        )
+        for twin, reservation in zip(twins, reservations, strict=True):
+            twin.reservation = reservation
         return twins
 
     async def compute(
         self,
         stage: Stage,
         rows: Sequence[tuple[SequenceCache, torch.Tensor]],
-        started: Callable[[], None] = _ignore_start,
+        started: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """Compute outputs [count, D] for rows of (sequence, inputs [count, D]) on ``stage``.
 
@@ -334,31 +311,23 @@ class Engine:
         room.
 
         Raises ``OutOfResources``, before anything is computed, if the KV caches may not grow that
-        far, and ``Unreachable`` if the engine has stopped.
+        far, ``StreamEnded`` if a sequence was released, and ``Unreachable`` if the engine has
+        stopped.
         """
+        since, works = self.stopwatch(), []
         for sequence, inputs in rows:
-            _, reservation, _ = self._reservations[id(sequence)]
+            reservation = sequence.reservation
+            if reservation is None:
+                raise StreamEnded("the session of this sequence has ended")
             needed = stage.geometry.bytes_for(sequence.length + len(inputs))
             reservation.resize(max(reservation.amount, needed))
+            scope, behind = reservation.scope, sequence.behind
+            works.append(_StepWork(sequence, scope, inputs, stage, since, behind, started))
         self.graph_cache.shrink(self._free_bytes)
         if self._stopped:
             raise Unreachable("this host has stopped")
-        loop = asyncio.get_running_loop()
-        works = [
-            _StepWork(
-                sequence,
-                self._reservations[id(sequence)][2],
-                inputs,
-                stage,
-                loop.create_future(),
-                self.stopwatch(),
-                sequence.behind,
-                started,
-            )
-            for sequence, inputs in rows
-        ]
         self._steps.extend(works)
-        self._last_work.update((id(sequence), loop.time()) for sequence, _ in rows)
+        self._last_work |= dict.fromkeys((sequence for sequence, _ in rows), _now())
         self._wake.set()
         return await asyncio.gather(*(work.done for work in works))
 
@@ -381,13 +350,12 @@ class Engine:
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
-        work = _PassWork(prepare, positions, done, loop.time(), max_delay_s)
+        work = _PassWork(prepare, positions, _now(), max_delay_s)
         self._passes.append(work)
         self._wake.set()
         try:
-            return await done
+            result: T = await work.done
+            return result
         finally:
             self._remove_pass(work)
 
@@ -399,7 +367,7 @@ class Engine:
             if self._is_pass_next():
                 work = self._passes[0]
                 await self._run_pass(work)
-                self._last_pass_at = asyncio.get_running_loop().time()
+                self._last_pass_at = _now()
                 self._remove_pass(work)
                 del work  # the work refers to weights of blocks that a move may drop
                 continue
@@ -412,28 +380,27 @@ class Engine:
 
         Waits at most as long as a forward takes.
         """
-        clock = asyncio.get_running_loop().time
-        until = clock() + self._forward_s
-        self._last_work = {
-            sequence: at for sequence, at in self._last_work.items() if at > clock() - RECENT_S
-        }
+        now = _now()
+        until, since = now + self._forward_s, now - RECENT_S
+        self._last_work = {each: at for each, at in self._last_work.items() if at > since}
         while delay_s := batching_delay_s(
             len(self._steps),
-            self._expected(clock()),
+            self._expected(),
             self._forward_s,
             lead=self._shares.lead({work.scope.owner for work in self._steps}),
         ):
             self._wake.clear()
             try:
-                async with asyncio.timeout(min(delay_s, until - clock())):
+                async with asyncio.timeout(min(delay_s, until - _now())):
                     await self._wake.wait()
             except TimeoutError:
                 return
 
-    def _expected(self, now: float) -> int:
+    def _expected(self) -> int:
         """Return the number of sequences that had work recently, including waiting ones."""
-        recent = {sequence for sequence, at in self._last_work.items() if at > now - RECENT_S}
-        return len(recent | {id(work.sequence) for work in self._steps})
+        since = _now() - RECENT_S
+        recent = {sequence for sequence, at in self._last_work.items() if at > since}
+        return len(recent | {work.sequence for work in self._steps})
 
     def _is_pass_next(self) -> bool:
         """Return whether a pass runs next.
@@ -443,15 +410,15 @@ class Engine:
         if not self._passes or not self._steps:
             return bool(self._passes)
         first = self._passes[0]
-        return asyncio.get_running_loop().time() >= max(first.since, self._last_pass_at) + first.max_delay_s
+        return _now() >= max(first.since, self._last_pass_at) + first.max_delay_s
 
     async def _forward(self) -> None:
         """Compute one forward of the steps that the scheduler chooses."""
-        clock = asyncio.get_running_loop().time
         # A client between two tokens has no work at this moment. It stays active for RECENT_S, so
         # that it keeps its counter and the limit for shared forwards holds.
-        self._active |= {work.scope: clock() for work in self._steps}
-        self._active = {scope: at for scope, at in self._active.items() if at > clock() - RECENT_S}
+        now = _now()
+        self._active |= {work.scope: now for work in self._steps}
+        self._active = {scope: at for scope, at in self._active.items() if at > now - RECENT_S}
         self._shares.set_active({scope.owner for scope in self._active})
         is_shared = len(self._active) > 1
         most = shared_tokens(self.position_s, MAX_BATCH_TOKENS) if is_shared else MAX_BATCH_TOKENS
@@ -467,11 +434,13 @@ class Engine:
         try:
             results = await self.run_on_torch_thread(partial(_compute, parts))
         except Exception as error:  # noqa: BLE001 - a failed forward ends its sessions, not the node
-            self._drop([part.work for part in parts], error)
+            for part in parts:
+                self._steps.remove(part.work)
+                _fail(part.work.done, error)
             return
-        self._account(sum(tokens for _, tokens in picked), self._elapsed_s(started))
+        self._measure(sum(tokens for _, tokens in picked), started)
         # Once more with the present time: a forward of a long prompt may take longer than RECENT_S.
-        self._active |= {part.work.scope: clock() for part in parts}
+        self._active |= dict.fromkeys((part.work.scope for part in parts), _now())
         for part in parts:
             part.work.behind -= part.again
         for part, result in zip((part for part in parts if len(part.inputs)), results, strict=True):
@@ -489,9 +458,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return
-        self.counters.forwards += 1
-        self.counters.positions += work.positions
-        elapsed_s = self._elapsed_s(started)
+        elapsed_s = self._count(work.positions, started)
         self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s = averaged(self._pass_position_s, elapsed_s / work.positions, SMOOTHING)
         if not work.done.done():
@@ -501,16 +468,18 @@ class Engine:
         if work in self._passes:
             self._passes.remove(work)
 
-    def _elapsed_s(self, started: float) -> float:
-        """Count a forward or pass that began at ``started`` as busy time. Return its seconds."""
+    def _count(self, positions: int, started: float) -> float:
+        """Count a forward or pass that began at ``started``. Return its seconds."""
         now = self.stopwatch()
+        self.counters.forwards += 1
+        self.counters.positions += positions
         self.busy.computed(now - started, now)
         self.load.computed(now - started, now)
         return now - started
 
-    def _account(self, tokens: int, elapsed_s: float) -> None:
-        self.counters.forwards += 1
-        self.counters.positions += tokens
+    def _measure(self, tokens: int, started: float) -> None:
+        """Count a forward of ``tokens`` positions, and average its times."""
+        elapsed_s = self._count(tokens, started)
         self.counters.forward_s.observe(elapsed_s)
         self.counters.forward_positions.observe(tokens)
         self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)
@@ -520,23 +489,10 @@ class Engine:
 
     def _finish(self, work: _StepWork) -> None:
         self._steps.remove(work)
-        if id(work.sequence) in self._reservations:  # not released meanwhile
-            self._last_work[id(work.sequence)] = asyncio.get_running_loop().time()
+        if work.sequence.reservation is not None:  # not released meanwhile
+            self._last_work[work.sequence] = _now()
         if not work.done.done():
             work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
-
-    def _stop(self) -> None:
-        """Fail all waiting work."""
-        self._stopped = True
-        error = Unreachable("this host has stopped")
-        self._drop(list(self._steps), error)
-        for work in self._passes:
-            _fail(work.done, error)
-
-    def _drop(self, works: Sequence[_StepWork], error: Exception) -> None:
-        for work in works:
-            self._steps.remove(work)
-            _fail(work.done, error)
 
 
 def _fail(done: "asyncio.Future[Any]", error: Exception) -> None:

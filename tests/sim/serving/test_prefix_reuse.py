@@ -295,7 +295,7 @@ class Sessions:
             caches = [cache for session in node.host.sessions for cache in session._sequences.caches.values()]
             engine = node.engine
             assert engine.cache_bytes == sum(cache.nbytes for cache in caches), name
-            assert len(engine._reservations) == len(caches), name
+            assert all(cache.reservation is not None for cache in caches), name
             assert all(
                 session._sequences.caches.keys() <= self.ids.keys() for session in node.host.sessions
             ), name

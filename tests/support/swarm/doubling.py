@@ -44,9 +44,9 @@ def with_engine(
     async def main() -> Any:
         real = cast(Stage, stage)
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(
+            async with Engine(
                 real, executor, ResourceManager(), max_cache_bytes=max_cache_bytes
-            ) as engine:
+            ).running() as engine:
                 return await use(engine, real)
 
     return asyncio.run(main())

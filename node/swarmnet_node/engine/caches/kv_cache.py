@@ -41,6 +41,7 @@ import torch
 from swarmnet_node.engine.caches.cache_arena import CacheArena
 from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeometry
 from swarmnet_node.engine.kernels.backend import LoraLayers
+from swarmnet_protocols.net.limits.resources import Reservation
 
 Prefix = tuple[torch.Tensor, torch.Tensor]
 """Keys and values [1, key heads, n, size] of a prefix-tuning adapter's n positions, for one
@@ -131,6 +132,8 @@ class SequenceCache:
         self.states: SequenceStates | None = None
         """Recurrent states. None until the first ``reserve``, and on a stage without recurrent
         layers."""
+        self.reservation: Reservation | None = None
+        """The reservation of its bytes. None unless the sequence is registered with an engine."""
         self._prefix = prefix
         self._capacity = 0
 

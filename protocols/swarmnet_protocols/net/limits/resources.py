@@ -82,16 +82,16 @@ class Reservation:
     It is a context manager, and ``release`` is idempotent.
     """
 
-    __slots__ = ("_resource", "_scope", "amount")
+    __slots__ = ("_resource", "amount", "scope")
 
     def __init__(self, scope: "Scope", resource: Resource) -> None:
-        self._scope = scope
+        self.scope = scope
         self._resource = resource
         self.amount = 0
 
     def resize(self, amount: int) -> None:
         """Change the amount. At a limit, keep the old amount and raise ``ResourceLimitReached``."""
-        self._scope.change(self._resource, amount - self.amount)
+        self.scope.change(self._resource, amount - self.amount)
         self.amount = amount
 
     async def grow(self, amount: int) -> None:
@@ -102,9 +102,9 @@ class Reservation:
                 self.resize(amount)
                 return
             except ResourceLimitReached:
-                if not self._scope.can_ever_reserve(self._resource, amount):
+                if not self.scope.can_ever_reserve(self._resource, amount):
                     raise
-            await self._scope.wait_available(self._resource, amount - self.amount)
+            await self.scope.wait_available(self._resource, amount - self.amount)
 
     def release(self) -> None:
         self.resize(0)

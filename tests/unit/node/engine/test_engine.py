@@ -45,7 +45,9 @@ def test_the_time_of_a_position_is_measured_from_the_first_forward_on() -> None:
         real = cast(Stage, Doubling())
         clock = asyncio.get_running_loop().time
         with TimedExecutor(FORWARD_S) as executor:
-            running = Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock)
+            running = Engine(
+                real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock
+            ).running()
             async with running as engine:
                 for _ in range(3):
                     await engine.compute(real, [(sequence_of(engine), torch.zeros(1, 3))])
@@ -64,7 +66,9 @@ def in_virtual_time(
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         with TimedExecutor(FORWARD_S) as executor:
-            running = Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock)
+            running = Engine(
+                real, executor, ResourceManager(), max_cache_bytes=1 << 30, stopwatch=clock
+            ).running()
             async with running as engine:
                 sequence = sequence_of(engine)
                 for _ in range(50):
@@ -184,7 +188,7 @@ def test_waiting_work_fails_when_the_engine_stops() -> None:
     async def main() -> None:
         real = cast(Stage, Doubling())
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(real, executor, ResourceManager(), max_cache_bytes=1 << 30) as engine:
+            async with Engine(real, executor, ResourceManager(), max_cache_bytes=1 << 30).running() as engine:
                 row = (sequence_of(engine), torch.zeros(1, 3))
                 waiting = asyncio.ensure_future(engine.compute(real, [row]))
                 await asyncio.sleep(0)

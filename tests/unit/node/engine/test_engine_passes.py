@@ -117,9 +117,9 @@ def test_a_pass_whose_client_left_is_freed_while_others_compute() -> None:
 def test_waiting_passes_fail_when_the_engine_stops() -> None:
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(
+            async with Engine(
                 cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1
-            ) as engine:
+            ).running() as engine:
                 waiting = asyncio.ensure_future(engine.compute_pass(lambda: lambda: torch.zeros(1), 1))
                 await asyncio.sleep(0)
             for late in (waiting, engine.compute_pass(lambda: lambda: torch.zeros(1), 1)):
@@ -163,13 +163,13 @@ def test_one_client_takes_at_most_its_share_of_the_caches() -> None:
     async def main() -> None:
         stage, resources = cast(Stage, Doubling()), ResourceManager()
         with ThreadPoolExecutor(1) as executor:
-            async with Engine.run(
+            async with Engine(
                 stage,
                 executor,
                 resources,
                 max_cache_bytes=8 * sequence_bytes,
                 client_cache_bytes=lambda max_bytes: max_bytes // 4,
-            ) as engine:
+            ).running() as engine:
                 greedy, modest = resources.peer("greedy", 0.0), resources.peer("modest", 0.0)
                 sequences = [engine.register(stage.new_sequence(), greedy) for _ in range(3)]
                 await engine.compute(stage, [(sequence, torch.zeros(1, 3)) for sequence in sequences[:2]])
@@ -223,13 +223,13 @@ def test_passes_count_in_the_queue_time() -> None:
 
     async def main() -> None:
         with ThreadPoolExecutor(1) as executor:
-            running = Engine.run(
+            running = Engine(
                 cast(Stage, Doubling()),
                 executor,
                 ResourceManager(),
                 max_cache_bytes=1,
                 stopwatch=lambda: float(next(seconds)),
-            )
+            ).running()
             async with running as engine:
                 for _ in range(100):  # each takes 2 s for its 10 positions
                     await engine.compute_pass(lambda: lambda: None, 10)
@@ -251,9 +251,9 @@ def test_sessions_overtake_a_pass_for_a_limited_time(forward_s: float) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         with TimedExecutor(forward_s) as executor:
-            running = Engine.run(
+            running = Engine(
                 cast(Stage, Doubling()), executor, ResourceManager(), max_cache_bytes=1 << 40
-            )
+            ).running()
             async with running as engine:
                 # Longer than all passes may have to wait together.
                 forwards = round(passes * (Timing.pass_wait_s / forward_s + 3)) + 1

@@ -46,9 +46,9 @@ def with_sessions(use: Callable[[Sessions, Doubling], Coroutine[Any, Any, None]]
         stage, resources = Doubling(), ResourceManager()
         clock = asyncio.get_running_loop().time
         with TimedExecutor(FORWARD_S) as executor:
-            running = Engine.run(
+            running = Engine(
                 cast(Stage, stage), executor, resources, max_cache_bytes=1 << 40, stopwatch=clock
-            )
+            ).running()
             async with running as engine:
                 await use(Sessions(engine, resources), stage)
 

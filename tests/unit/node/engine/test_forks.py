@@ -26,9 +26,9 @@ def with_sequence(sequences_of_room: int, use: Callable[[Engine, SequenceCache],
     async def main() -> None:
         no_stage = cast(Stage, None)
         with ThreadPoolExecutor(1) as executor:
-            running = Engine.run(
+            running = Engine(
                 no_stage, executor, ResourceManager(), max_cache_bytes=sequences_of_room * SEQUENCE_BYTES
-            )
+            ).running()
             async with running as engine:
                 sequence = SequenceCache(GEOMETRY)
                 sequence.reserve(GROWTH_POSITIONS)

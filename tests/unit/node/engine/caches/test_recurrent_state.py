@@ -263,7 +263,7 @@ def test_positions_that_are_computed_again_share_forwards_with_others(stage: Sta
     async def use() -> list[int]:
         with ThreadPoolExecutor(1) as executor:
             resources = ResourceManager()
-            async with Engine.run(stage, executor, resources, max_cache_bytes=1 << 30) as engine:
+            async with Engine(stage, executor, resources, max_cache_bytes=1 << 30).running() as engine:
                 return await go_back(engine)
 
     with pytest.MonkeyPatch.context() as patch:
