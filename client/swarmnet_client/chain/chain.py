@@ -10,6 +10,7 @@ their inputs. A waiting step only takes longer.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
@@ -27,6 +28,8 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
+
+_log = logging.getLogger(__name__)
 
 MEASURED_STEPS = 8
 """Decode steps whose median time is one measurement of a chain's hosts."""
@@ -194,8 +197,11 @@ class Chain:
                 self._tasks.create_task(self._auditor.run(), name="audits")
                 await self._supervisor.run()
         except ExceptionGroup as errors:
-            error = errors.exceptions[0]
-            if not isinstance(error, SwarmnetError):
+            error: Exception = errors
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            if not isinstance(error, SwarmnetError):  # a bug: no other host would help
+                _log.error("the chain broke", exc_info=error)
                 error = SwarmnetError(f"the chain broke: {type(error).__name__}: {error}")
             self._in_flight.fail(error)
         finally:

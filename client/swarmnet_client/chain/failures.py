@@ -4,7 +4,8 @@ A host may refuse with good reason, for example inputs that are too long or not 
 client or the host that computed those inputs is at fault. Or the refusing host lies.
 
 All hosts refuse a client at fault. A lying host cannot make hosts refuse that did not use its
-outputs. So the client is blamed if independent hosts refuse for the same reason.
+outputs. So the client is blamed if independent hosts refuse for the same reason. In the same way,
+messages of independent hosts that the client cannot handle show a bug of the client.
 """
 
 from collections.abc import Sequence
@@ -51,6 +52,20 @@ OUT_OF_RESOURCES_ATTEMPTS = 4
 host."""
 
 
+class UnhandledMessage(SwarmnetError):
+    """A message of a host caused an error that no code foresaw.
+
+    The message may be at fault, or a bug of this client.
+    """
+
+    def __init__(self, peer: PeerId, error: Exception) -> None:
+        super().__init__(
+            f"a message of {peer} cannot be handled: {type(error).__name__}: {error}",
+            hint="update swarmnet, or report this error",
+        )
+        self.__cause__ = error
+
+
 class Suspects:
     """For each reason, the hosts that may have caused all refusals so far. Pure."""
 
@@ -93,14 +108,16 @@ class Blame:
         - ``sent_by``: the hop that sent those inputs; None for the client.
         - ``continues``: whether ``hop`` was to continue an answer.
 
-        Hosts that this failure clears are unbanned. Raises ``ConfigError`` when the client is at
-        fault: no single host, or none that can be replaced, can have caused all refusals.
+        Hosts that this failure clears are unbanned. Raises ``ConfigError``, or an
+        ``UnhandledMessage`` itself, when the client is at fault: no single host, or none that can
+        be replaced, can have caused all failures of this kind.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
             self._hosts.overloaded(hop.peer, error.retry_after_s, continues=continues)
             return [hop]
         reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
-        suspects, may_be_client = [hop], reason in CLIENT_FAULTS
+        suspects = [hop]
+        may_be_client = reason in CLIENT_FAULTS or isinstance(error, UnhandledMessage)
         # any of them may have made the numbers too large
         if reason == refusal_pb2.REASON_NOT_FINITE:
             suspects = list(dict.fromkeys([hop, *made_by]))
@@ -114,8 +131,7 @@ class Blame:
     def _narrow(
         self, error: SwarmnetError, reason: "refusal_pb2.Reason", suspects: Sequence[Hop]
     ) -> list[Hop]:
-        """The hops that may have caused all refusals. Raises ``ConfigError`` as ``attribute``
-        does."""
+        """Return the hops that may have caused all such failures. Raises as ``attribute`` does."""
         left, cleared = self._suspects.narrow(reason, frozenset(hop.peer for hop in suspects))
         for peer in cleared:
             self._hosts.answered(peer)
@@ -123,6 +139,8 @@ class Blame:
             return [hop for hop in suspects if hop.peer in left]
         for peer in left:
             self._hosts.answered(peer)
+        if isinstance(error, UnhandledMessage):
+            raise error
         raise ConfigError(
             f"the hosts refuse what this client sends: {error}", hint=CLIENT_FAULTS[reason]
         ) from error

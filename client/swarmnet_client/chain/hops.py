@@ -1,4 +1,4 @@
-"""The hops of one chain: sessions on hosts, how they are opened, and the requests that they
+"""The hops of one chain: what the chain must have, its open sessions, and the requests that they
 answer."""
 
 import asyncio
@@ -12,19 +12,16 @@ from typing import Literal
 
 import torch
 
-from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.trace import Trace
-from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
-from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.spans import overlap
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
-from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype, wire_code
+from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16}
@@ -262,14 +259,14 @@ class LiveHop:
         the client. If ``target`` is fresh, it is sent only the ``needed`` sequences."""
         relink = pb.Relink(
             epoch=epoch,
-            next=_peer(target, record) if target else None,
+            next=target.to_wire(record) if target else None,
             needed=pb.Sequences(numbers=needed),
         )
         await self._request(pb.SessionRequest(relink=relink))
 
     async def tee(self, target: NextHop, record: bytes) -> None:
         """Have the hop send to ``target``, a standby of its next hop, too."""
-        await self._request(pb.SessionRequest(tee=pb.Tee(epoch=target.epoch, standby=_peer(target, record))))
+        await self._request(pb.SessionRequest(tee=pb.Tee(epoch=target.epoch, standby=target.to_wire(record))))
 
     async def _request(self, request: pb.SessionRequest) -> None:
         # the task that receives from the hop gets the same error
@@ -352,76 +349,3 @@ def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
     while sender := next((hop for hop in hops if hop.next is (found[-1] if found else live)), None):
         found.append(sender)
     return found
-
-
-async def open_hop(
-    uploader: AdapterUploader,
-    spec: ChainSpec,
-    hop: Hop,
-    identity: tuple[bytes, int],
-    target: NextHop | None,
-    *,
-    role: SessionRole = SessionRole.HOP,
-) -> LiveHop:
-    """Open a session on a host.
-
-    - ``identity``: id and epoch of the session.
-    - ``target``: the hop after it. None if outputs go to the client, or if a standby sends to no
-      peer yet.
-    - ``uploader``: uploads the chain's adapter first.
-
-    Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
-    """
-    session, epoch = identity
-    request = pb.Open(
-        session=session,
-        epoch=epoch,
-        swarm=uploader.hosts.swarm_id,
-        manifest=uploader.hosts.manifest,
-        span=pb.Span(start=hop.start, end=hop.end),
-        next=_peer(target, uploader.hosts.record_of(target.peer)) if target else None,
-        wire=wire_code(spec.wire_of(hop.precision)),
-        max_length=spec.max_length,
-        standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
-        spare=role is SessionRole.SPARE,
-        timed=spec.trace is not None,
-        continues=role is SessionRole.SUCCESSOR,
-    )
-
-    async def ask(adapter: bytes) -> LiveHop:
-        request.adapter = adapter
-        return await _open(uploader, hop, request)
-
-    return await uploader.with_adapter(hop, ask)
-
-
-async def _open(uploader: AdapterUploader, hop: Hop, request: pb.Open) -> LiveHop:
-    client = await _ask(uploader.hosts, hop, pb.SessionRequest(open=request))
-    now = asyncio.get_running_loop().time()
-    return LiveHop(hop, request.session, client, heard_at=now, progress_at=now, stands_by=request.standby)
-
-
-async def resume(hosts: ModelHosts, live: LiveHop) -> SessionStream:
-    """Open another stream for a hop's session, over the present path. Raises as ``open_hop``.
-
-    The host then ends the previous stream with ``Moved``.
-    """
-    return await _ask(hosts, live.hop, pb.SessionRequest(resume=pb.Resume(session=live.session)))
-
-
-async def _ask(hosts: ModelHosts, hop: Hop, request: pb.SessionRequest) -> SessionStream:
-    """A session stream on which the host answered ``request`` with ``Opened``."""
-    client = await SESSION.open(hosts.transport, hop.peer, hosts.timing, addresses=hop.addresses)
-    try:
-        await client.send(request)
-        reply, _ = await client.receive()
-        if not reply.HasField("opened"):
-            raise ProtocolViolation("a session is answered with Opened")
-    except BaseException:
-        client.close()
-        raise
-    return client
-
-
-def _peer(target: NextHop, record: bytes) -> pb.Peer:
-    return pb.Peer(id=target.peer, record=record, session=target.session)

@@ -9,7 +9,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -60,11 +61,34 @@ Each attempt reads the directory, because a host with more room may have joined.
 """
 
 
+class RepairDeadline:
+    """The time that one repair may take: ``recover_s`` after it began or last got on."""
+
+    def __init__(self, recover_s: float) -> None:
+        self._recover_s = recover_s
+        self._running: asyncio.Timeout | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Raise ``TimeoutError`` at the deadline, unless the context ends before."""
+        try:
+            async with asyncio.timeout(self._recover_s) as self._running:
+                yield
+        finally:
+            self._running = None
+
+    def extend(self, wait_s: float = 0.0) -> None:
+        """Start the deadline of the running repair, if any, again after ``wait_s``."""
+        if self._running is not None and not self._running.expired():
+            self._running.reschedule(asyncio.get_running_loop().time() + wait_s + self._recover_s)
+
+
 @dataclass(eq=False)
 class ChainRepair:
     """The hops of one chain, and how they are replaced.
 
-    ``trouble`` is set when a hop was dropped, so that somebody calls ``run``.
+    - ``trouble`` is set when a hop was dropped, so that somebody calls ``run``.
+    - ``deadline``: hosts extend it while they receive the chain's adapter.
     """
 
     hosts: ModelHosts
@@ -75,6 +99,7 @@ class ChainRepair:
     links: ChainLinks
     standbys: Standbys
     trouble: asyncio.Event
+    deadline: RepairDeadline
     hops: list[LiveHop] = field(default_factory=list)
     positions: int = 0
     """Positions of all sequences, including positions about to be sent."""
@@ -82,7 +107,6 @@ class ChainRepair:
     """Why a hop was replaced last, or could not be."""
     number: int = field(default_factory=count(1).__next__)
     """The chain's number in the logs of this client."""
-    _deadline: asyncio.Timeout | None = None
 
     def __post_init__(self) -> None:
         self.blame = Blame(self.hosts)
@@ -114,16 +138,11 @@ class ChainRepair:
         self._retries.answered()
         self.blame = Blame(self.hosts)
 
-    def extend_deadline(self) -> None:
-        """A host has received some of the adapter: start the deadline of the repair again."""
-        if self._deadline is not None:
-            self._deadline.reschedule(asyncio.get_running_loop().time() + self.hosts.timing.recover_s)
-
     async def run(self) -> None:
         """Make the chain whole. Raises the error for the user when that is not possible."""
         clock = asyncio.get_running_loop().time
         try:
-            async with asyncio.timeout(self.hosts.timing.recover_s) as self._deadline:
+            async with self.deadline.running():
                 if missing := self._gaps():
                     self._log("a chain has gaps", blocks=missing, reason=str(self.last_error or "")[:200])
                     self.report.failovers += bool(self.report.route)
@@ -364,12 +383,10 @@ class ChainRepair:
 
         A chain that has answered is worth the time of a repair.
         """
-        recover_s = self.hosts.timing.recover_s
-        most_s = max(self.spec.wait_s, recover_s if self.continues else 0.0)
+        most_s = max(self.spec.wait_s, self.hosts.timing.recover_s if self.continues else 0.0)
         now = asyncio.get_running_loop().time()
         if not self._retries.may_wait(error.retry_after_s, most_s, now):
             raise error
         self.last_error = error
-        if self._deadline is not None:
-            self._deadline.reschedule(now + error.retry_after_s + recover_s)
+        self.deadline.extend(error.retry_after_s)
         await asyncio.sleep(error.retry_after_s)

@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_client.chain.adapter_upload import AdapterUploader
-from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream, open_hop, resume
+from swarmnet_client.chain.failures import UnhandledMessage
+from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import all_of, cancel
+from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import NextHop
+from swarmnet_protocols.session.wire_tensors import wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -25,9 +29,7 @@ _log = logging.getLogger(__name__)
 class HopSessions:
     """The open sessions of one chain.
 
-    - ``receive`` receives from a hop until its session ends. It returns whether the session went on
-      with another stream.
-    - ``heartbeat`` takes a hop's heartbeats.
+    - ``handle`` takes every message of a hop, and ``heartbeat`` its heartbeats.
     - ``ended`` is called when a session ends with an error.
     - ``tasks`` runs a task for each session.
     """
@@ -35,7 +37,7 @@ class HopSessions:
     hosts: ModelHosts
     spec: ChainSpec
     uploader: AdapterUploader
-    receive: Callable[[LiveHop, SessionStream], Awaitable[bool]]
+    handle: Callable[[LiveHop, pb.SessionReply, Buffer], None]
     heartbeat: Callable[[LiveHop, pb.SessionReply], None]
     ended: Callable[[LiveHop, SwarmnetError], None]
     tasks: asyncio.TaskGroup
@@ -76,20 +78,13 @@ class HopSessions:
 
         async def try_to_open(hop: Hop, session: bytes, target: NextHop | None) -> LiveHop | None:
             try:
-                live = await open_hop(
-                    self.uploader,
-                    self.spec,
-                    hop,
-                    (session, epoch),
-                    target,
-                    role=role if hop is last or role is SessionRole.SUCCESSOR else SessionRole.HOP,
-                )
+                is_hop = hop is not last and role is not SessionRole.SUCCESSOR
+                live = await self._open(hop, session, epoch, target, SessionRole.HOP if is_hop else role)
             except ConfigError:
                 raise  # the adapter is at fault: no other host would take it
             except SwarmnetError as error:
                 failed(hop, error)
                 return None
-            live.announced = self.hosts.span_of(hop.peer)
             answered.append(live)
             _log.debug("a session is open", extra=live.target(epoch).log_fields | {"role": role.name})
             self.tasks.create_task(self._attend(live))
@@ -114,14 +109,61 @@ class HopSessions:
                 live.next, live.epoch = successor, epoch
         return [live for live in opened if live is not None]
 
+    async def _open(
+        self, hop: Hop, session: bytes, epoch: int, target: NextHop | None, role: SessionRole
+    ) -> LiveHop:
+        """Open a session on a host, after the chain's adapter was uploaded there.
+
+        ``target``: the hop after it. None if outputs go to the client, or if a standby sends to no
+        peer yet. Raises what ``upload_adapter`` raises, ``ProtocolViolation``, or ``Refused``.
+        """
+        request = pb.Open(
+            session=session,
+            epoch=epoch,
+            swarm=self.hosts.swarm_id,
+            manifest=self.hosts.manifest,
+            span=pb.Span(start=hop.start, end=hop.end),
+            next=target.to_wire(self.hosts.record_of(target.peer)) if target else None,
+            wire=wire_code(self.spec.wire_of(hop.precision)),
+            max_length=self.spec.max_length,
+            standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
+            spare=role is SessionRole.SPARE,
+            timed=self.spec.trace is not None,
+            continues=role is SessionRole.SUCCESSOR,
+        )
+
+        async def ask(adapter: bytes) -> SessionStream:
+            request.adapter = adapter
+            return await self._ask(hop, pb.SessionRequest(open=request))
+
+        stream = await self.uploader.with_adapter(hop, ask)
+        now = asyncio.get_running_loop().time()
+        announced = self.hosts.span_of(hop.peer)
+        return LiveHop(hop, session, stream, now, now, announced, stands_by=request.standby)
+
+    async def _ask(self, hop: Hop, request: pb.SessionRequest) -> SessionStream:
+        """Return a session stream on which the host answered ``request`` with ``Opened``."""
+        stream = await SESSION.open(
+            self.hosts.transport, hop.peer, self.hosts.timing, addresses=hop.addresses
+        )
+        try:
+            await stream.send(request)
+            reply, _ = await stream.receive()
+            if not reply.HasField("opened"):
+                raise ProtocolViolation("a session is answered with Opened")
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
     async def _attend(self, live: LiveHop) -> None:
         """Receive from one hop until its session ends. When the path improves, a new stream
         replaces the old one."""
         async with asyncio.TaskGroup() as streams:
-            receiving = streams.create_task(self._attend_stream(live))
+            receiving = streams.create_task(self._receive(live))
             while await self._resume(live, receiving):
                 # Outputs may still be on their way over the old stream. Its last message is Moved.
-                receiving = streams.create_task(self._attend_stream(live))
+                receiving = streams.create_task(self._receive(live))
         if receiving.result():
             self.ended(live, ProtocolViolation("a host ended a session that did not move"))
 
@@ -135,7 +177,9 @@ class HopSessions:
             await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
                 return False
-            live.stream = await resume(self.hosts, live)
+            # The host then ends the stream before with Moved.
+            request = pb.SessionRequest(resume=pb.Resume(session=live.session))
+            live.stream = await self._ask(live.hop, request)
         except SwarmnetError as error:
             _log.info("the session on %s stays on its path: %s", live.peer, error)
             return False
@@ -144,7 +188,7 @@ class HopSessions:
         _log.info("the session on %s moved to a better path", live.peer)
         return True
 
-    async def _attend_stream(self, live: LiveHop) -> bool:
+    async def _receive(self, live: LiveHop) -> bool:
         """Receive from a hop over its present stream, and send heartbeats there.
 
         Returns whether the session went on with another stream.
@@ -153,7 +197,17 @@ class HopSessions:
         stream.on_heartbeat = partial(self.heartbeat, live)
         beating = asyncio.create_task(live.send_heartbeats(stream, self.hosts.timing.client_silence_s / 4))
         try:
-            return await self.receive(live, stream)
+            while True:
+                reply, payload = await live.receive(stream)
+                if reply.HasField("moved"):
+                    return True
+                self.handle(live, reply, payload)
+        except SwarmnetError as error:
+            self.ended(live, error)
+        except Exception as error:  # noqa: BLE001 - the peer's message or a bug: the chain finds out
+            _log.exception("a message of %s cannot be handled", live.peer)
+            self.ended(live, UnhandledMessage(live.peer, error))
         finally:
             await cancel(beating)
             stream.close()
+        return False

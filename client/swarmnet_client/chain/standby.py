@@ -31,7 +31,6 @@ from swarmnet_client.chain.links import ChainLinks
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, NoRoute, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_view import Hop
@@ -112,13 +111,18 @@ class _Place:
 
 @dataclass(eq=False)
 class Standbys:
-    """The standbys of one chain. ``changed`` is set when one is opened or ends."""
+    """The standbys of one chain.
+
+    - ``changed`` is set when one is opened or ends.
+    - ``tasks`` runs a task for each standby in preparation.
+    """
 
     hosts: ModelHosts
     spec: ChainSpec
     sessions: HopSessions
     links: ChainLinks
     changed: asyncio.Event
+    tasks: asyncio.TaskGroup
     _places: dict[LiveHop, _Place] = field(default_factory=dict)
     _positions: int = 0
 
@@ -177,7 +181,7 @@ class Standbys:
                     place.require()
                 is_given_up = live.leaving and self.has_given_up(live)
                 if place.standby is None and place.preparing is None and not is_given_up:
-                    place.preparing = asyncio.create_task(self._prepare(place, precision))
+                    place.preparing = self.tasks.create_task(self._prepare(place, precision))
 
     def pop(self, live: LiveHop) -> Standby | None:
         """Return the standby of a hop, to install in its place. None unless it is alive and fed."""
@@ -213,13 +217,6 @@ class Standbys:
         """End all standbys: what they were fed is wrong."""
         for place in list(self._places.values()):
             self._end(place)
-
-    async def close(self) -> None:
-        """End all standbys, and wait until they have ended."""
-        tasks = [place.preparing for place in self._places.values()]
-        tasks += [standby.feeding for standby in self._standbys()]
-        self.discard_all()
-        await cancel(*tasks)
 
     def _standbys(self) -> list[Standby]:
         return [place.standby for place in self._places.values() if place.standby is not None]

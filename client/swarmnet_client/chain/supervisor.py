@@ -26,16 +26,16 @@ from typing import NoReturn
 import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploader
+from swarmnet_client.chain.failures import UnhandledMessage
 from swarmnet_client.chain.hops import (
     ChainReport,
     ChainSpec,
     LiveHop,
     Sender,
-    SessionStream,
     upstream,
 )
 from swarmnet_client.chain.links import ChainLinks
-from swarmnet_client.chain.repair import ChainRepair
+from swarmnet_client.chain.repair import ChainRepair, RepairDeadline
 from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
@@ -84,7 +84,7 @@ class ChainSupervisor:
         tasks: asyncio.TaskGroup,
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]. ``tasks`` runs a task for each
-        session, and one for each link of the client."""
+        session, each link of the client and each standby in preparation."""
         mark = ignore_moment if spec.trace is None else spec.trace.mark
 
         def render(step: Step) -> Step:
@@ -98,25 +98,23 @@ class ChainSupervisor:
         self._report = report
         self._trouble = asyncio.Event()
         self._trouble.set()
-        self._client_fault: asyncio.Queue[ConfigError] = asyncio.Queue()
+        self._tasks = tasks
+        self._client_fault: asyncio.Queue[SwarmnetError] = asyncio.Queue()
         self._is_resting = False
         """Whether hops are missing while no step is in flight: they are opened before the next
         step."""
-        uploader = AdapterUploader(
-            hosts,
-            spec.adapter,
-            lambda: self.repair.extend_deadline(),  # noqa: PLW0108 - it is made below
-        )
+        deadline = RepairDeadline(hosts.timing.recover_s)
+        uploader = AdapterUploader(hosts, spec.adapter, deadline.extend)
         sessions = HopSessions(
-            hosts, spec, uploader, self._receive, self._on_heartbeat, self._session_ended, tasks
+            hosts, spec, uploader, self._handle, self._on_heartbeat, self._session_ended, tasks
         )
         sender = LinkSender(
             hosts.transport, in_flight.outbox, spec.dtype, hosts.timing, render=render, mark=mark
         )
         self._links = ChainLinks(hosts, spec, sender, self._client_link_lost, tasks)
-        self._standbys = Standbys(hosts, spec, sessions, self._links, self._trouble)
+        self._standbys = Standbys(hosts, spec, sessions, self._links, self._trouble, tasks)
         self.repair = ChainRepair(
-            hosts, spec, in_flight, report, sessions, self._links, self._standbys, self._trouble
+            hosts, spec, in_flight, report, sessions, self._links, self._standbys, self._trouble, deadline
         )
 
     async def run(self) -> NoReturn:
@@ -127,7 +125,7 @@ class ChainSupervisor:
         try:
             raise await race(self._client_fault.get(), self._repair_forever())
         finally:
-            await self._standbys.close()
+            self._standbys.discard_all()
 
     def wake(self) -> None:
         """Open the hops again if their sessions were ended because they were idle. Called when a
@@ -213,24 +211,25 @@ class ChainSupervisor:
 
     def _session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
         """The session on a hop ended with ``error``. If the error is a refusal, the fault may be
-        that of an earlier hop or of the client."""
+        that of an earlier hop or of the client. If no code foresaw it, it may be a bug."""
         if (standby := self._standbys.with_hop(live)) is not None:
             self._standbys.session_ended(standby, live, error)
-        elif isinstance(error, Refused):
-            self._refused(live, error)
+        elif isinstance(error, Refused | UnhandledMessage):
+            self._blame(live, error)
         else:
             self.repair.fail(live, error)
 
-    def _refused(self, live: LiveHop, refusal: Refused) -> None:
+    def _blame(self, live: LiveHop, error: Refused | UnhandledMessage) -> None:
         if not live.alive:
             return
-        if refusal.reason == refusal_pb2.REASON_IDLE and self._in_flight.is_empty:
+        reason = error.reason if isinstance(error, Refused) else refusal_pb2.REASON_UNSPECIFIED
+        if reason == refusal_pb2.REASON_IDLE and self._in_flight.is_empty:
             _log.debug("an idle session ended: the chain rests", extra=live.log_fields)
             self._is_resting = True
             live.alive = False
             return
-        if refusal.reason == refusal_pb2.REASON_LOG_GONE:
-            self.repair.drop(live, refusal)
+        if reason == refusal_pb2.REASON_LOG_GONE:
+            self.repair.drop(live, error)
             return
         # An honest hop may have been sent bad inputs, so the hops whose outputs led to them are
         # suspects too.
@@ -238,13 +237,13 @@ class ChainSupervisor:
         made_by = [each.hop for each in before]
         try:
             sent_by = made_by[0] if made_by else None
-            suspects = self.repair.blame.attribute(refusal, live.hop, made_by=made_by, sent_by=sent_by)
-        except ConfigError as fault:
+            suspects = self.repair.blame.attribute(error, live.hop, made_by=made_by, sent_by=sent_by)
+        except (ConfigError, UnhandledMessage) as fault:
             self._client_fault.put_nowait(fault)
             return
         for each in (live, *before):
             if each.hop in suspects:
-                self.repair.drop(each, refusal)
+                self.repair.drop(each, error)
 
     async def _client_link_lost(self, target: NextHop, error: SwarmnetError) -> None:
         known = [*self.repair.hops, *self._standbys.hops]
@@ -291,45 +290,23 @@ class ChainSupervisor:
 
     # ---- messages of hops -----------------------------------------------------------------------
 
-    async def _receive(self, live: LiveHop, stream: SessionStream) -> bool:
-        """Receive from one hop on a stream. Return whether the session went on with another
-        stream."""
-        try:
-            while True:
-                reply, payload = await live.receive(stream)
-                if reply.HasField("output"):
-                    self._complete_step(live, reply.output, payload)
-                elif reply.HasField("moved"):
-                    return True
-                else:
-                    await self._handle(live, reply, payload)
-        except SwarmnetError as error:
-            self._session_ended(live, error)
-            return False
-
     def _complete_step(self, live: LiveHop, output: pb.Output, payload: Buffer) -> None:
         if live.stands_by:
             raise ProtocolViolation("an output of a standby")
         if live.hop.end == self._spec.blocks and self._in_flight.complete(output, payload):
             self.repair.answered(live)
 
-    async def _handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
+    def _handle(self, live: LiveHop, reply: pb.SessionReply, payload: Buffer) -> None:
         """Handle a message of a hop. Raises ``ProtocolViolation`` for an unknown message."""
         match reply.WhichOneof("kind"):
+            case "output":
+                self._complete_step(live, reply.output, payload)
             case "timed":
                 self._record_times(live, reply.timed)
             case "link_lost":
-                receiver = live.next if reply.link_lost.epoch == live.epoch else None
-                if receiver is None and reply.link_lost.epoch == live.epoch:
-                    # The next hop is still being opened. The link is made again when it is open.
-                    live.epoch = 0
-                # The lost link may also be the one to the standby of the next hop.
-                if (fed := self._standbys.fed_by(live, reply.link_lost.epoch)) is not None:
-                    receiver = fed.hops[0]
-                elif (standby := self._standbys.of(live)) is not None and standby.is_linking:
-                    receiver = None  # the next hop already takes its steps from the standby
-                if receiver is not None:
-                    await self._link_lost(live, receiver, Unreachable("a host does not reach the next one"))
+                if (receiver := self._receiver_lost(live, reply.link_lost.epoch)) is not None:
+                    error = Unreachable("a host does not reach the next one")
+                    self._tasks.create_task(self._link_lost(live, receiver, error))
             case "link_made":
                 linked = self._standbys.with_hop(live)
                 if linked is not None and linked.hops[-1] is live and reply.link_made.epoch == live.epoch:
@@ -345,6 +322,19 @@ class ChainSupervisor:
                 live.complete_show(reply.shown, payload)
             case _:
                 raise ProtocolViolation("an unexpected message on a session")
+
+    def _receiver_lost(self, live: LiveHop, epoch: int) -> LiveHop | None:
+        """Return the receiver of the link that a hop has lost, or None if it does not matter."""
+        # The lost link may also be the one to the standby of the next hop.
+        if (fed := self._standbys.fed_by(live, epoch)) is not None:
+            return fed.hops[0]
+        if epoch != live.epoch:
+            return None
+        if live.next is None:
+            live.epoch = 0  # the next hop is still being opened: link to it again when it is open
+        if (standby := self._standbys.of(live)) is not None and standby.is_linking:
+            return None  # the next hop already takes its steps from the standby
+        return live.next
 
     def _record_times(self, live: LiveHop, timed: pb.Timed) -> None:
         if self._spec.trace is None:

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Set
+from contextlib import closing, suppress
 from typing import Any
 
 from swarmnet_protocols.averages import averaged
@@ -122,19 +123,13 @@ class PingMonitor:
 
     async def _ping(self, host: HostInfo) -> None:
         """Ping one host until it fails."""
-        try:
+        with suppress(SwarmnetError):
             pings = await PING.open(self._transport, host.peer, self._timing, addresses=host.addresses)
-        except SwarmnetError:
-            self._on_failure(host.peer)
-            return
-        try:
-            while True:
-                await self._ping_once(pings)
-                await asyncio.sleep(self._timing.ping_s)
-        except SwarmnetError:
-            self._on_failure(host.peer)
-        finally:
-            pings.close()
+            with closing(pings):
+                while True:
+                    await self._ping_once(pings)
+                    await asyncio.sleep(self._timing.ping_s)
+        self._on_failure(host.peer)
 
     async def _ping_once(self, stream: PingStream) -> None:
         answer, peer = await ping(stream, self._rng), stream.peer

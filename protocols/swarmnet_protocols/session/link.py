@@ -44,6 +44,10 @@ class NextHop:
         """Return the fields that join the logs of the client and of both ends of the link."""
         return {"peer": self.peer, "session": log_id(self.session), "epoch": self.epoch}
 
+    def to_wire(self, record: bytes) -> pb.Peer:
+        """Return what the previous hop needs to link there. ``record``: the peer's announcement."""
+        return pb.Peer(id=self.peer, record=record, session=self.session)
+
 
 def log_id(session: bytes) -> str:
     """Return eight digits that stand for a session in the logs of all its peers.

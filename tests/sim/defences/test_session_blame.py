@@ -1,15 +1,20 @@
 """Blame for a session that cannot continue: the input of the client, or one of the hosts."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
 
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.hops import ChainSpec
+from swarmnet_client.chain.failures import UnhandledMessage
+from swarmnet_client.chain.hops import ChainSpec, LiveHop
+from swarmnet_client.chain.standby import Standbys
+from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, SwarmnetError
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.session.adapters import Adapter
 from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.models.peft_oracle import prefix_tensors, with_prefix
@@ -93,5 +98,75 @@ def test_a_session_that_hosts_find_too_long_ends_at_once(
             spec = ChainSpec(6, HIDDEN, longest, torch.float32, adapter=adapter)
             error = await assert_ends_at_once(lab, swarm, spec, f"position {longest + 1} of {longest}")
             assert "shorter" in error.hint
+
+    simulate(reference, scenario)
+
+
+def break_on(patch: pytest.MonkeyPatch, is_bad: Callable[[PeerId], bool]) -> None:
+    """Have outputs of these hosts cause an error in the client that no code foresaw."""
+    complete = ChainSupervisor._complete_step
+
+    def complete_or_break(supervisor: ChainSupervisor, live: LiveHop, *others: Any) -> None:
+        if is_bad(live.peer):
+            raise KeyError("no such thing")
+        complete(supervisor, live, *others)
+
+    patch.setattr(ChainSupervisor, "_complete_step", complete_or_break)
+
+
+def test_a_host_whose_message_breaks_the_client_is_replaced(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[PeerId] = []
+
+    def is_first(peer: PeerId) -> bool:
+        first.append(peer)
+        return peer == first[0]
+
+    break_on(monkeypatch, is_first)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["two hosts"])
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
+            assert chain.report.failovers == 1
+            assert swarm.banned.keys() == {first[0]}
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize("layout", ["one host", "two hosts", "many"])
+def test_a_bug_that_messages_of_all_hosts_meet_ends_the_chain(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    break_on(monkeypatch, lambda _: True)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS[layout])
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(UnhandledMessage, match="KeyError: 'no such thing'"):
+                await lab.generate(chain, PROMPT, 1)
+            assert asyncio.get_running_loop().time() - started < swarm.timing.recover_s / 4
+            assert not swarm.banned
+
+    simulate(reference, scenario)
+
+
+def test_a_bug_in_the_search_for_standbys_ends_the_chain(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the search would begin again at every look at the chain."""
+
+    def no_route(*_: object) -> None:
+        raise KeyError("no such thing")
+
+    monkeypatch.setattr(Standbys, "_route", no_route)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, LAYOUTS["two hosts"])
+        async with lab.client() as swarm, lab.chain(swarm, standby=True) as chain:
+            with pytest.raises(SwarmnetError, match="the chain broke: KeyError: 'no such thing'"):
+                await lab.generate(chain, PROMPT, 8)
 
     simulate(reference, scenario)

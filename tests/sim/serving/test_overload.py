@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_client.chain import sessions
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import RetryPolicy
-from swarmnet_client.chain.hops import LiveHop, SessionRole, open_hop
+from swarmnet_client.chain.hops import LiveHop, SessionRole
+from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.hosts import exclusions
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.hosting import client_limits, host
@@ -303,10 +303,12 @@ def test_a_host_that_is_far_too_busy_refuses_answers_under_way_too(reference: Re
 def test_a_session_that_only_claims_to_continue_is_refused(
     reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def claim(*arguments: Any, **options: Any) -> LiveHop:
-        return await open_hop(*arguments, **options | {"role": SessionRole.SUCCESSOR})
+    open_session = HopSessions._open
 
-    monkeypatch.setattr(sessions, "open_hop", claim)
+    async def claim(*arguments: Any) -> LiveHop:
+        return await open_session(*arguments[:-1], SessionRole.SUCCESSOR)
+
+    monkeypatch.setattr(HopSessions, "_open", claim)
 
     async def scenario(lab: Lab) -> int:
         await start_slow_host(lab, ClientLimits(max_wait_s=12.0))

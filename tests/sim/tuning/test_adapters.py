@@ -4,15 +4,18 @@ and whichever hosts fail."""
 import asyncio
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from swarmnet_client.chain import adapter_upload
 from swarmnet_client.chain.adapter_upload import ATTEMPTS
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_node.hosting import adapter_receiver
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.routing.relocation import Kind, Relocation
@@ -69,9 +72,14 @@ def tuned(request: pytest.FixtureRequest, reference: Reference) -> Tuned:
 
 
 def open_chain(
-    lab: Lab, swarm: ModelHosts, adapter: Adapter | None, *, max_length: int = 512
+    lab: Lab,
+    swarm: ModelHosts,
+    adapter: Adapter | None,
+    *,
+    max_length: int = 512,
+    standby: bool | None = None,
 ) -> AbstractAsyncContextManager[Chain]:
-    spec = ChainSpec(6, 32, max_length, torch.float32, adapter=adapter)
+    spec = ChainSpec(6, 32, max_length, torch.float32, adapter=adapter, standby=standby)
     return Chain.open(swarm, spec, lab.reference.embed)
 
 
@@ -331,5 +339,25 @@ def test_a_session_that_ends_while_it_is_copied_leaves_nothing(reference: Refere
             await asyncio.sleep(5.0)
         assert lab.sessions() == {}
         assert lab.cache_bytes() == {}
+
+    simulate(reference, scenario)
+
+
+def test_a_standby_gets_a_long_adapter_while_the_chain_is_whole(
+    reference: Reference, tuned: Tuned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks extend the deadline of a repair, and none is running."""
+    protocol = replace(ADAPTER, max_payload_bytes=256)
+    for module in adapter_upload, adapter_receiver:
+        monkeypatch.setattr(module, "ADAPTER", protocol)
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, {"one": (0, 6), "other": (0, 6)})
+        async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter, standby=True) as chain:
+            tokens = await lab.generate(chain, PROMPT, TOKENS)
+            assert tokens == tuned.greedy(PROMPT, TOKENS)
+            await asyncio.sleep(2.0)
+            assert lab.sessions() == {"one": 1, "other": 1}
+            assert not swarm.banned
 
     simulate(reference, scenario)
