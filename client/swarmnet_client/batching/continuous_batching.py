@@ -140,22 +140,13 @@ class Batcher:
         self._past_failovers = 0
         self._past_wrong_hosts = 0
 
-    @classmethod
     @asynccontextmanager
-    async def run(
-        cls,
-        head: LmHead,
-        open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
-        limits: BatchLimits,
-        draft_model: DraftModel | None = None,
-        room: Callable[[], float] = lambda: math.inf,
-    ) -> AsyncIterator["Batcher"]:
-        """A batcher that answers while the context is open."""
-        batcher = cls(head, open_chain, limits, draft_model, room)
+    async def running(self) -> AsyncIterator["Batcher"]:
+        """Answer while the context is open."""
         try:
-            yield batcher
+            yield self
         finally:
-            await cancel(*batcher._groups.values())
+            await cancel(*self._groups.values())
 
     @property
     def load(self) -> Load:
@@ -303,13 +294,13 @@ class BatchedModel:
             )
             tokenizer = local.tokenizer()
             await hosts.refresh()
-            async with Batcher.run(
+            async with Batcher(
                 LmHead(local_layers, computing),
                 partial(Chain.open, hosts, spec, local_layers.embed, local_layers.logits),
                 limits,
                 draft_model,
                 lambda: hosts.room((0, spec.blocks)),
-            ) as batcher:
+            ).running() as batcher:
                 ends = frozenset(local.end_ids(tokenizer))
                 yield cls(local, tokenizer, batcher, hosts, local.max_positions, ends, speculates)
         finally:

@@ -30,12 +30,12 @@ async def batcher(
 ) -> AsyncIterator[tuple[Batcher, ModelHosts]]:
     async with (
         lab.client(client) as hosts,
-        Batcher.run(
+        Batcher(
             head_of(lab.reference.local),
             lambda give_up: lab.chain(hosts, give_up_idle=give_up),
             limits or BatchLimits(),
             draft_model,
-        ) as running,
+        ).running() as running,
     ):
         yield running, hosts
 
