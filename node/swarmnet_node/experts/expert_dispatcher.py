@@ -99,6 +99,35 @@ class _Ask:
 
 
 @dataclass(eq=False)
+class _Needed:
+    """What one forward needs from peers for one block.
+
+    ``hidden`` [T, D]: the inputs of all rows. ``rows``: the rows of each expert.
+    """
+
+    block: int
+    hidden: torch.Tensor
+    rows: dict[int, list[int]]
+    left: set[Pair] = field(init=False)
+    """Pairs without finite outputs so far. A pair may be asked for twice; the first finite answer
+    removes it."""
+    found: dict[int, list[tuple[Sequence[int], torch.Tensor]]] = field(init=False)
+    """The answers for each expert: rows, and their outputs."""
+    asks: list[_Ask] = field(default_factory=list)
+    failed: set[PeerId] = field(default_factory=set)
+    doubted: dict[Pair, list[ExpertLink]] = field(default_factory=dict)
+    """Peers whose outputs for a pair were not finite. They do not get this pair again."""
+
+    def __post_init__(self) -> None:
+        self.left = {(row, expert) for expert, each in self.rows.items() for row in each}
+        self.found = {expert: [] for expert in self.rows}
+
+    def outputs(self) -> Outputs:
+        """Return the outputs of each expert, in the order of its rows."""
+        return {expert: _in_order(parts, self.rows[expert]) for expert, parts in self.found.items()}
+
+
+@dataclass(eq=False)
 class ExpertDispatcher:
     """Has peers compute a host's missing experts. Blocks are numbered as in the whole model."""
 
@@ -197,107 +226,88 @@ class ExpertDispatcher:
             for peer, seconds in self._work.get(block, {}).items()
             if peer in self.links
         }
-        found: dict[int, _Parts] = {expert: _Parts() for expert in rows}
-        asks: list[_Ask] = []
-        failed: set[PeerId] = set()
-        doubted: dict[Pair, list[ExpertLink]] = {}
-        left: set[Pair] = {(row, expert) for expert in rows for row in rows[expert].tolist()}
+        needed = _Needed(block, hidden, {expert: each.tolist() for expert, each in rows.items()})
         give_up_at = math.inf
         try:
-            # Each turn asks for whatever nobody computes, waits for news, and counts the answers. A
-            # pair may be asked for twice, so the first finite answer removes it from ``left``.
-            while left:
+            # Each turn asks for whatever nobody computes, waits for news, and counts the answers.
+            while needed.left:
                 # Before the links are read: a change during ``_ask`` must end the wait below.
                 seen = self.links.changes
-                self._ask(block, hidden, left, asks, failed, doubted)
-                orphans = left.difference(*(ask.pairs for ask in asks))
+                self._ask(needed)
+                orphans = needed.left.difference(*(ask.pairs for ask in needed.asks))
                 # Whoever can be asked returned outputs that are not finite. So the rows are to
                 # blame, not the peers: a single host would compute NaN for them, too.
-                if too_large := orphans & doubted.keys():
+                if too_large := orphans & needed.doubted.keys():
                     for row, expert in too_large:
-                        found[expert].add([row], torch.full_like(hidden[:1], math.nan))
+                        needed.found[expert].append(([row], torch.full_like(hidden[:1], math.nan)))
                     orphans -= too_large
-                    left -= too_large
+                    needed.left -= too_large
                 if orphans:
                     experts = {expert for _, expert in orphans}
                     if await self._loaded(block, experts):
                         # The host computes all rows of these experts, even rows that have arrived.
-                        left = {pair for pair in left if pair[1] not in experts}
+                        needed.left = {pair for pair in needed.left if pair[1] not in experts}
                         for expert in experts:
-                            del found[expert]
+                            del needed.found[expert]
                         continue
                     # Peers come and go. The first time that an expert has none starts the clock, so
                     # that a series of short gaps cannot hold a forward forever.
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
-                if left:
-                    await self._progress(asks, give_up_at, seen)
-                for ask in [ask for ask in asks if ask.answer.done()]:
-                    asks.remove(ask)
+                if needed.left:
+                    await self._progress(needed.asks, give_up_at, seen)
+                for ask in [ask for ask in needed.asks if ask.answer.done()]:
+                    needed.asks.remove(ask)
                     if (outputs := self._outputs_of(ask)) is None:
-                        failed.add(ask.link.host.peer)
-                    elif not left.isdisjoint(ask.pairs):
-                        left -= self._sort_outputs(ask, outputs, found, doubted)
-                if orphans & left and self._loop.time() >= give_up_at:
-                    raise self._missing({block: frozenset(expert for _, expert in orphans & left)})
+                        needed.failed.add(ask.link.host.peer)
+                    elif not needed.left.isdisjoint(ask.pairs):
+                        self._sort_outputs(needed, ask, outputs)
+                if orphans & needed.left and self._loop.time() >= give_up_at:
+                    missing = {block: frozenset(expert for _, expert in orphans & needed.left)}
+                    raise Refusal(
+                        refusal_pb2.REASON_MISSING_EXPERTS,
+                        f"no peer within reach has experts {self._describe(missing)}",
+                    )
         finally:
             # Slower peers of hedged requests would go on computing for nobody.
-            if asks:
-                await cancel(*(ask.answer for ask in asks))
-        return {expert: parts.outputs(rows[expert].tolist()) for expert, parts in found.items()}
+            if needed.asks:
+                await cancel(*(ask.answer for ask in needed.asks))
+        return needed.outputs()
 
-    def _sort_outputs(
-        self,
-        ask: _Ask,
-        outputs: Outputs,
-        found: Mapping[int, "_Parts"],
-        doubted: dict[Pair, list[ExpertLink]],
-    ) -> frozenset[Pair]:
-        """Add the finite outputs of an answer to ``found``, and return their pairs. Put other pairs
-        into ``doubted``."""
+    def _sort_outputs(self, needed: _Needed, ask: _Ask, outputs: Outputs) -> None:
+        """Add the finite outputs of an answer to ``needed.found``. Put other pairs into
+        ``needed.doubted``."""
         taken = ask.pairs
-        for expert in found.keys() & outputs.keys():
+        for expert in needed.found.keys() & outputs.keys():
             mine, output = ask.rows[expert], outputs[expert]
             if not torch.isfinite(output).all():
                 good = torch.isfinite(output).all(1)
                 bad = {(row, expert) for row, is_good in zip(mine, good.tolist(), strict=True) if not is_good}
                 for pair in bad:
-                    doubted.setdefault(pair, []).append(ask.link)
+                    needed.doubted.setdefault(pair, []).append(ask.link)
                 taken -= bad
                 mine, output = [row for row in mine if (row, expert) not in bad], output[good]
-            found[expert].add(mine, output)
+            needed.found[expert].append((mine, output))
         now = self._loop.time()
-        for link in {link for pair in taken & doubted.keys() for link in doubted[pair]}:
+        for link in {link for pair in taken & needed.doubted.keys() for link in needed.doubted[pair]}:
             link.avoid(now)
-        return taken
+        needed.left -= taken
 
-    def _ask(
-        self,
-        block: int,
-        hidden: torch.Tensor,
-        left: Collection[Pair],
-        asks: list[_Ask],
-        failed: Collection[PeerId],
-        doubted: Mapping[Pair, Sequence[ExpertLink]],
-    ) -> None:
-        """Ask peers for all rows in ``left`` that nobody computes yet, or only late peers.
-
-        ``doubted``: peers whose outputs for a pair were not finite. They do not get this pair
-        again.
-        """
+    def _ask(self, needed: _Needed) -> None:
+        """Ask peers for rows in ``needed.left`` that nobody computes yet, or only late peers."""
         now = self._loop.time()
         usual: dict[int, list[PeerId]] = {}
         holders: dict[int, dict[int, list[PeerId]]] = {}
         late: set[_Ask] = set()
-        for row, expert in sorted(left):
+        for row, expert in sorted(needed.left):
             if expert not in usual:
-                usual[expert] = self._holders(block, expert, failed)
-            free, present = usual[expert], [ask for ask in asks if (row, expert) in ask.pairs]
+                usual[expert] = self._holders(needed.block, expert, needed.failed)
+            free, present = usual[expert], [ask for ask in needed.asks if (row, expert) in ask.pairs]
             if any(now < ask.late_at for ask in present):
                 continue
-            if present or (row, expert) in doubted:
+            if present or (row, expert) in needed.doubted:
                 asked = {ask.link.host.peer for ask in present}
-                asked.update(link.host.peer for link in doubted.get((row, expert), ()))
-                free = self._holders(block, expert, {*failed, *asked})
+                asked.update(link.host.peer for link in needed.doubted.get((row, expert), ()))
+                free = self._holders(needed.block, expert, {*needed.failed, *asked})
             if free:
                 holders.setdefault(row, {})[expert] = free
                 late.update(present)
@@ -306,31 +316,27 @@ class ExpertDispatcher:
                 ask.is_hedged = True
                 ask.link.avoid(now)
                 self.counters.hedged += 1
-        for peer, mine in self._divided(block, holders).items():
+        for peer, mine in self._divided(needed.block, holders).items():
             link = self.links[peer]
             indexes = {expert: torch.tensor(each) for expert, each in mine.items()}
             pairs = frozenset((row, expert) for expert, each in mine.items() for row in each)
             self.counters.rows += len(pairs)
             self.counters.sent += len({row for row, _ in pairs})
             late_at = now + HEDGE_S + HEDGE_FACTOR * link.seconds_for(len(pairs))
-            answer = asyncio.create_task(_ask_all(link, split_rows(block, hidden, indexes)))
-            asks.append(_Ask(link, pairs, mine, answer, late_at))
+            answer = asyncio.create_task(_ask_all(link, split_rows(needed.block, needed.hidden, indexes)))
+            needed.asks.append(_Ask(link, pairs, mine, answer, late_at))
 
     def _divided(
         self, block: int, holders: Mapping[int, Mapping[int, list[PeerId]]]
     ) -> dict[PeerId, dict[int, list[int]]]:
         """Return the rows of each expert to ask each peer for. ``holders``: by row and expert."""
-        work = self._work[block]
         asked: dict[PeerId, dict[int, list[int]]] = {}
         for row, those in holders.items():
-            for peer, experts in divide(those, work, self._row_s).items():
-                mine = asked.setdefault(peer, {})
+            shares = divide(those, self._work[block], lambda peer: self.links[peer].row_s)
+            for peer, experts in shares.items():
                 for expert in experts:
-                    mine.setdefault(expert, []).append(row)
+                    asked.setdefault(peer, {}).setdefault(expert, []).append(row)
         return asked
-
-    def _row_s(self, peer: PeerId) -> float:
-        return self.links[peer].row_s
 
     async def _loaded(self, block: int, experts: set[int]) -> bool:
         """Have the host load experts that no peer has. Return False if there is no room or the
@@ -389,12 +395,6 @@ class ExpertDispatcher:
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
         return f"{format_experts(missing)[:200]} (block:experts){note}"
 
-    def _missing(self, experts: BlockExperts) -> Refusal:
-        return Refusal(
-            refusal_pb2.REASON_MISSING_EXPERTS,
-            f"no peer within reach has experts {self._describe(experts)}",
-        )
-
     def _holders(self, block: int, expert: int, without: Collection[PeerId] = ()) -> list[PeerId]:
         """Return the peers to ask for an expert. Late and much slower peers are left out if others
         have it."""
@@ -407,25 +407,15 @@ class ExpertDispatcher:
         return [link.host.peer for link in links]
 
 
-class _Parts:
-    """The outputs of one expert, collected as they arrive from peers."""
-
-    def __init__(self) -> None:
-        self._rows: list[int] = []
-        self._outputs: list[torch.Tensor] = []
-
-    def add(self, rows: Sequence[int], outputs: torch.Tensor) -> None:
-        self._rows += rows
-        self._outputs.append(outputs)
-
-    def outputs(self, rows: Sequence[int]) -> torch.Tensor:
-        """Return the outputs of ``rows``, in this order. If two peers computed a row, the later
-        answer counts."""
-        together = self._outputs[0] if len(self._outputs) == 1 else torch.cat(self._outputs)
-        if self._rows == rows:
-            return together
-        places = {row: place for place, row in enumerate(self._rows)}
-        return together[[places[row] for row in rows]]
+def _in_order(parts: Sequence[tuple[Sequence[int], torch.Tensor]], rows: Sequence[int]) -> torch.Tensor:
+    """Return the outputs of ``rows``, in this order. If two peers computed a row, the later answer
+    counts."""
+    together = parts[0][1] if len(parts) == 1 else torch.cat([outputs for _, outputs in parts])
+    found = [row for mine, _ in parts for row in mine]
+    if found == rows:
+        return together
+    places = {row: place for place, row in enumerate(found)}
+    return together[[places[row] for row in rows]]
 
 
 async def _ask_all(link: ExpertLink, requests: Iterable[ExpertRows]) -> Outputs:

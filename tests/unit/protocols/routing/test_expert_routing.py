@@ -302,11 +302,10 @@ def avoid_at_once(patch: Patch) -> None:
     """A peer is avoided for outputs that are not finite, whatever the outputs of others are."""
     sort_outputs = ExpertDispatcher._sort_outputs
 
-    def avoiding(dispatcher: ExpertDispatcher, ask: Any, *others: Any) -> Any:
-        taken = sort_outputs(dispatcher, ask, *others)
-        if taken != ask.pairs:
+    def avoiding(dispatcher: ExpertDispatcher, needed: Any, ask: Any, outputs: Outputs) -> None:
+        sort_outputs(dispatcher, needed, ask, outputs)
+        if needed.left & ask.pairs:
             ask.link.avoid(0.0)
-        return taken
 
     patch.setattr(ExpertDispatcher, "_sort_outputs", avoiding)
 
