@@ -192,14 +192,20 @@ class ExpertService:
 
     async def handle(self, stream: ExpertsStream) -> None:
         """Compute for one host until its stream ends."""
-        with self._slots.acquire(stream.stream, lambda: stream.refuse(_idle())) as slot:
+        slot = Slot.of(stream.stream)
+        with self._slots.acquire(slot, stream.stream.scope):
             self.streams += 1
             self._rows[slot] = 0
             try:
                 await self._attach(stream)
-                await race(self._tell(stream), self._serve(stream, slot), self._send_heartbeats(stream))
+                await race(
+                    self._tell(stream),
+                    self._serve(stream, slot),
+                    self._send_heartbeats(stream),
+                    slot.eviction(),
+                )
             except ProtocolViolation as error:
-                raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
+                raise Refusal.of(error) from error
             finally:
                 self.streams -= 1
                 del self._rows[slot]
@@ -304,8 +310,3 @@ class ExpertService:
             for expert, rows in request.rows.items()
         ]
         return torch.cat(outputs)
-
-
-def _idle() -> Refusal:
-    """Return the refusal for a stream that had no work."""
-    return Refusal(refusal_pb2.REASON_IDLE, "no rows arrived for too long, and other hosts wait")

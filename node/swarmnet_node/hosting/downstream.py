@@ -11,10 +11,13 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
 from swarmnet_protocols.session.link import LinkSender, NextHop
+from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -27,17 +30,17 @@ class Downstream:
     Without a target they go nowhere: the session answers the client, or stands by.
 
     - ``tell`` tells the client which links are made and lost.
-    - ``lost`` is called before that when a link is lost, with the error and whether the link led to
-      a standby. It returns False if the session ends.
+    - ``end`` ends the session if its log can no longer rebuild a next hop.
+    - ``freed`` is set when the session has ended. No link is made any more then.
     - ``session``: stands for the session in logs (``log_id``).
     """
 
     session: str
     sender: LinkSender
     tell: Callable[[pb.SessionReply], Awaitable[None]]
-    lost: Callable[[SwarmnetError, bool], bool]
+    end: Callable[[Refusal], None]
+    counters: HostCounters
     freed: asyncio.Event
-    """Set when the session has ended. No link is made any more then."""
     target: NextHop | None = None
     standby: NextHop | None = None
     """The standby of the next hop, while it is fed."""
@@ -99,8 +102,10 @@ class Downstream:
         try:
             await self.sender.run(target, tell, is_standby=target is self.standby)
         except SwarmnetError as error:
-            if not self.lost(error, target is not self.target):
+            if isinstance(error, LogDropped) and target is self.target:
+                self.end(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
                 return
+            self.counters.links_lost += 1
             _log.info("a link is lost", extra=self._log_fields(target) | {"reason": str(error)[:200]})
             await self.tell(pb.SessionReply(link_lost=pb.LinkLost(epoch=target.epoch, peer=target.peer)))
 

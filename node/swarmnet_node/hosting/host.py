@@ -24,7 +24,7 @@ The path of a step of a session:
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +45,9 @@ from swarmnet_node.hosting.session import (
     LinkStream,
     SessionParts,
     SessionStream,
-    idle,
     leaving,
 )
-from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, slot_to_evict
+from swarmnet_node.hosting.slots import IDLE_S, Slot, Slots, idle, slot_to_evict
 from swarmnet_protocols.directory.host_announcements import signed_addresses
 from swarmnet_protocols.errors import DeadlineExceeded, OutOfResources, ProtocolViolation
 from swarmnet_protocols.machine.aio import all_of, race
@@ -56,7 +55,7 @@ from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.net import PeerId, Stream, Transport
 from swarmnet_protocols.net.dialling import Introductions
 from swarmnet_protocols.net.limits.resource_limits import Resource
-from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, Scope
+from swarmnet_protocols.net.limits.resources import RETRY_S, Scope
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -121,7 +120,7 @@ class Host:
         )
         self._sessions: dict[bytes, HostedSession] = {}
         self._session_slots = Slots(self._system, Resource.SESSIONS)
-        self._pass_slots = Slots(self._system, Resource.PASSES, new_s=IDLE_S)
+        self._pass_slots = Slots(self._system, Resource.PASSES)
         self._pending_link_slots = Slots(self._system, Resource.PENDING_LINKS)
         self._passes: Counter[Engine] = Counter()
         """Running passes of each engine."""
@@ -262,8 +261,9 @@ class Host:
             raise idle()
         self._check_wait(client.peer, continues=wanted.continues)
         adapter = self._use_adapter(wanted, client.peer, held)
-        slot = self._acquire_slot(held, self._session_slots, client.stream, lambda: session.end(idle()))
-        session = HostedSession(self._session_parts, self.blocks, wanted, client, slot, adapter)
+        session = HostedSession(self._session_parts, self.blocks, wanted, client, adapter)
+        # Last, because it may evict the session of another client.
+        held.enter_context(self._session_slots.acquire(session.slot, client.stream.scope))
         if not wanted.spare:
             self._end_spares()
         return session
@@ -295,28 +295,6 @@ class Host:
             if session.slot.is_spare:
                 session.slot.evict()
 
-    def _acquire_slot(self, held: ExitStack, slots: Slots, stream: Stream, evict: Callable[[], None]) -> Slot:
-        """Acquire a slot until ``held`` is closed. Raises ``Refusal`` if none is free."""
-        try:
-            return held.enter_context(slots.acquire(stream, evict))
-        except ResourceLimitReached as error:
-            raise Refusal.out_of_resources(error) from error
-
-    async def _with_slot(
-        self, slots: Slots, stream: Stream, work: Callable[[Slot], Coroutine[Any, Any, None]]
-    ) -> None:
-        """Run ``work`` with a slot. Raises ``Refusal`` if no slot is free, or when the slot is
-        evicted."""
-        evicted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def evict() -> None:
-            if not evicted.done():
-                evicted.set_exception(idle())
-
-        with ExitStack() as held:
-            slot = self._acquire_slot(held, slots, stream, evict)
-            await race(work(slot), _value(evicted))
-
     async def make_room(self, scope: Scope, cache_bytes: int) -> None:
         """End idle sessions until ``cache_bytes`` more of KV caches fit.
 
@@ -331,7 +309,8 @@ class Host:
             evicted.evict()
             await held[evicted].freed.wait()
 
-    def _refuse(self, stream: TypedStream[Any, Any], refusal: Refusal) -> None:
+    def _refuse(self, stream: TypedStream[Any, Any], error: Exception) -> None:
+        refusal = Refusal.of(error)
         self.counters.refuse(refusal, stream.peer)
         stream.refuse(refusal)
 
@@ -340,12 +319,8 @@ class Host:
         """Refuse the client's request, with the reason, if serving it inside the context fails."""
         try:
             yield
-        except ProtocolViolation as error:
-            self._refuse(stream, Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
-        except OutOfResources as error:
-            self._refuse(stream, Refusal.out_of_resources(error))
-        except Refusal as refusal:
-            self._refuse(stream, refusal)
+        except (ProtocolViolation, OutOfResources, Refusal) as error:
+            self._refuse(stream, error)
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
@@ -357,7 +332,7 @@ class Host:
             try:
                 adapter.check_span(wanted.span.start, wanted.span.end)
             except ProtocolViolation as error:
-                raise Refusal(refusal_pb2.REASON_PROTOCOL, str(error)) from error
+                raise Refusal.of(error) from error
         return adapter
 
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
@@ -387,18 +362,18 @@ class Host:
         engine = self.blocks.engine
         stage = self.blocks.stage((wanted.span.start, wanted.span.end))
 
-        async def run(slot: Slot) -> None:
-            with ExitStack() as held:
-                adapter = self._use_adapter(wanted, client.peer, held)
-                await HostedPass(wanted, stage, engine, client, self.timing, adapter).run(slot)
-
-        self._passes[engine] += 1
-        try:
-            await self._with_slot(self._pass_slots, client.stream, run)
-        finally:
-            # Removes the entry at 0, which would keep the engine's weights in memory.
-            self._passes -= Counter([engine])
-            await self._notify_changed()
+        with ExitStack() as held:
+            adapter = self._use_adapter(wanted, client.peer, held)
+            served = HostedPass(wanted, stage, engine, client, self.timing, adapter)
+            # Last, because it may evict the pass of another client.
+            held.enter_context(self._pass_slots.acquire(served.slot, client.stream.scope))
+            self._passes[engine] += 1
+            try:
+                await served.run()
+            finally:
+                # Removes the entry at 0, which would keep the engine's weights in memory.
+                self._passes -= Counter([engine])
+                await self._notify_changed()
 
     async def _serve_upload(self, client: AdapterStream) -> None:
         request, _ = await client.receive()
@@ -438,13 +413,15 @@ class Host:
         if session is not None:
             return session
 
-        async def wait(_: Slot) -> None:
+        async def wait() -> None:
             async with self._changed:
                 await self._changed.wait_for(lambda: session_id in self._sessions)
 
+        slot = Slot.of(stream)
         try:
             async with asyncio.timeout(self.timing.link_wait_s):
-                await self._with_slot(self._pending_link_slots, stream, wait)
+                with self._pending_link_slots.acquire(slot, stream.scope):
+                    await race(wait(), slot.eviction())
                 return self._sessions[session_id]
         except TimeoutError:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_SESSION, "no such session") from None
@@ -465,7 +442,3 @@ class Host:
             start=self.blocks.start,
             end=self.blocks.end,
         )
-
-
-async def _value(future: "asyncio.Future[None]") -> None:
-    await future

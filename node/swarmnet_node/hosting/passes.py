@@ -13,7 +13,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.hosting.slots import Slot
+from swarmnet_node.hosting.slots import IDLE_S, Slot
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
@@ -70,34 +70,36 @@ class HostedPass:
         self._stage = stage
         self._engine = engine
         self._stream = stream
+        self.slot = Slot.of(stream.stream, IDLE_S)
         self._timing = timing
         self._graph = graph_key(wanted, stream.peer)
         if self._backward and self._graph is not None and self._graph not in engine.graph_cache:
             raise _graph_gone()
 
-    async def run(self, slot: Slot) -> None:
+    async def run(self) -> None:
         """Receive the tensors, compute when sessions leave time for it, and answer.
 
         Send heartbeats meanwhile. Raises:
 
         - ``StreamEnded`` when the client is gone, ``DeadlineExceeded`` when it is too slow.
         - ``ProtocolViolation`` for tensors that differ from their announcement.
-        - ``Refusal`` if the graph has been evicted, or the answer contains infinity or NaN.
+        - ``Refusal`` if the graph or the slot has been evicted, or the answer contains infinity or
+          NaN.
         - ``OutOfResources`` if there is no memory for the computation.
         """
-        self._slot = slot
         await race(
             self._answer(),
             self._stream.send_heartbeats(
                 self._timing.heartbeat_s, lambda: pb.PassReply(heartbeat=pb.Heartbeat())
             ),
+            self.slot.eviction(),
         )
 
     async def _answer(self) -> None:
         for tensor in await (self._gradients() if self._backward else self._outputs()):
             for part, payload in split_tensor(tensor):
                 await self._stream.send(pb.PassReply(part=part), payload)
-                self._slot.moved(len(payload))
+                self.slot.moved(len(payload))
 
     async def _outputs(self) -> list[torch.Tensor]:
         arguments = await self._receive(), self._counts, self._adapter
@@ -133,12 +135,12 @@ class HostedPass:
         return finite(values.to(self._wire))
 
     async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
-        self._slot.at_work = True
+        self.slot.at_work = True
         computed = await self._engine.compute_pass(
             start, self._positions, max_delay_s=self._timing.pass_wait_s
         )
-        self._slot.at_work = False
-        self._slot.worked()
+        self.slot.at_work = False
+        self.slot.worked()
         return computed
 
     def _take_graph(self) -> AutogradGraph:
@@ -156,7 +158,7 @@ class HostedPass:
         request, payload = await self._stream.receive()
         if not request.HasField("part"):
             raise ProtocolViolation("a second Begin in one pass")
-        self._slot.moved(len(payload))
+        self.slot.moved(len(payload))
         return request.part, payload
 
 

@@ -24,19 +24,20 @@ The life of a session:
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from swarmnet_node.engine.adapters import StageAdapter
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.downstream import Downstream
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.sequences import SessionSequences
 from swarmnet_node.hosting.served_blocks import ServedBlocks
-from swarmnet_node.hosting.slots import Slot
+from swarmnet_node.hosting.slots import Slot, idle
 from swarmnet_node.hosting.step_times import HopStepTimes
 from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
@@ -53,11 +54,11 @@ from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.activation_log import ActivationLog, LogDropped
+from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.hop_times import Moment, encode_times
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, log_id
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
-from swarmnet_protocols.session.steps import Row, Step, decode_step
+from swarmnet_protocols.session.steps import Step, decode_step
 from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, is_slow, wire_dtype
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
@@ -110,13 +111,18 @@ class HostedSession:
         blocks: ServedBlocks,
         wanted: pb.Open,
         client: SessionStream,
-        slot: Slot,
         adapter: StageAdapter | None,
     ) -> None:
+        """Raises ``ProtocolViolation`` for an invalid ``wanted``. No slot is taken yet."""
+        if wanted.standby and wanted.HasField("next"):
+            raise ProtocolViolation("a standby has no next hop")
+        if wanted.spare and not wanted.standby:
+            raise ProtocolViolation("only a standby is spare")
         self.id = wanted.session
         self.stream = stream = client.stream
         self._client = client
-        self.slot = slot
+        self.slot = Slot.of(stream)
+        self.slot.stands_by, self.slot.is_spare = wanted.standby, wanted.spare
         self.freed = asyncio.Event()
         """Set when the session has freed its memory."""
         self._parts = parts
@@ -125,11 +131,6 @@ class HostedSession:
         """The session's blocks [start, end)."""
         self._stage = blocks.stage(self.span)
         self._max_length = wanted.max_length
-        if wanted.standby and wanted.HasField("next"):
-            raise ProtocolViolation("a standby has no next hop")
-        if wanted.spare and not wanted.standby:
-            raise ProtocolViolation("only a standby is spare")
-        slot.stands_by, slot.is_spare = wanted.standby, wanted.spare
         self._is_last = not wanted.HasField("next") and not wanted.standby
         self._scope = stream.scope.child("this session", {Resource.LOG: parts.log_bytes})
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
@@ -148,7 +149,9 @@ class HostedSession:
             parts.timing,
             mark=self._step_times.mark,
         )
-        self._downstream = Downstream(log_id(self.id), sender, self._tell, self._next_hop_lost, self.freed)
+        self._downstream = Downstream(
+            log_id(self.id), sender, self._tell, self.end, parts.counters, self.freed
+        )
         if wanted.HasField("next"):
             self._downstream.target = parts.next_hop(wanted.next, wanted.epoch)
         self._link_epoch = 0
@@ -197,10 +200,10 @@ class HostedSession:
         """Return whether ``peer`` opened the session."""
         return peer == self.stream.peer
 
-    def end(self, reason: Refusal) -> None:
+    def end(self, error: Exception) -> None:
         """End the session, and tell the client why."""
         if not self._failed.done():
-            self._failed.set_exception(reason)
+            self._failed.set_exception(Refusal.of(error))
 
     # ---- the client's stream --------------------------------------------------------------------
 
@@ -218,6 +221,7 @@ class HostedSession:
                 self._on_present_stream(self._send_heartbeats),
                 self._failure(),
                 self._first_step(),
+                self.slot.eviction(),
             )
         except Refusal as refusal:
             reason = str(refusal)
@@ -303,7 +307,7 @@ class HostedSession:
             try:
                 await reservation.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
             except ResourceLimitReached as error:
-                raise Refusal.out_of_resources(error) from error
+                raise Refusal.of(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
             if sent is None:
                 await self._client.send(pb.SessionReply(shown=pb.Shown()))
@@ -373,17 +377,6 @@ class HostedSession:
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(reply)
 
-    def _next_hop_lost(self, error: SwarmnetError, is_standby: bool) -> bool:
-        """Count a lost link. Return False if that ends the session.
-
-        It ends if its log can no longer rebuild a next hop.
-        """
-        if isinstance(error, LogDropped) and not is_standby:
-            self.end(Refusal(refusal_pb2.REASON_LOG_GONE, str(error)))
-            return False
-        self._counters.links_lost += 1
-        return True
-
     # ---- upstream -------------------------------------------------------------------------------
 
     async def accept(self, link: LinkStream, epoch: int) -> None:
@@ -435,7 +428,7 @@ class HostedSession:
                 step = await self._decoded(request.step, payload)
             except ProtocolViolation as error:
                 if link.peer == self.stream.peer:  # only the client itself can have made the step
-                    self.end(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
+                    self.end(error)
                 raise
             if link.peer == self.stream.peer and not step.replay and not self.slot.stands_by:
                 self._times.arrived(step.rows, clock())
@@ -500,15 +493,11 @@ class HostedSession:
                 self._count(step, is_rebuilt=is_rebuilt)
             except (StreamEnded, DeadlineExceeded):
                 return  # the client is gone or does not read: its stream ends the session
-            except ProtocolViolation as error:
-                self.end(Refusal(refusal_pb2.REASON_PROTOCOL, str(error)))
-            except OutOfResources as error:
-                self.end(Refusal.out_of_resources(error))
-            except Refusal as refusal:
-                self.end(refusal)
+            except (ProtocolViolation, OutOfResources, Refusal) as error:
+                self.end(error)
             except Exception as error:  # noqa: BLE001 - an error inside the model ends this session only
                 _log.exception("a step could not be computed")
-                self.end(Refusal(refusal_pb2.REASON_INTERNAL, f"{type(error).__name__}: {error}"))
+                self.end(error)
 
     def _count(self, step: Step, *, is_rebuilt: bool) -> None:
         self._counters.rebuilt += is_rebuilt
@@ -525,20 +514,20 @@ class HostedSession:
         self.slot.worked()
         await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
         await self._sequences.place(step.rows)
-        clock = asyncio.get_running_loop().time
-        if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(step.rows), clock()):
-            await asyncio.sleep(wait_s)
         rows = [
             (self._sequences.caches[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
+        now = asyncio.get_running_loop().time()
+        if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(rows), now):
+            await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)
         outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
         return finite(outputs.to(decoded_dtype(self.wire)))
 
-    def _behind(self, rows: tuple[Row, ...]) -> int:
+    def _behind(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> int:
         """Return the positions that recurrent layers compute again because the client went back."""
-        return sum(self._sequences.caches[row.sequence].behind for row in rows)
+        return sum(sequence.behind for sequence, _ in rows)
 
     async def _answer(self, step: Step) -> None:
         self._step_times.mark(step.seq, Moment.TAKEN)
@@ -546,11 +535,6 @@ class HostedSession:
         self._step_times.mark(step.seq, Moment.ENCODED)
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
         self._step_times.mark(step.seq, Moment.SENT)
-
-
-def idle() -> Refusal:
-    """Return the refusal for a session, pass or link without work."""
-    return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other clients wait")
 
 
 def leaving() -> Refusal:

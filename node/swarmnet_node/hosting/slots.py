@@ -6,12 +6,15 @@ When all slots are taken, a slot without work is evicted.
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.limits.resource_limits import Resource
-from swarmnet_protocols.net.limits.resources import Reservation, Scope
+from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached, Scope
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.wire import refusal_pb2
 
 NEW_S = 3.0
 """Seconds until the first work of a slot must arrive. Less would evict a session while the upstream
@@ -25,13 +28,12 @@ SLOW_BYTES_PER_S = 64_000.0
 
 @dataclass(eq=False)
 class Slot:
-    """The slot of one session, pass or pending link. ``evict`` ends that; the client may retry."""
+    """The slot of one session, pass or pending link. Eviction ends that; the client may retry."""
 
     peer: PeerId
     subnet: str
     since: float
     """Loop time of its last work, or of its start."""
-    evict: Callable[[], None]
     has_worked: bool = False
     at_work: bool = False
     """Whether it waits for a computation of this host. Then it is not evicted."""
@@ -43,6 +45,22 @@ class Slot:
     time."""
     is_spare: bool = False
     """Whether it belongs to a standby that may stay only while the host has no other work."""
+    _evicted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, stream: Stream, new_s: float = NEW_S) -> "Slot":
+        """Return a slot for the peer of ``stream``. :meth:`Slots.acquire` makes it count."""
+        now = asyncio.get_running_loop().time()
+        return cls(stream.peer, subnet_of(stream.address) or stream.peer, now, new_s=new_s)
+
+    def evict(self) -> None:
+        """Have :meth:`eviction` end what holds the slot."""
+        self._evicted.set()
+
+    async def eviction(self) -> NoReturn:
+        """Raise the ``Refusal`` for the client once the slot is evicted."""
+        await self._evicted.wait()
+        raise idle()
 
     def worked(self) -> None:
         """Note that work has arrived."""
@@ -59,6 +77,11 @@ class Slot:
         if self.stands_by:
             return True
         return not self.at_work and now - self.since >= (IDLE_S if self.has_worked else self.new_s)
+
+
+def idle() -> Refusal:
+    """Return the refusal for a session, pass or link without work."""
+    return Refusal(refusal_pb2.REASON_IDLE, "no work arrived for too long, and other peers wait")
 
 
 def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], int]) -> Slot | None:
@@ -79,30 +102,31 @@ def slot_to_evict(slots: Iterable[Slot], now: float, amount: Callable[[Slot], in
 class Slots:
     """The slots of one kind. The limit of ``resource`` in the ``system`` scope is their number."""
 
-    def __init__(self, system: Scope, resource: Resource, *, new_s: float = NEW_S) -> None:
+    def __init__(self, system: Scope, resource: Resource) -> None:
         self._system = system
         self._resource = resource
-        self._new_s = new_s
         self._slots: dict[Slot, None] = {}
 
     @contextmanager
-    def acquire(self, stream: Stream, evict: Callable[[], None]) -> Iterator[Slot]:
-        """Acquire a slot for the peer of ``stream`` while the context is open.
+    def acquire(self, slot: Slot, scope: Scope) -> Iterator[None]:
+        """Let ``slot`` count while the context is open. ``scope`` is its peer's.
 
-        Raises ``ResourceLimitReached``. When all slots are taken and the peer is below its own
-        limit, a slot without work is evicted first.
+        Raises ``Refusal``. When all slots are taken and the peer is below its own limit, a slot
+        without work is evicted first.
         """
-        now = asyncio.get_running_loop().time()
-        if self._system.available(self._resource) < 1 <= stream.scope.available(self._resource):
-            evicted = slot_to_evict(self._slots, now, lambda _: 1)
+        if self._system.available(self._resource) < 1 <= scope.available(self._resource):
+            evicted = slot_to_evict(self._slots, asyncio.get_running_loop().time(), lambda _: 1)
             if evicted is not None and evicted.reservation is not None:
                 del self._slots[evicted]
                 evicted.reservation.release()
                 evicted.evict()
-        slot = Slot(stream.peer, subnet_of(stream.address) or stream.peer, now, evict, new_s=self._new_s)
-        with stream.scope.reserve(self._resource) as slot.reservation:
-            self._slots[slot] = None
-            try:
-                yield slot
-            finally:
-                self._slots.pop(slot, None)
+        try:
+            slot.reservation = scope.reserve(self._resource)
+        except ResourceLimitReached as error:
+            raise Refusal.of(error) from error
+        self._slots[slot] = None
+        try:
+            yield
+        finally:
+            self._slots.pop(slot, None)
+            slot.reservation.release()

@@ -1,6 +1,6 @@
 """Refusals: a peer ends a stream with a reason, and the other side gets an exception."""
 
-from swarmnet_protocols.errors import OutOfResources, StreamEnded, SwarmnetError
+from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, StreamEnded, SwarmnetError
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached
 from swarmnet_protocols.wire import refusal_pb2 as pb
 
@@ -35,6 +35,17 @@ class Refusal(SwarmnetError):
         self.retry_after_s = min(max(0.0, retry_after_s), MAX_RETRY_S)
         self.unix_time = unix_time
         super().__init__(f"{pb.Reason.Name(reason)}: {self.detail}")
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        """Return the refusal that tells the other side of ``error``; itself if it is one."""
+        if isinstance(error, Refusal):
+            return error
+        if isinstance(error, OutOfResources):
+            return cls.out_of_resources(error)
+        if isinstance(error, ProtocolViolation):
+            return cls(pb.REASON_PROTOCOL, str(error))
+        return cls(pb.REASON_INTERNAL, f"{type(error).__name__}: {error}")
 
     @classmethod
     def out_of_resources(cls, error: OutOfResources, detail: str = "") -> "Refusal":

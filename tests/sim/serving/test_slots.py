@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.attacks.raw_client import Stranger, a_step, link_reply, session_reply
+from tests.support.attacks.raw_client import Stranger, a_step, assert_ends, link_reply, session_reply
 from tests.support.attacks.refusals import final_refusal, refusal
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
@@ -114,6 +115,28 @@ def test_idle_sessions_that_once_had_steps_are_evicted(reference: Reference) -> 
             await Attacker(lab, stack).fill_sessions(2, 2, positions=1)
             await asyncio.sleep(10.0)
             await be_served(lab)
+
+    simulate(reference, scenario)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"wire": pb.DTYPE_UNSPECIFIED}, {"spare": True}, {"standby": True, "next": pb.Peer(id="any")}],
+    ids=["wire", "spare", "standby"],
+)
+def test_an_invalid_open_message_evicts_no_session(reference: Reference, changes: dict[str, Any]) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(sessions=1)))
+        async with AsyncExitStack() as stack:
+            attacker = Attacker(lab, stack)
+            (idle,) = await attacker.fill_sessions(1, 1)
+            await asyncio.sleep(NEW_S)
+            mallory = await attacker.stranger()
+            await assert_ends(await mallory.send_open(session=b"m" * 16, **changes))
+            assert (lab.sessions(), idle.done()) == ({"a": 1}, False)
+            await mallory.send_open(session=b"m" * 16)
+            await asyncio.sleep(0.5)
+            assert idle.done()
 
     simulate(reference, scenario)
 
@@ -256,8 +279,12 @@ def test_a_client_may_wait_before_its_first_step(reference: Reference) -> None:
     simulate(reference, scenario, limit_s=1000)
 
 
+async def pass_reply(stream: Stream) -> pb.PassReply:
+    return pb.PassReply.FromString((await stream.receive()).header)
+
+
 @defence("a pass without tensors is evicted from a full host", off=replacing(slots, "slot_to_evict", nothing))
-def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
+def test_only_a_valid_pass_evicts_one_without_tensors(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), limits=ClientLimits(passes=4, passes_per_client=2)))
         async with AsyncExitStack() as stack:
@@ -267,12 +294,16 @@ def test_passes_without_tensors_are_evicted(reference: Reference) -> None:
                 for each in [await attacker.stranger(), await attacker.stranger()]
                 for _ in range(2)
             ]
+            ended = asyncio.create_task(final_refusal(held[0]))
             await asyncio.sleep(6.0)
+            invalid = await (await attacker.stranger()).begin_pass(counts=())
+            assert (await final_refusal(invalid)).reason == refusal_pb2.REASON_PROTOCOL
+            assert not ended.done()
             honest = await (await attacker.stranger()).begin_pass()
-            assert pb.PassReply.FromString((await honest.receive()).header).HasField("heartbeat")
-            assert (await final_refusal(held[0])).reason == refusal_pb2.REASON_IDLE
+            assert (await pass_reply(honest)).HasField("heartbeat")
+            assert (await ended).reason == refusal_pb2.REASON_IDLE
             for stream in held[1:]:
-                assert pb.PassReply.FromString((await stream.receive()).header).HasField("heartbeat")
+                assert (await pass_reply(stream)).HasField("heartbeat")
 
     simulate(reference, scenario)
 

@@ -17,7 +17,7 @@ NOW = 1000.0
 
 
 def slot(peer: str = "a", subnet: str = "", since: float = 0.0, **fields: bool) -> Slot:
-    return Slot(PeerId(peer), subnet or peer, since, lambda: None, **fields)
+    return Slot(PeerId(peer), subnet or peer, since, **fields)
 
 
 def leaving(*slots: Slot) -> Slot | None:
