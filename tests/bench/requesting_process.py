@@ -79,10 +79,9 @@ async def serve(cache_dir: Path, swarm_file: Path, bootstrap: list[str]) -> None
             transport,
             directory,
         ):
-            watching = ModelHosts.watch(
-                transport, directory, manifest.hash, rng=random.Random(0), timing=Timing(recover_s=60.0)
-            )
-            async with watching as hosts:
+            timing = Timing(recover_s=60.0)
+            hosts = ModelHosts(transport, directory, manifest.hash, random.Random(0), timing)
+            async with hosts.watching():
                 print("{}", flush=True)
                 while question := await asyncio.to_thread(sys.stdin.readline):
                     print(json.dumps(await load(hosts, spec, **json.loads(question))), flush=True)

@@ -51,14 +51,9 @@ async def load(arguments: argparse.Namespace, data_dir: Path) -> None:
         transport,
         directory,
     ):
-        watching = ModelHosts.watch(
-            transport,
-            directory,
-            bytes.fromhex(arguments.manifest),
-            rng=random.Random(0),
-            timing=Timing(recover_s=30.0),
-        )
-        async with watching as hosts, asyncio.TaskGroup() as group:
+        manifest, timing = bytes.fromhex(arguments.manifest), Timing(recover_s=30.0)
+        hosts = ModelHosts(transport, directory, manifest, random.Random(0), timing)
+        async with hosts.watching(), asyncio.TaskGroup() as group:
             for _ in range(arguments.sessions):
                 group.create_task(fill(hosts, arguments.blocks, arguments.positions, keep=arguments.keep))
 

@@ -24,7 +24,7 @@ from swarmnet_client.chain.steps_in_flight import GiveUpIdle, StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
@@ -83,13 +83,10 @@ class Chain:
         if spec.trace is not None:
             spec.trace.begin_chain(spec.blocks)
         chain = cls(hosts, spec, embed, read, give_up_idle)
-        running = asyncio.create_task(chain._run(), name="chain")
-        try:
+        async with in_background(chain._run()):
             yield chain
             if spec.trace is not None:
                 await spec.trace.complete()
-        finally:
-            await cancel(running)
 
     @property
     def lengths(self) -> Mapping[int, int]:

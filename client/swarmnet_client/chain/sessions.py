@@ -14,7 +14,7 @@ from swarmnet_client.chain.failures import UnhandledMessage
 from swarmnet_client.chain.hops import ChainSpec, LiveHop, SessionRole, SessionStream
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import all_of, cancel
+from swarmnet_protocols.machine.aio import all_of, cancel, in_background
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_view import Hop
@@ -195,19 +195,19 @@ class HopSessions:
         """
         stream = live.stream
         stream.on_heartbeat = partial(self.heartbeat, live)
-        beating = asyncio.create_task(live.send_heartbeats(stream, self.hosts.timing.client_silence_s / 4))
-        try:
-            while True:
-                reply, payload = await live.receive(stream)
-                if reply.HasField("moved"):
-                    return True
-                self.handle(live, reply, payload)
-        except SwarmnetError as error:
-            self.ended(live, error)
-        except Exception as error:  # noqa: BLE001 - the peer's message or a bug: the chain finds out
-            _log.exception("a message of %s cannot be handled", live.peer)
-            self.ended(live, UnhandledMessage(live.peer, error))
-        finally:
-            await cancel(beating)
-            stream.close()
+        beats_s = self.hosts.timing.client_silence_s / 4
+        async with in_background(live.send_heartbeats(stream, beats_s)):
+            try:
+                while True:
+                    reply, payload = await live.receive(stream)
+                    if reply.HasField("moved"):
+                        return True
+                    self.handle(live, reply, payload)
+            except SwarmnetError as error:
+                self.ended(live, error)
+            except Exception as error:  # noqa: BLE001 - the message or a bug: the chain finds out
+                _log.exception("a message of %s cannot be handled", live.peer)
+                self.ended(live, UnhandledMessage(live.peer, error))
+            finally:
+                stream.close()
         return False

@@ -39,7 +39,7 @@ from swarmnet_protocols.errors import HostsOverloaded, NoRoom, NoRoute, Swarmnet
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network, Trust, connect
 from swarmnet_protocols.joining.peer_clocks import advise_on_clock
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
@@ -105,27 +105,14 @@ class ModelHosts:
         self._clock_advice = ""
         self._refreshing = asyncio.Lock()
 
-    @classmethod
     @asynccontextmanager
-    async def watch(  # noqa: PLR0913 - as __init__
-        cls,
-        transport: Transport,
-        directory: Directory,
-        manifest: bytes,
-        *,
-        rng: random.Random,
-        timing: Timing,
-        trust: Trust = Trust(),  # noqa: B008 - it is frozen
-        check_clock: Callable[[], Awaitable[str]] | None = None,
-    ) -> AsyncIterator["ModelHosts"]:
-        """Hosts that are read from the directory and pinged while the context is open."""
-        hosts = cls(transport, directory, manifest, rng, timing, trust, check_clock=check_clock)
-        watching = asyncio.create_task(persist("the watch over hosts", hosts._watch), name="hosts")
+    async def watching(self) -> AsyncIterator["ModelHosts"]:
+        """Read hosts from the directory and ping them while the context is open."""
         try:
-            yield hosts
+            async with in_background(persist("the watch over hosts", self._watch)):
+                yield self
         finally:
-            await cancel(watching)
-            await hosts._pings.close()
+            await self._pings.close()
 
     @classmethod
     @asynccontextmanager
@@ -139,15 +126,15 @@ class ModelHosts:
         network.rules.check_model(local.name, manifest)
         async with (
             connect(network, client_mode=True) as (transport, directory),
-            cls.watch(
+            cls(
                 transport,
                 directory,
                 manifest,
-                rng=random.SystemRandom(),
-                timing=Timing(),
-                trust=network.trust,
+                random.SystemRandom(),
+                Timing(),
+                network.trust,
                 check_clock=lambda: advise_on_clock(transport, (*network.bootstrap, *network.known)),
-            ) as hosts,
+            ).watching() as hosts,
         ):
             peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
             peers.attach(transport, partial(read_hosts, directory))

@@ -44,7 +44,7 @@ from swarmnet_node.engine.scheduler import (
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
@@ -201,11 +201,10 @@ class Engine:
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Engine"]:
         """Compute while the context is open. At its end, waiting work fails."""
-        loop = asyncio.create_task(self._loop(), name="engine")
         try:
-            yield self
+            async with in_background(self._loop()):
+                yield self
         finally:
-            await cancel(loop)
             self._stopped = True
             for work in (*self._steps, *self._passes):
                 _fail(work.done, Unreachable("this host has stopped"))

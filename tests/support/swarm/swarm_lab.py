@@ -252,14 +252,9 @@ class Lab:
         async with AsyncExitStack() as stack:
             transport = await stack.enter_async_context(self._transport(name, identity, Role.CLIENT))
             directory = MemoryDirectory(self.board, identity, SWARM, self.memberships.get(name))
-            watching = ModelHosts.watch(
-                transport,
-                directory,
-                self.manifest,
-                rng=random.Random(f"{self.seed}/{name}"),
-                timing=self.timing,
-            )
-            yield await stack.enter_async_context(watching)
+            rng = random.Random(f"{self.seed}/{name}")
+            hosts = ModelHosts(transport, directory, self.manifest, rng, self.timing)
+            yield await stack.enter_async_context(hosts.watching())
 
     def chain(
         self,
