@@ -206,7 +206,8 @@ class Engine:
                 yield self
         finally:
             self._stopped = True
-            for work in (*self._steps, *self._passes):
+            waiting: list[_StepWork | _PassWork] = [*self._steps, *self._passes]
+            for work in waiting:
                 _fail(work.done, Unreachable("this host has stopped"))
             self._steps.clear()
             self.graph_cache.shrink(0)
