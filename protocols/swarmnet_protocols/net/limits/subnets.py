@@ -28,6 +28,7 @@ MAX_SILENT = 256
 
 Each may buffer some hundred KiB that no other limit counts. With fewer, a distant peer may lose a
 stream before its first message comes."""
+MAX_SILENT_PER_SUBNET = 48
 
 T = TypeVar("T")
 
@@ -86,13 +87,17 @@ class Occupancy(Generic[T]):
         if not subnet.places:
             del self._subnets[place.subnet]
 
-    def victim(self, may_evict: Callable[[T], bool]) -> T | None:
+    def amount_of(self, subnet: str) -> int:
+        """Return the amount that the places of a subnet hold."""
+        return self._subnets[subnet].amount if subnet in self._subnets else 0
+
+    def victim(self, may_evict: Callable[[T], bool], subnet: str | None = None) -> T | None:
         """Return the holder to evict; None if none may be evicted.
 
-        It is a holder of the largest peer in the largest subnet: the first by rank. Subnets and
-        peers whose holders may not be evicted are skipped.
+        It is a holder of the largest peer in ``subnet``, or in the largest one: the first by rank.
+        Subnets and peers whose holders may not be evicted are skipped.
         """
-        subnets = self._subnets.values()
+        subnets = list(self._subnets.values()) if subnet is None else [self._subnets[subnet]]
         for amount in sorted({subnet.amount for subnet in subnets}, reverse=True):
             largest = [subnet for subnet in subnets if subnet.amount == amount]
             peer_amounts = {self._peer_amounts[peer] for subnet in largest for peer in subnet.places}
@@ -116,8 +121,8 @@ class SubnetLimits:
     """Accepts inbound streams. When there are too many, a stream of an unknown peer in the largest
     subnet is evicted.
 
-    Streams of unknown peers that have not received a message have a limit of their own,
-    ``MAX_SILENT``. At that limit, one of them is evicted.
+    Streams of unknown peers that have not received a message have limits of their own,
+    ``MAX_SILENT`` and ``MAX_SILENT_PER_SUBNET``. At a limit, one of them is evicted.
     """
 
     def __init__(self, resources: ResourceManager, timing: Timing) -> None:
@@ -143,14 +148,16 @@ class SubnetLimits:
         self._streams.add(place)
         scope.on_close = lambda: self._streams.remove(place)
         if peer_scope.is_unknown:
-            if self._silent.total >= MAX_SILENT:
+            if self._silent.amount_of(place.subnet) >= MAX_SILENT_PER_SUBNET:
+                self._evict_from(self._silent, place.subnet)
+            elif self._silent.total >= MAX_SILENT:
                 self._evict_from(self._silent)
             self._silent.add(place)
             scope.on_first_message = lambda: self._silent.remove(place)
         return scope
 
-    def _evict_from(self, streams: Occupancy[StreamScope]) -> None:
-        victim = streams.victim(lambda scope: scope.peer_scope.is_unknown)
+    def _evict_from(self, streams: Occupancy[StreamScope], subnet: str | None = None) -> None:
+        victim = streams.victim(lambda scope: scope.peer_scope.is_unknown, subnet)
         if victim is not None:
             victim.evict()
 

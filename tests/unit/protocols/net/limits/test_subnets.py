@@ -10,7 +10,12 @@ from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached, ResourceManager
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
-from swarmnet_protocols.net.limits.subnets import MAX_SILENT, SubnetLimits, host_of
+from swarmnet_protocols.net.limits.subnets import (
+    MAX_SILENT,
+    MAX_SILENT_PER_SUBNET,
+    SubnetLimits,
+    host_of,
+)
 from swarmnet_protocols.timing import Timing
 from tests.defences import defence, replacing
 from tests.support.network.virtual_time import run
@@ -117,10 +122,25 @@ def test_streams_without_a_message_give_way_to_each_other() -> None:
             await scope.receive(lambda: asyncio.sleep(0, Message(b"first")))
         distant = host.open("distant", "/ip4/198.51.100.1/tcp/1")
         for number in range(2 * MAX_SILENT):
-            host.open(f"silent {number}", "/ip4/203.0.113.2/tcp/1")
+            host.open(f"silent {number}", f"/ip4/203.0.{number % 8}.2/tcp/1")
         assert host.resources.system.used[Resource.INBOUND_STREAMS] == MAX_SILENT + len(active)
         assert all(name.startswith("silent") for name in host.evicted)
         await distant.receive(lambda: asyncio.sleep(0, Message(b"first")))
+
+    on_a_host(scenario)
+
+
+@defence(
+    "one subnet holds few streams without a message", off=replacing(subnets, "MAX_SILENT_PER_SUBNET", 1 << 30)
+)
+def test_silent_streams_of_one_subnet_are_few() -> None:
+    async def scenario(host: Host) -> None:
+        host.resources.limit(Resource.INBOUND_STREAMS, system=4096, per_peer=384)
+        for number in range(MAX_SILENT_PER_SUBNET):
+            host.open(f"elsewhere {number}", "/ip4/198.51.100.1/tcp/1")
+        for number in range(2 * MAX_SILENT_PER_SUBNET):
+            host.open(f"silent {number}", "/ip4/203.0.113.2/tcp/1")
+        assert host.evicted == [f"silent {number}" for number in range(MAX_SILENT_PER_SUBNET)]
 
     on_a_host(scenario)
 
