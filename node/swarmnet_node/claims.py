@@ -8,7 +8,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import median
 
-from swarmnet_node.host_checks import Asked, HostChecker, MakeTrial
+import torch
+
+from swarmnet_node.host_checks import Asked, Compute, HostChecker, MakeTrial
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.net import PeerId
@@ -100,3 +102,12 @@ class ClaimReader:
         asked = Asked(self._directory.swarm, self._manifest, frozenset(blocks), least)
         hosts = {claim: self._infos[claim.peer] for claim in claims if claim.peer in self._infos}
         return await self._checker.computing(hosts, asked, make)
+
+    async def prove(
+        self, claims: Sequence[Claim], block: int, inputs: torch.Tensor, compute: Compute
+    ) -> None:
+        """Ask the hosts of the last reading that claim ``block`` to compute it."""
+        asked = Asked(self._directory.swarm, self._manifest, frozenset({block}), 1)
+        there = {claim.peer: claim for claim in claims if claim.start <= block < claim.end}
+        hosts = {claim: self._infos[peer] for peer, claim in there.items() if peer in self._infos}
+        await self._checker.prove(hosts, asked, inputs, compute)

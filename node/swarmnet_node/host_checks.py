@@ -6,6 +6,8 @@
 2. **Asked to compute.** Before the node leaves blocks, other hosts of these blocks compute a few
    random positions, and the node compares the outputs with its own. A machine without the blocks
    can only answer if it asks a third host.
+3. **Asked for a block that the node lacks.** If only they claim a block that the node could take,
+   hosts compute it, too. If they answer, the node loads this one block for a moment, to compare.
 """
 
 import asyncio
@@ -26,6 +28,7 @@ from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
+from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim, holders
 from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.session.pings import ping
@@ -54,7 +57,7 @@ differ by less than a quarter of that change; a guessed output differs by all of
 class Trial:
     """Random inputs [P, D] of blocks [start, end), and the outputs that this node computed."""
 
-    span: tuple[int, int]
+    span: Span
     inputs: torch.Tensor
     outputs: torch.Tensor
 
@@ -78,8 +81,16 @@ class Asked:
     least: int
 
 
-MakeTrial = Callable[[tuple[int, int]], Awaitable[Trial]]
+MakeTrial = Callable[[Span], Awaitable[Trial]]
 """Makes a trial of blocks [start, end) that this node serves."""
+Compute = Callable[[int, torch.Tensor], Awaitable[torch.Tensor | None]]
+"""Computes the outputs of one block that this node lacks. None if it has no room for the block."""
+
+
+def trial_inputs(hidden_size: int, rng: random.Random) -> torch.Tensor:
+    """Return the inputs of a trial [P, D]."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(63))
+    return torch.randn(TRIAL_POSITIONS, hidden_size, generator=generator)
 
 
 class HostChecker:
@@ -155,11 +166,50 @@ class HostChecker:
         while last + 1 in own and last + 1 < claim.end and last + 1 - first < TRIAL_BLOCKS:
             last += 1
         trial = await make((first, last + 1))
+        outputs = await self._outputs(host, asked, trial.span, trial.inputs)
+        if outputs is None or not self._is_right(host.peer, trial, outputs):
+            return None
+        return replace(claim, seen=True, place=self.sightings.of(host.peer).place)
+
+    async def prove(
+        self,
+        hosts: Mapping[Claim, HostInfo],
+        asked: Asked,
+        inputs: torch.Tensor,
+        compute: Compute,
+    ) -> None:
+        """Ask some hosts of the one block of ``asked`` to compute it, and note who does.
+
+        Compute it here only if one of them answers.
+        """
+        [block] = asked.blocks
+        span = (block, block + 1)
+        subnets = _subnets({claim.peer: host for claim, host in hosts.items()})
+        called = [hosts[claim] for claim in in_turn(hosts, subnets, self._rng)[:MAX_CALLS]]
+        answers = await all_of(*(self._outputs(host, asked, span, inputs) for host in called))
+        answered = {
+            host.peer: outputs for host, outputs in zip(called, answers, strict=True) if outputs is not None
+        }
+        own = await compute(block, inputs) if answered else None
+        if answered and own is None:
+            return  # nobody can say who is right
+        right = [
+            peer
+            for peer, outputs in answered.items()
+            if own is not None and self._is_right(peer, Trial(span, inputs, own), outputs)
+        ]
+        self.sightings.asked(asked.manifest, block, right, now=_now())
+
+    async def _outputs(
+        self, host: HostInfo, asked: Asked, span: Span, inputs: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return what ``host`` computes from ``inputs`` with blocks ``span``; None if it does
+        not."""
         request = pb.Begin(
             swarm=asked.swarm,
             manifest=asked.manifest,
-            span=pb.Span(start=trial.span[0], end=trial.span[1]),
-            counts=[len(trial.inputs)],
+            span=pb.Span(start=span[0], end=span[1]),
+            counts=[len(inputs)],
             wire=wire_code(torch.float32),
         )
         try:
@@ -167,20 +217,21 @@ class HostChecker:
                 if not await self.call(host):
                     return None
                 stream = await PASS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
-                [outputs] = await request_pass(
-                    stream, request, [trial.inputs], [trial.outputs.shape], self._timing
-                )
+                [outputs] = await request_pass(stream, request, [inputs], [inputs.shape], self._timing)
         except PeerUnreachable:
             self.sightings.failed(host.peer, now=_now())
             return None
         except (SwarmnetError, TimeoutError) as error:  # the host may be busy, or have moved
             _log.debug("%s does not compute: %s", host.peer, error)
             return None
-        if not trial.agrees(outputs.float()):
-            _log.warning("%s claims blocks %d:%d and computes something else", host.peer, *trial.span)
-            self.sightings.refuted(host.peer, now=_now())
-            return None
-        return replace(claim, seen=True, place=self.sightings.of(host.peer).place)
+        return outputs.float()
+
+    def _is_right(self, peer: PeerId, trial: Trial, outputs: torch.Tensor) -> bool:
+        if trial.agrees(outputs):
+            return True
+        _log.warning("%s claims blocks %d:%d and computes something else", peer, *trial.span)
+        self.sightings.refuted(peer, now=_now())
+        return False
 
     def _place_of(self, address: str) -> str:
         """Return the subnet of ``address``, or empty if it is unknown.

@@ -44,6 +44,7 @@ def hosting_of(
     return Hosting(
         **hosted,
         load=loaded.load,
+        load_on_cpu=loaded.on_cpu().load,
         placed=None
         if loaded.blocks is None
         else Placed(loaded.blocks, "named by the owner" if config.blocks else "all of its blocks fit"),

@@ -1,7 +1,7 @@
 """The options of a node, and the model that it has read."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,16 @@ class LoadedModel:
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
             ) from error
         return stage
+
+    def on_cpu(self) -> "LoadedModel":
+        """Return the model with blocks in the machine's memory, whatever the node computes on."""
+        import torch
+
+        from swarmnet_node.engine.stage import TORCH
+
+        if self.devices[0].type == "cpu":
+            return self
+        return replace(self, devices=(torch.device("cpu"),), backend=TORCH, layout=None, preloaded=[])
 
     def load_experts(self, block: int, experts: "Collection[int]") -> "ExpertsModule":
         """Load some experts of a block, on any thread."""

@@ -27,7 +27,7 @@ from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import CacheCounters
 from swarmnet_node.experts.trunk import ExpertOptions, Trunk
-from swarmnet_node.host_checks import TRIAL_POSITIONS, HostChecker, Trial
+from swarmnet_node.host_checks import HostChecker, Trial, trial_inputs
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.counters import HostCounters
 from swarmnet_node.hosting.host import Host, HostedModel
@@ -85,6 +85,8 @@ class Hosting(Hosted):
     """
 
     load: Callable[[int, int], Stage]
+    load_on_cpu: Callable[[int, int], Stage] | None = None
+    """Loads blocks into the machine's memory, to check other hosts. None if ``load`` does that."""
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks when the swarm needs them more, and fewer when its
@@ -422,11 +424,36 @@ class Node(RunningNode):
         if self.host is None or not self.host.blocks.have(span):
             raise Unreachable(f"this node does not serve blocks {span[0]}:{span[1]}")
         stage = self.host.blocks.stage(span)
-        generator = torch.Generator().manual_seed(self._dependencies.rng.getrandbits(63))
-        inputs = torch.randn(TRIAL_POSITIONS, stage.hidden_size, generator=generator)
-        compute = partial(stage.run_sequences, inputs, (TRIAL_POSITIONS,))
-        outputs = await self.host.blocks.engine.compute_pass(lambda: compute, TRIAL_POSITIONS)
+        inputs = self.trial_inputs()
+        compute = partial(stage.run_sequences, inputs, (len(inputs),))
+        outputs = await self.host.blocks.engine.compute_pass(lambda: compute, len(inputs))
         return Trial(span, inputs, outputs.float())
+
+    def trial_inputs(self) -> torch.Tensor:
+        """Return random inputs for any block. Raises ``Unreachable`` if the node serves no
+        blocks."""
+        if self.engine is None:
+            raise Unreachable("this node does not serve")
+        return trial_inputs(self.engine.stage.hidden_size, self._dependencies.rng)
+
+    async def compute(self, block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Return the outputs of a block that the node lacks, loaded for this alone.
+
+        None if the memory has no room for it, or if it cannot be fetched.
+        """
+        hosting, stage = self._hosting, self.engine.stage if self.engine else None
+        if stage is None or not hosting.has_room(stage.weight_bytes // stage.blocks):
+            return None
+
+        def outputs() -> torch.Tensor:
+            loaded = (hosting.load_on_cpu or hosting.load)(block, block + 1)
+            return loaded.run_sequences(inputs, (len(inputs),)).float()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, outputs)
+        except SwarmnetError as error:
+            _log.info("block %d could not be loaded for a check: %s", block, error)
+            return None
 
     async def _fit(self) -> None:
         """Choose fewer blocks before they are loaded, if the owner allows less memory by now."""

@@ -1,7 +1,8 @@
 """Moves a node to other blocks, or to another model of the swarm, when the swarm needs it there.
 
-A node looks at the claims of all hosts from time to time. ``routing/relocation.py`` decides whether
-it stays, shrinks, grows, moves or switches:
+A node looks at the claims of all hosts from time to time. If only unproven hosts claim a block that
+it could take, it asks them to compute the block. ``routing/relocation.py`` decides whether it
+stays, shrinks, grows, moves or switches:
 
 1. **Announced.** The node announces where it will be, so that no other node goes to the same place.
 2. **Loaded.** The node loads other blocks of its model next to its current ones. Sessions continue.
@@ -25,6 +26,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+
+import torch
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.stage import Stage
@@ -137,6 +140,15 @@ class Relocatable(Protocol):
     async def make_trial(self, span: Span) -> Trial:
         """Return random inputs for some current blocks, and their outputs."""
 
+    def trial_inputs(self) -> torch.Tensor:
+        """Return random inputs for any block."""
+
+    async def compute(self, block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Return the outputs of a block that the node lacks, loaded for this alone.
+
+        None if the memory has no room for it, or if it cannot be fetched.
+        """
+
     async def load(self, span: Span) -> LoadedBlocks:
         """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
 
@@ -208,6 +220,8 @@ class Relocator:
         must_drop = mine.may_move and node.capacity < mine.end - mine.start
         try:
             look = await self._look(whole=must_drop)
+            if mine.may_move and not must_drop:
+                look = await self._proven(look)
         except SwarmnetError:
             if not must_drop:
                 raise
@@ -220,6 +234,29 @@ class Relocator:
         # On a thread: with hundreds of hosts this takes tens of milliseconds and would delay steps.
         relocation, node.memory = await loop.run_in_executor(None, decide)
         return relocation
+
+    async def _proven(self, look: Look) -> Look:
+        """Ask hosts to compute a block, if that is due. Return the look without claims to blocks
+        that nobody computes."""
+        model, mine = look.own, look.mine
+        sightings, loop = self._checker.sightings, asyncio.get_running_loop()
+
+        def due() -> int | None:
+            outlook = model.outlook.including(mine)
+            return sightings.block_to_try(outlook, mine, model.manifest, self._dependencies.rng)
+
+        if (block := await loop.run_in_executor(None, due)) is not None:
+            unproven = [claim for claim in model.claims if claim != mine]
+            await self._claims.prove(unproven, block, self._node.trial_inputs(), self._node.compute)
+            look = await self._look(whole=False)  # the block may have taken minutes to load
+        now = loop.time()
+        return look.of(
+            [
+                claim
+                for claim in look.own.claims
+                if claim.peer != mine.peer and sightings.stands(claim, model.manifest, now=now)
+            ]
+        )
 
     async def _look(self, *, whole: bool) -> Look:
         """Read the claims to blocks of the node's model.

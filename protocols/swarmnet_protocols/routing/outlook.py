@@ -11,6 +11,7 @@ from functools import cached_property
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.placement import choose_span
+from swarmnet_protocols.routing.spans import Span, clipped
 from swarmnet_protocols.routing.throughput import Claim, Supply, highest_speed, holders
 
 DEAD_BAND = 0.05
@@ -87,6 +88,13 @@ class Outlook:
     def holders(self) -> list[int]:
         """The number of staying hosts of each block."""
         return holders(self.staying, self.blocks)
+
+    def may_leave(self, claim: Claim, kept: Span = (0, 0)) -> bool:
+        """Tell whether all blocks of ``claim`` outside ``kept`` have another staying host."""
+        start, end = kept
+        return all(
+            start <= block < end or self.holders[block] > 1 for block in range(*clipped(claim, self.blocks))
+        )
 
     @cached_property
     def repairs(self) -> dict[PeerId, Claim]:

@@ -335,7 +335,7 @@ def _target(
 
         Both are 0 if the gain is too small or the move is unsafe.
         """
-        if not _is_safe(outlook, mine, *span):
+        if not outlook.may_leave(mine, span):
             return 0.0, 0.0
         after = without.copy()
         after.add(*span, speed)
@@ -387,13 +387,6 @@ def shrink(outlook: Outlook, mine: Claim, length: int) -> Relocation:
     return Relocation(Kind.SHRINK, start, start + length, "this machine's memory limit holds no more blocks")
 
 
-def _is_safe(outlook: Outlook, mine: Claim, start: int, end: int) -> bool:
-    """Tell whether all blocks of ``mine`` outside [start, end) have another staying host."""
-    return all(
-        start <= block < end or outlook.holders[block] > 1 for block in range(*clipped(mine, outlook.blocks))
-    )
-
-
 def _fill(
     outlook: Outlook, mine: Claim, memory: Remembered, length: int, now: float, rng: random.Random
 ) -> Relocation | None:
@@ -422,7 +415,7 @@ def _fill(
             else "hosts shift towards blocks that no host has"
         )
         return _to(mine, repair.start, repair.end, reason, fills_gap=True)
-    if now < memory.gap_since + GAP_WAIT_S or not _is_safe(outlook, mine, 0, 0) or rng.random() > 0.5:
+    if now < memory.gap_since + GAP_WAIT_S or not outlook.may_leave(mine) or rng.random() > 0.5:
         return None
     others = [claim for claim in outlook.placed if claim.peer != mine.peer]
     choice = choose_span(others, blocks=outlook.blocks, length=length, rng=rng)

@@ -12,6 +12,9 @@ answers:
 3. **Places.** Identities are free, networks are not. Hosts in one subnet count as one host when the
    question is who else has a block (``throughput.holders``). Together they have the speed of one
    host (``sharing``).
+4. **Whom to ask to compute** (``Sightings.block_to_try``). A machine without any block can answer
+   calls. So this peer asks the hosts of a block to compute it, if it could fill the gap that they
+   may hide. A block that none of them computes has no host (``Sightings.stands``).
 """
 
 import math
@@ -22,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
 
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.spans import clipped
 from swarmnet_protocols.routing.throughput import Claim, holders
 
@@ -43,6 +47,18 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
 longest."""
 REFUTED_S = 3600.0
 """Seconds that a host with wrong outputs does not count, even if it answers."""
+PROVEN_S = 3600.0
+"""Seconds that right outputs count. A host that stops computing keeps its blocks that long. With a
+smaller value, hosts load blocks of others more often to check them."""
+PATIENCE_S = 900.0
+"""Seconds until a block that nobody computes has no host. Its hosts may still load it, or may be
+overloaded. With a smaller value, other hosts take blocks that are about to be served. With a larger
+one, a liar keeps blocks longer."""
+LEAST_ASKS = 3
+"""Times that the hosts of a block are asked before it has no host. One answer may get lost."""
+RARER = 64
+"""How much more rarely a block is tried for each further place of its hosts. Liars in two places
+are found in half an hour. With a smaller value, hosts of a large swarm load a block an hour."""
 MAX_KNOWN = 4096
 """Most hosts that a peer remembers. It forgets the one it called longest ago."""
 
@@ -63,6 +79,10 @@ class Sighting:
     """Consecutive calls that the host did not answer."""
     refuted_at: float = -math.inf
     """When it computed wrong outputs."""
+    computed: tuple[bytes, int] = (b"", -1)
+    """The model and the block that it last computed for this peer, with right outputs."""
+    computed_at: float = -math.inf
+    """When it did."""
 
     @property
     def is_known(self) -> bool:
@@ -89,6 +109,12 @@ class Sighting:
         has_blocks = self.span[0] <= claim.start < claim.end <= self.span[1]
         return not claim.settled or (has_blocks and self.manifest == manifest)
 
+    def proves(self, claim: Claim, manifest: bytes, now: float) -> bool:
+        """Tell whether the host has lately computed a block of ``claim``."""
+        model, block = self.computed
+        is_recent = now < self.computed_at + PROVEN_S
+        return is_recent and model == manifest and claim.start <= block < claim.end
+
 
 _NEVER = Sighting()
 
@@ -104,11 +130,27 @@ class ModelClaims:
     """Subnets that hosts announce."""
 
 
+@dataclass(frozen=True)
+class Silence:
+    """A block that none of its hosts has computed for this peer."""
+
+    since: float
+    """When this peer first asked."""
+    asks: int
+    """Times that it asked."""
+
+    def has_no_host(self, now: float) -> bool:
+        return self.asks >= LEAST_ASKS and now >= self.since + PATIENCE_S
+
+
 class Sightings:
     """What one peer has seen of the hosts of its swarm."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, Sighting] = OrderedDict()
+        self._silent: dict[tuple[bytes, int], Silence] = {}
+        """Models and blocks that nobody computes. Identities are free, so silence counts by block,
+        not by host."""
 
     def of(self, peer: PeerId) -> Sighting:
         return self._known.get(peer, _NEVER)
@@ -117,8 +159,8 @@ class Sightings:
         self, peer: PeerId, manifest: bytes, span: tuple[int, int], place: str, *, now: float
     ) -> None:
         """Note that a host answered from ``place``, and which model and blocks it named."""
-        refuted_at = self.of(peer).refuted_at
-        self._remember(peer, Sighting(now, manifest, span, place, refuted_at=refuted_at))
+        before = replace(self.of(peer), failed_at=-math.inf, failures=0)
+        self._remember(peer, replace(before, answered_at=now, manifest=manifest, span=span, place=place))
 
     def failed(self, peer: PeerId, *, now: float) -> None:
         """Note that a host did not answer."""
@@ -126,8 +168,16 @@ class Sightings:
         self._remember(peer, replace(before, failed_at=now, failures=before.failures + 1))
 
     def refuted(self, peer: PeerId, *, now: float) -> None:
-        """Note that a host computed wrong outputs, or none, for blocks that it claims."""
+        """Note that a host computed wrong outputs for blocks that it claims."""
         self._remember(peer, replace(self.of(peer), refuted_at=now))
+
+    def asked(self, manifest: bytes, block: int, right: Collection[PeerId], *, now: float) -> None:
+        """Note that hosts were asked to compute ``block``. Those of ``right`` did."""
+        for peer in right:
+            self._remember(peer, replace(self.of(peer), computed=(manifest, block), computed_at=now))
+        before = self._silent.pop((manifest, block), Silence(now, 0))
+        if not right:
+            self._silent[manifest, block] = Silence(before.since, before.asks + 1)
 
     def _remember(self, peer: PeerId, sighting: Sighting) -> None:
         self._known[peer] = sighting
@@ -145,7 +195,8 @@ class Sightings:
                 # left.
                 failed += [claim] if now < sighting.failed_at + SEEN_S else []
             elif sighting.shows(claim, model.manifest, now):
-                seen.append(replace(claim, seen=True, place=sighting.place))
+                proven = sighting.proves(claim, model.manifest, now)
+                seen.append(replace(claim, seen=True, place=sighting.place, proven=proven))
             else:
                 unknown.append(replace(claim, seen=False))
         if not failed:
@@ -158,6 +209,50 @@ class Sightings:
             return doubtful[end] > doubtful[start]
 
         return [*seen, *(claim for claim in unknown if not is_doubtful(claim))]
+
+    def stands(self, claim: Claim, manifest: bytes, *, now: float) -> bool:
+        """Tell whether a counted ``claim`` still counts, after hosts were asked to compute."""
+        sighting = self.of(claim.peer)
+        if sighting.has_failed(now):
+            return False
+        return sighting.proves(claim, manifest, now) or not any(
+            model == manifest and claim.start <= block < claim.end and silence.has_no_host(now)
+            for (model, block), silence in self._silent.items()
+        )
+
+    def block_to_try(self, outlook: Outlook, mine: Claim, manifest: bytes, rng: random.Random) -> int | None:
+        """Return a block that the host of ``mine`` should ask others to compute. None for no block.
+
+        Nobody has shown that they compute the block. If nobody does, the host of ``mine`` could
+        fill the gap. Of all hosts that could, about one asks between two looks. ``outlook``
+        includes ``mine``.
+        """
+        places = holders((claim for claim in outlook.placed if claim.seen), outlook.blocks)
+        proven = holders((claim for claim in outlook.claims if claim.proven or claim == mine), outlook.blocks)
+        claimed = holders(outlook.placed, outlook.blocks)
+        unproven = [block for block in range(outlook.blocks) if claimed[block] and not proven[block]]
+        fewest = min((places[block] for block in unproven), default=0)
+        if not unproven or rng.random() >= RARER ** min(1 - fewest, 0):
+            return None
+        never = Silence(0.0, 0)
+        block = max(
+            (block for block in unproven if places[block] == fewest),
+            key=lambda block: (self._silent.get((manifest, block), never).asks, rng.random()),
+        )
+        left = [
+            claim
+            for claim in outlook.claims
+            if claim.proven or claim == mine or not claim.start <= block < claim.end
+        ]
+        without = Outlook(left, blocks=outlook.blocks)
+        if mine.peer in without.repairs:
+            return block
+        spare = {
+            claim.place or claim.peer
+            for claim in without.staying
+            if claim.seen and claim.may_move and without.may_leave(claim)
+        }
+        return block if mine.peer in spare and rng.random() * len(spare) < 1 else None
 
     def to_call(
         self, model: ModelClaims, *, now: float, rng: random.Random, most: int = MAX_CALLS, extra: int = 1

@@ -60,6 +60,8 @@ class Claim:
     place: str = ""
     """Subnet where the reader reached the host. Hosts of one place count as one host; empty counts
     alone."""
+    proven: bool = False
+    """Whether the host has lately computed one of these blocks for the reader."""
 
 
 def usual_speed(claims: Iterable[Claim]) -> float:

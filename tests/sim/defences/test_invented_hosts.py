@@ -4,10 +4,12 @@ compute them, and fill what no live host has."""
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swarmnet_node.host_checks import HostChecker, Trial
 from swarmnet_node.node import Node
@@ -15,20 +17,33 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.protocol_ids import PASS, PING
+from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S, SWITCH_CONFIRM_S
 from swarmnet_protocols.routing.sightings import ModelClaims, Sightings
 from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.session.passes import receive_tensor, split_tensor
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
-from swarmnet_protocols.wire import session_pb2
+from swarmnet_protocols.wire import refusal_pb2, session_pb2
 from tests.defences import Patch, defence, replacing, yes
 from tests.sim.placement.test_moves import GAP_S, PROMPT, wait_for_span
 from tests.sim.placement.test_switches import LabModels
+from tests.support.attacks.forgers import Forger
 from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.swarm.fake_machine import FakeMachine
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, load_reference, peer, simulate
 
 RENEW_S = 30.0
+WIDTH = 32
+"""Hidden size of the tiny model."""
+
+
+def replay(inputs: torch.Tensor) -> torch.Tensor:
+    return inputs
+
+
+def refuse(_: torch.Tensor) -> torch.Tensor:
+    raise Refusal(refusal_pb2.REASON_OVERLOADED, "too much work")
 
 
 @asynccontextmanager
@@ -37,14 +52,14 @@ async def invented_hosts(
     spans: Sequence[tuple[int, int]],
     *,
     name: str = "invented",
-    answers: bool = False,
+    answers: Forger | None = None,
     **fields: Any,
 ) -> AsyncIterator[None]:
     """Announce hosts of ``spans`` while the context is open, as fast as any, with other ``fields``
     of their records.
 
-    ``answers``: a machine of the local network answers pings in their names, and computes nothing
-    true.
+    ``answers``: a machine of the local network answers pings in their names, and makes the outputs
+    of passes from their inputs.
     """
     said: dict[str, Any] = {
         "state": pb.HOST_STATE_ONLINE,
@@ -67,10 +82,10 @@ async def invented_hosts(
     transports = [lab.network.transport(identity.peer_id) for identity in identities]
     for transport, identity, (start, end) in zip(transports, identities, spans, strict=True):
         await transport.__aenter__()  # its records are seen while it is on the network
-        if answers:
+        if answers is not None:
             lab.network.move(identity.peer_id, "/ip4/192.168.0.7/tcp/4001")
-            await transport.serve(PING, _pings(lab.manifest, start, end))
-            await transport.serve(PASS, _passes)
+            await transport.serve(PING, partial(answer_as_host, lab.manifest, start, end))
+            await transport.serve(PASS, partial(answer_passes, answers))
     task = asyncio.create_task(renew())
     try:
         yield
@@ -81,23 +96,30 @@ async def invented_hosts(
             await transport.__aexit__(None, None, None)
 
 
-def _pings(manifest: bytes, start: int, end: int) -> Any:
-    async def serve(stream: Stream) -> None:
-        pings = PING.accept(stream)
-        await answer_pings(
-            pings, lambda nonce: session_pb2.Pong(nonce=nonce, manifest=manifest, start=start, end=end)
-        )
-
-    return serve
+async def answer_as_host(manifest: bytes, start: int, end: int, stream: Stream) -> None:
+    pings = PING.accept(stream)
+    await answer_pings(
+        pings, lambda nonce: session_pb2.Pong(nonce=nonce, manifest=manifest, start=start, end=end)
+    )
 
 
-async def _passes(stream: Stream) -> None:
-    """Answer a pass with its own inputs, as cheaply as can be."""
+async def answer_passes(lie: Forger, stream: Stream) -> None:
     asked = PASS.accept(stream)
-    await asked.receive()
+    begin, _ = await asked.receive()
     await asked.send(session_pb2.PassReply(heartbeat=session_pb2.Heartbeat()))
-    part, payload = await asked.receive()
-    await asked.send(session_pb2.PassReply(part=part.part), payload)
+
+    async def part() -> tuple[session_pb2.Part, Any]:
+        message, payload = await asked.receive()
+        return message.part, payload  # type: ignore[return-value]
+
+    inputs = await receive_tensor(part, positions=sum(begin.begin.counts), hidden_size=WIDTH)
+    try:
+        outputs = lie(inputs)
+    except Refusal as refusal:
+        asked.refuse(refusal)
+        return
+    for message, payload in split_tensor(outputs):
+        await asked.send(session_pb2.PassReply(part=message), payload)
     await asyncio.sleep(10.0)
 
 
@@ -165,7 +187,7 @@ def test_hosts_leave_no_blocks_to_one_that_only_answers(reference: Reference) ->
             name: await lab.start(name, lab.hosting(span, num_blocks=3, may_move=True))
             for name, span in spans.items()
         }
-        async with invented_hosts(lab, [(0, 3)], answers=True):
+        async with invented_hosts(lab, [(0, 3)], answers=replay):
             await stay(lab, nodes)
 
     simulate(reference, scenario, limit_s=LONG_S + 200.0)

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnet_node.host_checks import Asked, HostChecker, Trial
+from swarmnet_node.host_checks import Asked, HostChecker, Trial, trial_inputs
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PASS, PING
@@ -141,6 +141,37 @@ def test_only_hosts_that_compute_what_the_node_computes_are_relied_on(
         asked = Asked(bytes(32), MODEL, frozenset(range(*SPAN)), 1)
         found = await (await world.node()).computing(world.claims, asked, world.trial)
         assert [each.peer for each in found] == [claim.peer] * is_believed
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("computes", "is_right", "is_refuted"),
+    [
+        (lambda inputs: 2 * inputs, True, False),
+        (lambda inputs: inputs, False, True),
+        (None, False, False),
+    ],
+    ids=["the same", "something else", "refused"],
+)
+def test_a_block_that_the_node_lacks_is_loaded_only_to_check_an_answer(
+    computes: Callable[[torch.Tensor], torch.Tensor] | None, is_right: bool, is_refuted: bool
+) -> None:
+    async def scenario(world: World) -> None:
+        claim = await world.host("/ip4/25.0.0.1/tcp/1", computes)
+        checker, loaded = await world.node(), list[int]()
+
+        async def compute(block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+            loaded.append(block)
+            return 2 * inputs
+
+        inputs = trial_inputs(WIDTH, random.Random(0))
+        asked = Asked(bytes(32), MODEL, frozenset({1}), 1)
+        await checker.prove(world.claims, asked, inputs, compute)
+        assert loaded == [1] * (computes is not None)
+        now = asyncio.get_running_loop().time()
+        seen = checker.sightings.of(claim.peer)
+        assert (seen.proves(claim, MODEL, now), seen.has_failed(now)) == (is_right, is_refuted)
 
     run(scenario)
 

@@ -2,6 +2,7 @@
 them with few calls."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -10,13 +11,18 @@ import pytest
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing import sightings
+from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.sightings import (
     DOUBTS,
     FIRST_PAUSE_S,
+    LEAST_ASKS,
     LEAST_SEEN,
     MAX_CALLS,
     MAX_KNOWN,
     MAX_PAUSE_S,
+    PATIENCE_S,
+    PROVEN_S,
+    RARER,
     REFUTED_S,
     SEEN_S,
     ModelClaims,
@@ -203,3 +209,68 @@ def test_a_bounded_number_of_hosts_is_remembered() -> None:
     for number in range(2 * MAX_KNOWN):
         sightings.failed(PeerId(f"invented-{number}"), now=0.0)
     assert len(sightings._known) == MAX_KNOWN
+
+
+def tried(found: Sequence[Claim], mine: Claim, looks: int = 200) -> dict[int | None, int]:
+    """The blocks that the host of ``mine`` asks others to compute, and in how many looks."""
+    sightings, outlook = Sightings(), Outlook([mine, *found], blocks=BLOCKS)
+    rng = random.Random(0)
+    return Counter(sightings.block_to_try(outlook, mine, MODEL, rng) for _ in range(looks))
+
+
+def test_a_spare_host_tries_a_block_that_nobody_has_computed() -> None:
+    [mine], [other, lone] = claims("me", 1), [*claims("other", 1), *claims("lone", 1, 3, 6)]
+    assert set(tried([other, lone], mine)) == {None, 3, 4, 5}
+    assert tried([lone], mine) == {None: 200}, "nobody else has its own blocks"
+    assert tried([other, replace(lone, proven=True)], mine) == {None: 200}
+    assert tried([other], mine) == {None: 200}, "a gap needs no proof"
+    shifted, behind = Claim(PeerId("me"), 1, 4), Claim(PeerId("lone"), 4, 6)
+    assert set(tried([other, behind], shifted)) == {4, 5}, "it would have to shift"
+
+
+def test_about_one_of_all_spare_hosts_tries_a_block_at_each_look() -> None:
+    spare, lone = claims("spare", 10), claims("lone", 1, 3, 6)
+    asks = [200 - tried([*spare[:at], *spare[at + 1 :], *lone], mine)[None] for at, mine in enumerate(spare)]
+    assert sorted(asks)[-1] == 200, "the host that the plan names"
+    assert all(asks)
+    assert sum(asks) / 200 == pytest.approx(1.9, abs=0.3)
+
+
+def test_blocks_that_several_places_claim_are_tried_rarely() -> None:
+    [mine, *others], pair = claims("me", 2), claims("pair", 2, 3, 6)
+    asks = 20_000 - tried([*others, *pair], mine, looks=20_000)[None]
+    assert 0 < asks <= 2 * 20_000 / RARER
+    together = [replace(claim, place="203.0.113.0/24") for claim in pair]
+    assert tried([*others, *together], mine)[None] <= 130, "one place, whatever number of names"
+
+
+def test_a_block_that_is_silent_for_long_has_no_host_whoever_claims_it() -> None:
+    sightings, found = Sightings(), claims("name", 30, 3, 6)
+
+    def standing(now: float) -> int:
+        return sum(sightings.stands(claim, MODEL, now=now) for claim in found)
+
+    sightings.asked(MODEL, 4, [], now=0.0)
+    assert standing(10 * PATIENCE_S) == 30, "one answer may get lost"
+    for _ in range(LEAST_ASKS):
+        sightings.asked(MODEL, 4, [], now=PATIENCE_S / 2)
+    assert (standing(PATIENCE_S - 1), standing(PATIENCE_S)) == (30, 0)
+    assert sightings.stands(Claim(found[0].peer, 0, 4), MODEL, now=PATIENCE_S), "other blocks"
+    assert sightings.stands(found[0], b"beta", now=PATIENCE_S), "another model"
+    sightings.asked(MODEL, 4, [found[0].peer], now=PATIENCE_S)
+    assert standing(PATIENCE_S) == 30, "it has a host"
+
+
+def test_a_host_is_proven_for_the_blocks_around_the_one_that_it_computed() -> None:
+    sightings, [host] = Sightings(), claims("host", 1)
+    answer(sightings, [host])
+    sightings.asked(MODEL, 1, [host.peer], now=0.0)
+    answer(sightings, [host], now=10.0)
+
+    def is_proven(claim: Claim, now: float) -> bool:
+        answer(sightings, [claim], now)
+        return [each.proven for each in sightings.counted(of_model([claim]), now=now)] == [True]
+
+    assert is_proven(host, 10.0)
+    assert not is_proven(Claim(host.peer, 3, 6), 10.0)
+    assert not is_proven(host, PROVEN_S)

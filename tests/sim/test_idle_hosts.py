@@ -1,0 +1,193 @@
+"""Machines that answer as hosts and compute nothing keep no block without a host; honest hosts keep
+their claims, and stay where they are."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.hosting.host import Host
+from swarmnet_node.node import Node
+from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.routing.relocation import LOOK_S
+from swarmnet_protocols.routing.sightings import PATIENCE_S, PROVEN_S, Sightings
+from swarmnet_protocols.wire import records_pb2 as pb
+from tests.defences import defence, nothing, replacing
+from tests.sim.test_invented_hosts import invented_hosts, refuse, replay
+from tests.sim.test_moves import PROMPT
+from tests.support.attacks import forgers
+from tests.support.attacks.forgers import Forger
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
+
+HOURS_S = 2 * 3600.0
+CONVICTED_S = 6 * LOOK_S
+"""Within this time a host that computes something else is asked, and its blocks are taken."""
+REFUSED_S = PATIENCE_S + CONVICTED_S
+"""The same for a host that computes nothing."""
+LIES: dict[str, tuple[Forger, float]] = {
+    "refuses": (refuse, REFUSED_S),
+    "constants": (forgers.constant, CONVICTED_S),
+    "random": (forgers.random, CONVICTED_S),
+    "inputs": (replay, CONVICTED_S),
+}
+Spans = Mapping[str, tuple[int, int]]
+TWO_ALIKE: Spans = {"a": (0, 3), "b": (0, 3)}
+
+
+async def start(lab: Lab, spans: Spans, **options: Any) -> dict[str, Node]:
+    """Start hosts that may move."""
+    return {
+        name: await lab.start(name, lab.hosting(span, num_blocks=span[1] - span[0], may_move=True, **options))
+        for name, span in spans.items()
+    }
+
+
+def missing(lab: Lab, nodes: Mapping[str, Node]) -> list[int]:
+    """The blocks without an honest host."""
+    served = {block for node in nodes.values() for block in range(*node.span)}
+    return sorted(set(range(lab.reference.local.manifest.blocks)) - served)
+
+
+async def stay_served(lab: Lab, nodes: Mapping[str, Node], within_s: float, for_s: float) -> None:
+    """Every block has an honest host after ``within_s``, and from then on."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    while clock() < began + for_s:
+        await asyncio.sleep(LOOK_S / 2)
+        assert clock() < began + within_s or not missing(lab, nodes), f"after {clock() - began:.0f} s"
+
+
+@pytest.mark.parametrize(
+    ("spans", "claimed"),
+    [
+        (TWO_ALIKE, [(3, 6)]),
+        (TWO_ALIKE, [(0, 6)]),
+        ({"a": (0, 3), "b": (1, 4)}, [(4, 6)]),
+        ({"a": (0, 2), "b": (0, 2), "c": (0, 2), "d": (2, 4)}, [(2, 6)]),
+    ],
+    ids=["one span", "the whole model", "behind a host that must shift", "beside honest hosts"],
+)
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.matrix
+@defence(
+    "blocks that only idle machines claim are filled",
+    off=replacing(Sightings, "block_to_try", nothing),
+    lie="constants",
+)
+@defence(
+    "a machine that refuses all work holds no blocks",
+    off=replacing(
+        Sightings, "stands", lambda sightings, claim, *_, now: not sightings.of(claim.peer).has_failed(now)
+    ),
+    lie="refuses",
+)
+def test_blocks_that_only_an_idle_machine_claims_get_a_host(
+    reference: Reference, lie: str, spans: Spans, claimed: Sequence[tuple[int, int]]
+) -> None:
+    outputs, within_s = LIES[lie]
+
+    async def scenario(lab: Lab) -> None:
+        async with invented_hosts(lab, claimed, answers=outputs):
+            nodes = await start(lab, spans)
+            await stay_served(lab, nodes, within_s, HOURS_S if lie == "refuses" else within_s + 10 * LOOK_S)
+        await asyncio.sleep(100.0)  # its records expire
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
+
+    simulate(reference, scenario, limit_s=2 * HOURS_S)
+
+
+def test_new_names_of_an_idle_machine_win_it_no_time(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        nodes = await start(lab, TWO_ALIKE)
+
+        async def rename() -> None:
+            for number in range(1000):
+                async with invented_hosts(lab, [(3, 6)], name=f"name {number}", answers=refuse):
+                    await asyncio.sleep(5 * LOOK_S)
+
+        renaming = asyncio.create_task(rename())
+        await stay_served(lab, nodes, REFUSED_S + 10 * LOOK_S, 2 * REFUSED_S)
+        renaming.cancel()
+
+    simulate(reference, scenario, limit_s=HOURS_S)
+
+
+def test_an_intent_that_never_ends_holds_no_blocks(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        nodes = await start(lab, TWO_ALIKE)
+        async with invented_hosts(lab, [(3, 6)], answers=refuse, state=pb.HOST_STATE_CHOOSING):
+            await stay_served(lab, nodes, REFUSED_S, 2 * REFUSED_S)
+
+    simulate(reference, scenario, limit_s=HOURS_S)
+
+
+def test_hosts_that_join_after_an_idle_machine_serve_every_block(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        async with invented_hosts(lab, [(0, 6)], answers=forgers.random):
+            await asyncio.sleep(10.0)
+            nodes = {name: await lab.start(name, lab.hosting(num_blocks=2, may_move=True)) for name in "abcd"}
+            await stay_served(lab, nodes, 2 * CONVICTED_S, HOURS_S)
+
+    simulate(reference, scenario, limit_s=2 * HOURS_S)
+
+
+def test_honest_hosts_stay_and_load_few_blocks_to_check_others(reference: Reference) -> None:
+    loaded: list[tuple[int, int]] = []
+
+    def load(start: int, end: int) -> Stage:
+        loaded.append((start, end))
+        return reference.stage(start, end)
+
+    async def scenario(lab: Lab) -> None:
+        spans = {"a": (0, 3), "b": (0, 3), "c": (3, 6)}
+        nodes = await start(lab, spans, load_on_cpu=load)
+        await asyncio.sleep(HOURS_S)
+        assert {name: node.span for name, node in nodes.items()} == spans
+        # Both spare hosts check the only host of the other half, and again when that is long ago.
+        assert 2 <= len(loaded) <= 2 * (HOURS_S / PROVEN_S + 1)
+        assert all(3 <= start == end - 1 for start, end in loaded)
+
+    simulate(reference, scenario, limit_s=2 * HOURS_S)
+
+
+@pytest.mark.parametrize("busy_s", [PATIENCE_S / 2, REFUSED_S])
+def test_a_busy_host_keeps_its_blocks_or_gets_company(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch, busy_s: float
+) -> None:
+    """A false alarm costs that another host takes the same blocks."""
+    until = 0.0
+    run_pass = Host._run_pass
+
+    async def busy(host: Host, *arguments: Any) -> None:
+        if host.blocks.start == 3 and asyncio.get_running_loop().time() < until:
+            raise Refusal.overloaded(30.0)
+        await run_pass(host, *arguments)
+
+    monkeypatch.setattr(Host, "_run_pass", busy)
+
+    async def scenario(lab: Lab) -> None:
+        nonlocal until
+        until = asyncio.get_running_loop().time() + busy_s
+        nodes = await start(lab, TWO_ALIKE)
+        nodes["c"] = await lab.start("c", lab.hosting((3, 6)))
+        await asyncio.sleep(busy_s + 10 * LOOK_S)
+        moved = [name for name in TWO_ALIKE if nodes[name].span == (3, 6)]
+        assert len(moved) == (busy_s > PATIENCE_S)
+        assert nodes["c"].span == (3, 6)
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
+
+    simulate(reference, scenario, limit_s=HOURS_S)
+
+
+def test_a_host_without_room_for_a_block_convicts_nobody(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        nodes = await start(lab, TWO_ALIKE, has_room=lambda _: False)
+        nodes["c"] = await lab.start("c", lab.hosting((3, 6)))
+        await asyncio.sleep(2 * REFUSED_S)
+        assert {name: node.span for name, node in nodes.items()} == {**TWO_ALIKE, "c": (3, 6)}
+
+    simulate(reference, scenario, limit_s=HOURS_S)
