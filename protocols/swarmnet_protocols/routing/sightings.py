@@ -212,10 +212,7 @@ class Sightings:
 
     def stands(self, claim: Claim, manifest: bytes, *, now: float) -> bool:
         """Tell whether a counted ``claim`` still counts, after hosts were asked to compute."""
-        sighting = self.of(claim.peer)
-        if sighting.has_failed(now):
-            return False
-        return sighting.proves(claim, manifest, now) or not any(
+        return self.of(claim.peer).proves(claim, manifest, now) or not any(
             model == manifest and claim.start <= block < claim.end and silence.has_no_host(now)
             for (model, block), silence in self._silent.items()
         )
@@ -232,27 +229,14 @@ class Sightings:
         claimed = holders(outlook.placed, outlook.blocks)
         unproven = [block for block in range(outlook.blocks) if claimed[block] and not proven[block]]
         fewest = min((places[block] for block in unproven), default=0)
-        if not unproven or rng.random() >= RARER ** min(1 - fewest, 0):
+        lot = rng.random() * RARER ** max(fewest - 1, 0)
+        if lot >= 1:
             return None
         never = Silence(0.0, 0)
-        block = max(
-            (block for block in unproven if places[block] == fewest),
-            key=lambda block: (self._silent.get((manifest, block), never).asks, rng.random()),
-        )
-        left = [
-            claim
-            for claim in outlook.claims
-            if claim.proven or claim == mine or not claim.start <= block < claim.end
-        ]
-        without = Outlook(left, blocks=outlook.blocks)
-        if mine.peer in without.repairs:
-            return block
-        spare = {
-            claim.place or claim.peer
-            for claim in without.staying
-            if claim.seen and claim.may_move and without.may_leave(claim)
-        }
-        return block if mine.peer in spare and rng.random() * len(spare) < 1 else None
+        tries = [block for block in unproven if places[block] == fewest]
+        rng.shuffle(tries)
+        tries.sort(key=lambda block: -self._silent.get((manifest, block), never).asks)
+        return next((block for block in tries[:MAX_CALLS] if _may_fill(outlook, mine, block, lot)), None)
 
     def to_call(
         self, model: ModelClaims, *, now: float, rng: random.Random, most: int = MAX_CALLS, extra: int = 1
@@ -276,6 +260,27 @@ class Sightings:
         chosen = covering([*known, *others], holders(fresh, model.blocks), least=LEAST_SEEN, most=most)
         left = [claim.peer for claim in [*others, *known] if claim.peer not in chosen]
         return [*chosen, *dict.fromkeys(left[:extra])][:most]
+
+
+def _may_fill(outlook: Outlook, mine: Claim, block: int, lot: float) -> bool:
+    """Tell whether the host of ``mine`` could fill ``block`` if its unproven claims did not count.
+
+    ``lot``, drawn from [0, 1), chooses one of the hosts that the plan of repairs does not name.
+    """
+    left = [
+        claim
+        for claim in outlook.claims
+        if claim.proven or claim == mine or not claim.start <= block < claim.end
+    ]
+    without = Outlook(left, blocks=outlook.blocks)
+    if mine.peer in without.repairs:
+        return True
+    spare = {
+        claim.place or claim.peer
+        for claim in without.staying
+        if claim.seen and claim.may_move and without.may_leave(claim)
+    }
+    return mine.peer in spare and lot * len(spare) < 1
 
 
 def sharing(claims: Sequence[Claim]) -> list[Claim]:
