@@ -17,8 +17,8 @@ from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
-from tests.sim.test_invented_hosts import answer_as_host, answer_passes
 from tests.support.attacks.forgers import constant
+from tests.support.attacks.invented_hosts import answer_as_host, answer_passes
 from tests.support.processes.nodes import Swarm
 from tests.support.swarm.tiny_swarm import load_tiny
 
@@ -60,7 +60,7 @@ async def idle_host(lab: Swarm, manifest: bytes, span: tuple[int, int]) -> Async
 
 
 def test_nodes_take_the_blocks_of_a_machine_that_computes_something_else(tmp_path: Path) -> None:
-    """In virtual time, with all kinds of such machines: ``sim/test_idle_hosts.py``."""
+    """In virtual time, with all kinds of such machines: ``sim/defences/test_idle_hosts.py``."""
     manifest = load_tiny(tmp_path).local.manifest.hash
     lab = Swarm(tmp_path / "lab", tmp_path / "cache", model=str(tmp_path / "model"))
 

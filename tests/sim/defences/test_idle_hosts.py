@@ -9,16 +9,15 @@ import pytest
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.node import Node
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.routing.sightings import PATIENCE_S, PROVEN_S, Sightings
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.defences import defence, nothing, replacing, yes
-from tests.sim.test_invented_hosts import invented_hosts, refuse, replay
-from tests.sim.test_moves import PROMPT
+from tests.sim.placement.test_moves import PROMPT
 from tests.support.attacks import forgers
 from tests.support.attacks.forgers import Forger
+from tests.support.attacks.invented_hosts import invented_hosts, refuse, replay
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 HOURS_S = 2 * 3600.0
@@ -36,27 +35,19 @@ Spans = Mapping[str, tuple[int, int]]
 TWO_ALIKE: Spans = {"a": (0, 3), "b": (0, 3)}
 
 
-async def start(lab: Lab, spans: Spans, **options: Any) -> dict[str, Node]:
-    """Start hosts that may move."""
-    return {
-        name: await lab.start(name, lab.hosting(span, num_blocks=span[1] - span[0], may_move=True, **options))
-        for name, span in spans.items()
-    }
-
-
-def missing(lab: Lab, nodes: Mapping[str, Node]) -> list[int]:
+def missing(lab: Lab) -> list[int]:
     """The blocks without an honest host."""
-    served = {block for node in nodes.values() for block in range(*node.span)}
+    served = {block for node in lab.nodes.values() for block in range(*node.span)}
     return sorted(set(range(lab.reference.local.manifest.blocks)) - served)
 
 
-async def stay_served(lab: Lab, nodes: Mapping[str, Node], within_s: float, for_s: float) -> None:
+async def stay_served(lab: Lab, within_s: float, for_s: float) -> None:
     """Every block has an honest host after ``within_s``, and from then on."""
     clock = asyncio.get_running_loop().time
     began = clock()
     while clock() < began + for_s:
         await asyncio.sleep(LOOK_S / 2)
-        assert clock() < began + within_s or not missing(lab, nodes), f"after {clock() - began:.0f} s"
+        assert clock() < began + within_s or not missing(lab), f"after {clock() - began:.0f} s"
 
 
 @pytest.mark.parametrize(
@@ -88,8 +79,8 @@ def test_blocks_that_only_an_idle_machine_claims_get_a_host(
 
     async def scenario(lab: Lab) -> None:
         async with invented_hosts(lab, claimed, answers=outputs):
-            nodes = await start(lab, spans)
-            await stay_served(lab, nodes, within_s, HOURS_S if lie == "refuses" else within_s + 10 * LOOK_S)
+            await lab.start_all(spans, may_move=True)
+            await stay_served(lab, within_s, HOURS_S if lie == "refuses" else within_s + 10 * LOOK_S)
         await asyncio.sleep(100.0)  # its records expire
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
@@ -99,7 +90,7 @@ def test_blocks_that_only_an_idle_machine_claims_get_a_host(
 
 def test_new_names_of_an_idle_machine_win_it_no_time(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        nodes = await start(lab, TWO_ALIKE)
+        await lab.start_all(TWO_ALIKE, may_move=True)
 
         async def rename() -> None:
             for number in range(1000):
@@ -107,7 +98,7 @@ def test_new_names_of_an_idle_machine_win_it_no_time(reference: Reference) -> No
                     await asyncio.sleep(5 * LOOK_S)
 
         renaming = asyncio.create_task(rename())
-        await stay_served(lab, nodes, REFUSED_S + 10 * LOOK_S, 2 * REFUSED_S)
+        await stay_served(lab, REFUSED_S + 10 * LOOK_S, 2 * REFUSED_S)
         renaming.cancel()
 
     simulate(reference, scenario, limit_s=HOURS_S)
@@ -115,9 +106,9 @@ def test_new_names_of_an_idle_machine_win_it_no_time(reference: Reference) -> No
 
 def test_an_intent_that_never_ends_holds_no_blocks(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        nodes = await start(lab, TWO_ALIKE)
+        await lab.start_all(TWO_ALIKE, may_move=True)
         async with invented_hosts(lab, [(3, 6)], answers=refuse, state=pb.HOST_STATE_CHOOSING):
-            await stay_served(lab, nodes, REFUSED_S, 2 * REFUSED_S)
+            await stay_served(lab, REFUSED_S, 2 * REFUSED_S)
 
     simulate(reference, scenario, limit_s=HOURS_S)
 
@@ -126,8 +117,9 @@ def test_hosts_that_join_after_an_idle_machine_serve_every_block(reference: Refe
     async def scenario(lab: Lab) -> None:
         async with invented_hosts(lab, [(0, 6)], answers=forgers.random):
             await asyncio.sleep(10.0)
-            nodes = {name: await lab.start(name, lab.hosting(num_blocks=2, may_move=True)) for name in "abcd"}
-            await stay_served(lab, nodes, 2 * CONVICTED_S, HOURS_S)
+            for name in "abcd":
+                await lab.start(name, lab.hosting(num_blocks=2, may_move=True))
+            await stay_served(lab, 2 * CONVICTED_S, HOURS_S)
 
     simulate(reference, scenario, limit_s=2 * HOURS_S)
 
@@ -141,9 +133,9 @@ def test_honest_hosts_stay_and_load_few_blocks_to_check_others(reference: Refere
 
     async def scenario(lab: Lab) -> None:
         spans = {"a": (0, 3), "b": (1, 4), "c": (3, 6)}
-        nodes = await start(lab, spans, load_on_cpu=load)
+        await lab.start_all(spans, may_move=True, load_on_cpu=load)
         await asyncio.sleep(HOURS_S)
-        assert {name: node.span for name, node in nodes.items()} == spans
+        assert {name: node.span for name, node in lab.nodes.items()} == spans
         # One host could fill the gaps that either of the others would leave. It checks both, and
         # again when that is long ago.
         assert 2 <= len(loaded) <= 2 * (HOURS_S / PROVEN_S + 1)
@@ -170,12 +162,12 @@ def test_a_busy_host_keeps_its_blocks_or_gets_company(
     async def scenario(lab: Lab) -> None:
         nonlocal until
         until = asyncio.get_running_loop().time() + busy_s
-        nodes = await start(lab, TWO_ALIKE)
-        nodes["c"] = await lab.start("c", lab.hosting((3, 6)))
+        await lab.start_all(TWO_ALIKE, may_move=True)
+        await lab.start("c", lab.hosting((3, 6)))
         await asyncio.sleep(busy_s + 10 * LOOK_S)
-        moved = [name for name in TWO_ALIKE if nodes[name].span == (3, 6)]
+        moved = [name for name in TWO_ALIKE if lab.nodes[name].span == (3, 6)]
         assert len(moved) == (busy_s > PATIENCE_S)
-        assert nodes["c"].span == (3, 6)
+        assert lab.nodes["c"].span == (3, 6)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
 
@@ -184,9 +176,9 @@ def test_a_busy_host_keeps_its_blocks_or_gets_company(
 
 def test_a_host_without_room_for_a_block_convicts_nobody(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        nodes = await start(lab, TWO_ALIKE, has_room=lambda _: False)
-        nodes["c"] = await lab.start("c", lab.hosting((3, 6)))
+        await lab.start_all(TWO_ALIKE, may_move=True, has_room=lambda _: False)
+        await lab.start("c", lab.hosting((3, 6)))
         await asyncio.sleep(2 * REFUSED_S)
-        assert {name: node.span for name, node in nodes.items()} == {**TWO_ALIKE, "c": (3, 6)}
+        assert {name: node.span for name, node in lab.nodes.items()} == {**TWO_ALIKE, "c": (3, 6)}
 
     simulate(reference, scenario, limit_s=HOURS_S)
