@@ -59,7 +59,7 @@ async def idle_host(lab: Swarm, manifest: bytes, span: tuple[int, int]) -> Async
             await asyncio.gather(renewing, return_exceptions=True)
 
 
-def test_nodes_take_the_blocks_of_a_machine_that_computes_something_else(tmp_path: Path) -> None:
+def test_nodes_take_the_blocks_of_a_machine_with_false_outputs(tmp_path: Path) -> None:
     """In virtual time, with all kinds of such machines: ``sim/defences/test_idle_hosts.py``."""
     manifest = load_tiny(tmp_path).local.manifest.hash
     lab = Swarm(tmp_path / "lab", tmp_path / "cache", model=str(tmp_path / "model"))

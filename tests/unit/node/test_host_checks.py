@@ -154,7 +154,7 @@ def test_only_hosts_that_compute_what_the_node_computes_are_relied_on(
     ],
     ids=["the same", "something else", "refused"],
 )
-def test_a_block_that_the_node_lacks_is_loaded_only_to_check_an_answer(
+def test_a_block_that_the_node_lacks_is_loaded_to_check_an_answer(
     computes: Callable[[torch.Tensor], torch.Tensor] | None, is_right: bool, is_refuted: bool
 ) -> None:
     async def scenario(world: World) -> None:

@@ -244,7 +244,7 @@ def test_blocks_that_several_places_claim_are_tried_rarely() -> None:
     assert tried([*others, *together], mine)[None] <= 130, "one place, whatever number of names"
 
 
-def test_a_block_that_is_silent_for_long_has_no_host_whoever_claims_it() -> None:
+def test_a_block_that_is_silent_for_long_has_no_host_under_any_name() -> None:
     sightings, found = Sightings(), claims("name", 30, 3, 6)
 
     def standing(now: float) -> int:
@@ -261,7 +261,7 @@ def test_a_block_that_is_silent_for_long_has_no_host_whoever_claims_it() -> None
     assert standing(PATIENCE_S) == 30, "it has a host"
 
 
-def test_a_host_is_proven_for_the_blocks_around_the_one_that_it_computed() -> None:
+def test_a_host_is_proven_for_blocks_around_the_one_that_it_computed() -> None:
     sightings, [host] = Sightings(), claims("host", 1)
     answer(sightings, [host])
     sightings.asked(MODEL, 1, [host.peer], now=0.0)
