@@ -26,6 +26,7 @@ wants them all."""
 _NOISY = (
     "asyncio",
     "filelock",
+    "grpc",
     "hivemind",
     "httpcore",
     "httpx",
@@ -85,6 +86,11 @@ class Throttle(logging.Filter):
         return count < BURST
 
 
+def _on_one_line(_logger: Any, _method: str, fields: Any) -> Any:
+    """A processor of structlog: messages of other programs, such as p2pd, have several lines."""
+    return fields | {"event": " ".join(str(fields["event"]).split())}
+
+
 class _Formatter(logging.Formatter):
     """structlog's formatter, imported with the first record."""
 
@@ -115,6 +121,8 @@ class _Formatter(logging.Formatter):
         ]
         if self._log_format == "json":
             shared.append(structlog.processors.format_exc_info)
+        else:
+            shared.append(_on_one_line)
         return structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],

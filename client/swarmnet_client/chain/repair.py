@@ -177,6 +177,7 @@ class ChainRepair:
 
     def close(self) -> None:
         """End the sessions of all hops."""
+        self._log("a chain is closed", sessions=[log_id(live.session) for live in self.hops])
         for live in self.hops:
             live.stream.close()
 

@@ -8,6 +8,7 @@
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -27,6 +28,7 @@ from swarmnet_protocols.session.wire_tensors import is_slow
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
+_log = logging.getLogger(__name__)
 _Link = TypedStream[pb.LinkRequest, pb.LinkReply]
 
 
@@ -118,6 +120,7 @@ class LinkSender:
             except StreamEnded as error:  # a connection can be reset although both peers are alive
                 if isinstance(error, Refused) or not may_end:
                     raise
+                _log.debug("a link is made again", extra=target.log_fields | {"reason": str(error)[:200]})
                 may_end = False
 
     async def _feed(

@@ -52,7 +52,7 @@ def test_json_is_one_object_a_line_with_fields_and_traceback(capsys: pytest.Capt
 
 def test_a_text_log_has_level_message_and_fields_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     configure(log_format="text", level="info")
-    _log.warning("link lost", extra={"peer": "12D3KooW"})
+    _log.warning("link\n lost", extra={"peer": "12D3KooW"})
     (line,) = capsys.readouterr().err.splitlines()
     assert "[warning" in line
     assert "link lost" in line

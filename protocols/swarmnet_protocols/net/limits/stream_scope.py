@@ -197,11 +197,11 @@ async def supervise(handler: Handler, stream: Stream, protocol: ProtocolSpec) ->
     except Refusal as refusal:
         _log.debug("%s with %s: %s", protocol.id, stream.peer, refusal)
         stream.refuse(refusal)
-    except (
-        DeadlineExceeded,
-        NotAuthorised,
-        StreamEnded,  # this stream, or another one that the handler opened
-    ) as error:  # any peer can cause these at any rate: not worth a warning
+    except StreamEnded as error:  # this stream, or another one that the handler opened
+        if type(error) is not StreamEnded:  # the usual end of a stream says nothing
+            _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
+    except (DeadlineExceeded, NotAuthorised) as error:
+        # any peer can cause these at any rate: not worth a warning
         _log.debug("%s with %s: %s", protocol.id, stream.peer, error)
     except ProtocolViolation as error:
         stream.scope.charge(Rate.FRAMES, VIOLATION_FRAMES, asyncio.get_running_loop().time())
