@@ -49,8 +49,9 @@ def locked_data_dir(data_dir: Path) -> Iterator[Path]:
         make_private(data_dir)
         descriptor = os.open(data_dir / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
+        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigError(
-            f"cannot use the data directory {data_dir}: {error.strerror}",
+            f"cannot use the data directory {data_dir}: {why}",
             hint="choose another one with --data-dir",
         ) from error
     try:

@@ -276,7 +276,9 @@ def check_peer_id(text: str) -> PeerId:
 
 def check_job_id(text: str) -> str:
     if not re.fullmatch("[0-9a-f]{64}", text):
-        raise typer.BadParameter("a job id has 64 hexadecimal digits", param_hint="'JOB'")
+        raise typer.BadParameter(
+            "a job id has 64 hexadecimal digits: `train create` prints it", param_hint="'JOB'"
+        )
     return text
 
 

@@ -22,7 +22,7 @@ from swarmnet.dashboard.observing.observations import SwarmInfo
 from swarmnet.dashboard.observing.observer import Observer
 from swarmnet.dashboard.observing.polling import ObserverDependencies
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed, protect
+from swarmnet.web.middleware import AccessPolicy, check_exposed, protect
 from swarmnet.web.server import HttpEndpoint, serve_http
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net import PeerId
@@ -51,32 +51,18 @@ Manifest = Annotated[str, Query(pattern="^([0-9a-f]{64})?$")]
 ETag = Annotated[str, Query(max_length=64)]
 
 
-@dataclass(frozen=True)
-class ServerConfig:
-    """The address, the host names and the API key of a dashboard."""
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    key: str | None = None
-    host_names: tuple[str, ...] = ()
-    """Host names under which browsers open the page, in addition to IP addresses and localhost."""
-
-    def api_keys(self, key_option: str = "--api-key-file FILE") -> ApiKeys:
-        """The accepted keys. Raises ``ConfigError`` if there is none and other machines can reach
-        the dashboard."""
-        keys = ApiKeys({"dashboard": self.key} if self.key else {})
-        check_exposed(self.host, keys, option=key_option)
-        return keys
-
-
 @asynccontextmanager
 async def run_dashboard(
-    dependencies: ObserverDependencies, file: SwarmFile, history_dir: Path, config: ServerConfig
+    dependencies: ObserverDependencies,
+    file: SwarmFile,
+    history_dir: Path,
+    address: tuple[str, int],
+    access: AccessPolicy,
 ) -> AsyncIterator[HttpEndpoint]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
-    Each swarm has its own history, in a folder of ``history_dir``. Raises ``ConfigError`` if the
-    history cannot be written or the address cannot be bound.
+    ``address``: host and port. Each swarm has its own history, in a folder of ``history_dir``.
+    Raises ``ConfigError`` if the history cannot be written or the address cannot be bound.
     """
     folder = history_dir / file.swarm_id.hex()[:16]
     try:
@@ -91,7 +77,7 @@ async def run_dashboard(
         history = stack.enter_context(History.open(folder))
         observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
         feed = await stack.enter_async_context(Feed.run(observer, history))
-        yield await stack.enter_async_context(serve(feed, config))
+        yield await stack.enter_async_context(serve(feed, *address, access))
 
 
 def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
@@ -103,12 +89,12 @@ def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
 
 
 @asynccontextmanager
-async def serve(feed: Feed, config: ServerConfig) -> AsyncIterator[HttpEndpoint]:
+async def serve(feed: Feed, host: str, port: int, access: AccessPolicy) -> AsyncIterator[HttpEndpoint]:
     """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be
     bound or needs a key."""
-    access = AccessPolicy(keys=config.api_keys(), host_names=config.host_names, basic_auth=True)
+    check_exposed(host, access.keys)
     app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)
-    async with serve_http(app, config.host, config.port) as endpoint:
+    async with serve_http(app, host, port) as endpoint:
         yield endpoint
 
 

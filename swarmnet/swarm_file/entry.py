@@ -150,6 +150,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: 
             return _enter_beside(stored, beside, data_dir, bootstrap)
     if stored is not None:
         file = stored
+    elif not path.exists() and len(path.parts) == 1 and not path.suffix:
+        raise ConfigError(
+            f"{swarm} is neither a swarm file, nor its directory, nor a swarm that this machine has joined",
+            hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
+        )
     else:
         data = swarm_file.read(path)
         if is_invite(text := data.decode(errors="replace")):

@@ -86,6 +86,7 @@ def read_secret(path: Path, max_bytes: int) -> str:
             )
         return text.decode()
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise ConfigError(
-            f"cannot read the key in {path}: {error}", hint="give a text file with a key"
+            f"cannot read the key in {path}: {why}", hint="give a text file with a key"
         ) from error

@@ -100,7 +100,7 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
-        why = error.strerror or str(error)
+        why = (error.strerror or str(error)).partition(" (while")[0]  # create_server repeats the address
         raise ConfigError(
             f"cannot listen on {host} port {port}: {why}",
             hint=f"take another port: {option} 0 takes a free one",

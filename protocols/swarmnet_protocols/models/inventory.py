@@ -67,7 +67,7 @@ def remove_model(name: str, cache_dir: Path) -> int:
     is_whole = repository in dict(_whole_repositories())
     if not folders and not is_whole:
         raise ConfigError(
-            f"no file of {name} is on this machine", hint="`swarmnet model ls` lists what is here here"
+            f"no file of {name} is on this machine", hint="`swarmnet model ls` lists what is here"
         )
     if any(is_held(folder) for folder in folders):
         raise ConfigError(

@@ -187,8 +187,9 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
             f"the hub has no model {shown}", hint="check the name; a gated model needs `hf auth login`"
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        why = str(error).partition("\n")[0].removeprefix("Got: ")
         raise Unreachable(
-            f"{shown} is not on this machine and could not be fetched: {error}",
+            f"{shown} is not on this machine and could not be fetched: {why}",
             hint="check the connection, or give a directory or a .gguf file",
         ) from error
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -29,8 +29,8 @@ from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import client_listen
 
 if TYPE_CHECKING:
-    from swarmnet.dashboard.server import ServerConfig
     from swarmnet.swarm_file.content import SwarmFile
+    from swarmnet.web.middleware import AccessPolicy
     from swarmnet_node.supervisor import Supervisor
 
 HISTORY = "history"
@@ -62,17 +62,13 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
 
     The data directory keeps a history of 30 days.
     """
-    from swarmnet.dashboard.server import ServerConfig
-
-    key = _key_in(api_key_file) or os.environ.get(API_KEY)
-    config = ServerConfig(host, port, key, tuple(allow_host))
-    _check(config)
+    access = page_access((host, port), _key_in(api_key_file) or os.environ.get(API_KEY), allow_host)
     # The dashboard has its own identity, because a node and a client may run on the same machine.
     own_dir = data_dir / "dashboard"
     entry = enter(swarm, own_dir, bootstrap, beside=data_dir)
     entry.check_bootstrap()
     with locked_data_dir(own_dir) as directory:
-        run_until_stopped(_show(entry, directory, config, as_json=as_json))
+        run_until_stopped(_show(entry, directory, (host, port), access, as_json=as_json))
 
 
 def _key_in(path: Path | None) -> str | None:
@@ -84,7 +80,9 @@ def _key_in(path: Path | None) -> str | None:
     return key
 
 
-async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_json: bool) -> None:
+async def _show(
+    entry: Entry, directory: Path, address: tuple[str, int], access: "AccessPolicy", *, as_json: bool
+) -> None:
     from random import SystemRandom
 
     from swarmnet.dashboard.observing.polling import ObserverDependencies
@@ -103,7 +101,7 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
             )
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
         endpoint = await stack.enter_async_context(
-            run_dashboard(dependencies, entry.file, directory / HISTORY, config)
+            run_dashboard(dependencies, entry.file, directory / HISTORY, address, access)
         )
         interrupts.first = stop.set
         notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
@@ -119,19 +117,38 @@ async def _show(entry: Entry, directory: Path, config: "ServerConfig", *, as_jso
     say({"event": "stopped"}, "stopped", as_json=as_json)
 
 
-def dashboard_config(endpoint: tuple[str, int], key_file: Path | None) -> "ServerConfig":
-    """The configuration of a node's dashboard. Raises ``ConfigError`` if it cannot be served
-    there."""
-    from swarmnet.dashboard.server import ServerConfig
+def page_access(
+    address: tuple[str, int],
+    key: str | None,
+    host_names: Sequence[str] = (),
+    *,
+    key_option: str = "--api-key-file FILE",
+    port_option: str = "--port",
+) -> "AccessPolicy":
+    """Who may see the page. Raises ``ConfigError`` for an invalid address or a missing key, before
+    the swarm is searched, which takes seconds."""
+    from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed
+    from swarmnet.web.server import listen
 
-    config = ServerConfig(*endpoint, _key_in(key_file))
-    _check(config, key_option="--dashboard-key-file FILE", port_option="--dashboard")
-    return config
+    keys = ApiKeys({"dashboard": key} if key else {})
+    check_exposed(address[0], keys, option=key_option)
+    listen(*address, option=port_option).close()
+    return AccessPolicy(keys, host_names, basic_auth=True)
+
+
+def node_page_access(address: tuple[str, int], key_file: Path | None) -> "AccessPolicy":
+    """Who may see the page of a node. Raises ``ConfigError`` if it cannot be served there."""
+    key_option = "--dashboard-key-file FILE"
+    return page_access(address, _key_in(key_file), key_option=key_option, port_option="--dashboard")
 
 
 @asynccontextmanager
 async def dashboard_of(
-    node: "Supervisor", file: "SwarmFile", data_dir: Path, config: "ServerConfig"
+    node: "Supervisor",
+    file: "SwarmFile",
+    data_dir: Path,
+    address: tuple[str, int],
+    access: "AccessPolicy",
 ) -> AsyncIterator[str]:
     """Serve a dashboard from a node's process while the context is open; yields its URL."""
     from random import SystemRandom
@@ -149,16 +166,5 @@ async def dashboard_of(
         of_node.timing,
         own_report=node.report,
     )
-    async with run_dashboard(dependencies, file, data_dir / HISTORY, config) as endpoint:
+    async with run_dashboard(dependencies, file, data_dir / HISTORY, address, access) as endpoint:
         yield endpoint.url
-
-
-def _check(
-    config: "ServerConfig", *, key_option: str = "--api-key-file FILE", port_option: str = "--port"
-) -> None:
-    """Raise ``ConfigError`` for an invalid address or a missing key, before the swarm is searched,
-    which takes seconds."""
-    from swarmnet.web.server import listen
-
-    config.api_keys(key_option)
-    listen(config.host, config.port, option=port_option).close()

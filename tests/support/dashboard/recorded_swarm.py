@@ -25,6 +25,7 @@ from swarmnet.dashboard.history import DAY_S, MONTH_S, History
 from swarmnet.dashboard.observing.counts import Counts, Totals
 from swarmnet.dashboard.observing.observations import PeerObservation, Snapshot, SwarmInfo
 from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
+from swarmnet.web.middleware import AccessPolicy
 from swarmnet_node.engine.counters import cumulative_counts, node_histogram
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
@@ -347,7 +348,7 @@ async def serve_recorded(kind: str, port: int) -> None:
     with TemporaryDirectory() as folder, recorded_history(swarm, Path(folder), wall_clock()) as history:
         async with (
             Feed.run(swarm, history) as feed,
-            server.serve(feed, server.ServerConfig(port=port)) as endpoint,
+            server.serve(feed, "127.0.0.1", port, AccessPolicy()) as endpoint,
         ):
             print(endpoint.url, flush=True)
             await asyncio.Event().wait()

@@ -12,6 +12,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from swarmnet.dashboard import server
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
+from swarmnet.web.middleware import AccessPolicy
 from tests.support.dashboard.recorded_swarm import RecordedSwarm, recorded_history
 from tests.support.network.loop_thread import LoopThread
 
@@ -100,7 +101,9 @@ class Sites:
         with ExitStack() as stack:
             history = stack.enter_context(opened)
             feed = await self._open.enter_async_context(Feed.run(swarm, history))
-            endpoint = await self._open.enter_async_context(server.serve(feed, server.ServerConfig(port=0)))
+            endpoint = await self._open.enter_async_context(
+                server.serve(feed, "127.0.0.1", 0, AccessPolicy())
+            )
             self._open.push(stack.pop_all())
         return Site(endpoint.url, swarm, feed, now_s, self)
 

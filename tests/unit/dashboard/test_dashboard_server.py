@@ -15,7 +15,8 @@ import pytest
 from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard.feed import MAX_QUEUED, MAX_VIEWERS, RECENT_STATES, Feed
 from swarmnet.dashboard.history import DAY_S, History
-from swarmnet.dashboard.server import STATIC, ServerConfig, create_app, serve
+from swarmnet.dashboard.server import STATIC, create_app, serve
+from swarmnet.web.middleware import AccessPolicy, ApiKeys
 from swarmnet.web.server import serve_http
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from tests.support.dashboard.merge_patches import merged, without_nulls
@@ -262,9 +263,11 @@ async def _events(stream: httpx.Response) -> AsyncIterator[tuple[str, Any]]:
 def test_other_machines_need_a_key_and_other_origins_are_refused(tmp_path: Path) -> None:
     async def scenario(site: Site) -> None:
         with pytest.raises(ConfigError, match="without a key"):
-            ServerConfig("0.0.0.0", 0).api_keys()
+            async with serve(site.feed, "0.0.0.0", 0, AccessPolicy()):
+                pass
+        access = AccessPolicy(ApiKeys({"dashboard": "correct-horse"}), basic_auth=True)
         async with (
-            serve(site.feed, ServerConfig(port=0, key="correct-horse")) as served,
+            serve(site.feed, "127.0.0.1", 0, access) as served,
             httpx.AsyncClient() as client,
         ):
             state = f"{served.url}/api/v1/state"
