@@ -3,7 +3,6 @@
 Only claims whose hosts answer count.
 """
 
-import random
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import median
@@ -11,7 +10,7 @@ from statistics import median
 import torch
 
 from swarmnet_node.host_checks import Asked, Compute, HostChecker, MakeTrial
-from swarmnet_protocols.directory import Directory
+from swarmnet_node.running_node import Dependencies
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
@@ -26,25 +25,19 @@ _NOT_SERVING = ("leaving", "paused", INCOMPATIBLE)
 class ClaimReader:
     """Reads the claims of all other hosts of a model with ``blocks`` blocks.
 
-    In a large swarm it reads a random sample. ``me``, this node, is left out, and so are claims of
-    hosts that do not answer ``checker``.
+    In a large swarm it reads a random sample. This node is left out, and so are claims of hosts
+    that do not answer ``checker``.
     """
 
     def __init__(
-        self,
-        directory: Directory,
-        manifest: bytes,
-        rng: random.Random,
-        checker: HostChecker,
-        *,
-        me: PeerId,
-        blocks: int,
+        self, dependencies: Dependencies, checker: HostChecker, manifest: bytes, blocks: int
     ) -> None:
-        self._hosts = HostSample(directory, manifest, rng, wanted=HOSTS_READ)
-        self._directory = directory
+        directory = dependencies.directory
+        self._hosts = HostSample(directory, manifest, dependencies.rng, wanted=HOSTS_READ)
+        self._swarm = directory.swarm
         self._manifest = manifest
         self._checker = checker
-        self._me = me
+        self._me = dependencies.transport.peer_id
         self._blocks = blocks
         self._infos: dict[PeerId, HostInfo] = {}
         """The hosts that the last reading found."""
@@ -99,7 +92,7 @@ class ClaimReader:
 
         Hosts are asked until each of ``blocks`` has ``least`` hosts in different places.
         """
-        asked = Asked(self._directory.swarm, self._manifest, frozenset(blocks), least)
+        asked = Asked(self._swarm, self._manifest, frozenset(blocks), least)
         hosts = {claim: self._infos[claim.peer] for claim in claims if claim.peer in self._infos}
         return await self._checker.computing(hosts, asked, make)
 
@@ -107,7 +100,7 @@ class ClaimReader:
         self, claims: Sequence[Claim], block: int, inputs: torch.Tensor, compute: Compute
     ) -> None:
         """Ask the hosts of the last reading that claim ``block`` to compute it."""
-        asked = Asked(self._directory.swarm, self._manifest, frozenset({block}), 1)
+        asked = Asked(self._swarm, self._manifest, frozenset({block}), 1)
         there = {claim.peer: claim for claim in claims if claim.start <= block < claim.end}
         hosts = {claim: self._infos[peer] for peer, claim in there.items() if peer in self._infos}
         await self._checker.prove(hosts, asked, inputs, compute)

@@ -10,8 +10,7 @@ The node computes rows for hosts of the blocks, and keeps no state of clients. I
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,10 +32,9 @@ from swarmnet_node.running_node import Dependencies, Hosted, RunningNode, Servic
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits, format_experts
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.fetching.server import WeightServer
-from swarmnet_protocols.machine.aio import cancel, in_background, persist
+from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT, WEIGHTS
+from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertsModule,
     compute_expert,
@@ -104,24 +102,17 @@ class ExpertNode(RunningNode):
         self._rearranging: asyncio.Task[None] | None = None
         self._weight_bytes = 0
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        async with Services.on(self._dependencies.transport) as services:
-            try:
-                await self._serve(await self._load(), services)
-                async with in_background(
-                    persist("the announcement", self._announcer.run),
-                    persist("the catalog", self._listing.run),
-                ):
-                    yield
-            finally:
-                await cancel(self._rearranging)
-                await self._stop()
-                self._service = None
+    async def _start(self, services: Services) -> None:
+        await self._serve(await self._load(), services)
+
+    async def _stop(self) -> None:
+        await cancel(self._rearranging)
+        await super()._stop()
+        self._service = None
 
     async def _load(self) -> ExpertService:
         """Choose the experts, unless the owner did, and load them."""
-        dependencies, hosting = self._dependencies, self._hosting
+        dependencies, hosting = self.dependencies, self._hosting
         if not self.experts:
             every = {block: ExpertBits.of(range(count)) for block, count in hosting.counts.items()}
             others = await answering(self._links(every))
@@ -141,10 +132,8 @@ class ExpertNode(RunningNode):
         hosting = self._hosting
         if hosting.capacity:
             service.on_rearrange = self._on_rearrange
-        await EXPERTS.serve(services, service.handle, self._dependencies.timing)
-        if hosting.library is not None:
-            weights = WeightServer(hosting.library, lambda: service.streams > 0)
-            await WEIGHTS.serve(services, weights.handle, self._dependencies.timing)
+        await EXPERTS.serve(services, service.handle, self.dependencies.timing)
+        await self._serve_weights(services, lambda: service.streams > 0)
         self._service = service
         await REPORT.serve(services, Reporter(self.report).handle)
         self._state = pb.HOST_STATE_ONLINE
@@ -185,7 +174,7 @@ class ExpertNode(RunningNode):
     def _measure(self, modules: Mapping[int, ExpertsModule]) -> float:
         """Return the seconds for one row through one expert: the best of three trials after a
         warm-up."""
-        now = self._dependencies.stopwatch
+        now = self.dependencies.stopwatch
         block = min(modules)
         rows = torch.zeros(TRIAL_ROWS, self._hosting.hidden_size, dtype=self._hosting.dtype)
         rows = rows.to(device_of(modules[block]))
@@ -247,7 +236,7 @@ class ExpertNode(RunningNode):
 
     def _links(self, experts: BlockExperts) -> ExpertLinks:
         """Return links to other peers that have some of ``experts``."""
-        dependencies = self._dependencies
+        dependencies = self.dependencies
         return ExpertLinks(
             dependencies.transport,
             dependencies.directory,
@@ -258,23 +247,12 @@ class ExpertNode(RunningNode):
             max_round_trip_s=math.inf,
         )
 
-    def _log(self, event: str) -> None:
-        fields = {
-            "peer": self._dependencies.transport.peer_id,
-            "model": self._hosting.model,
-            "experts": format_experts(self.experts)[:200],
-        }
-        _log.info(event, extra=fields)
+    def _log_fields(self) -> dict[str, object]:
+        return {"experts": format_experts(self.experts)[:200]}
 
     def _facts(self) -> tuple[object, ...]:
         return (self.experts,)
 
     def _announcements(self) -> Iterable[Announcement]:
         if self._service is not None:
-            yield self._service.announcement(
-                self._dependencies.transport,
-                self._state,
-                version=self._hosting.version,
-                public_name=self._hosting.public_name,
-                lifetime_s=self._dependencies.timing.record_s,
-            )
+            yield self._service.announcement(self.dependencies, self._hosting, self._state)

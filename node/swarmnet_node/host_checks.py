@@ -16,11 +16,13 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from ipaddress import ip_address
 
 import torch
 
-from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError
+from swarmnet_node.hosting.served_blocks import ServedBlocks
+from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.subnets import subnet_of
@@ -91,6 +93,20 @@ def trial_inputs(hidden_size: int, rng: random.Random) -> torch.Tensor:
     """Return the inputs of a trial [P, D]."""
     generator = torch.Generator().manual_seed(rng.getrandbits(63))
     return torch.randn(TRIAL_POSITIONS, hidden_size, generator=generator)
+
+
+async def make_trial(blocks: ServedBlocks, rng: random.Random, span: Span) -> Trial:
+    """Return random inputs for the blocks of ``span``, and their outputs.
+
+    Raises ``Unreachable`` if ``blocks`` lacks some of them.
+    """
+    if not blocks.have(span):
+        raise Unreachable(f"this node does not serve blocks {span[0]}:{span[1]}")
+    stage = blocks.stage(span)
+    inputs = trial_inputs(stage.hidden_size, rng)
+    compute = partial(stage.run_sequences, inputs, (len(inputs),))
+    outputs = await blocks.engine.compute_pass(lambda: compute, len(inputs))
+    return Trial(span, inputs, outputs.float())
 
 
 class HostChecker:

@@ -17,8 +17,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarmnet_protocols.directory.node_reports import experts_of, rows_of
-from swarmnet_protocols.net.limits.resource_limits import Rate
-from swarmnet_protocols.net.limits.resources import ResourceSnapshot
+from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from swarmnet_protocols.wire.report_pb2 import TrunkReport
@@ -58,7 +58,7 @@ class NodeCollector(Collector):
             yield from _engine_metrics(engine)
         if (host := self._node.host) is not None:
             yield from _host_metrics(host)
-            yield from _resource_metrics(host.transport.resources.snapshot())
+            yield from _resource_metrics(host.transport.resources)
 
 
 def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
@@ -158,25 +158,26 @@ def _host_metrics(host: "Host") -> Iterator[Metric]:
     yield _histogram(counters.token_times)
 
 
-def _resource_metrics(snapshot: ResourceSnapshot) -> Iterator[Metric]:
+def _resource_metrics(resources: ResourceManager) -> Iterator[Metric]:
+    system = resources.system
     used = _labelled(GaugeMetricFamily, "resource_used", "Amount that peers hold.", "resource")
     limit = _labelled(GaugeMetricFamily, "resource_limit", "Limit for all peers together.", "resource")
     refused = _labelled(
         CounterMetricFamily, "resource_refusals", "Reservations refused at a limit.", "resource"
     )
-    for resource, account in snapshot.resources.items():
-        used.add_metric([resource], account.used)
-        refused.add_metric([resource], account.refused)
-        if account.system is not None:
-            limit.add_metric([resource], account.system)
+    for resource in Resource:
+        used.add_metric([resource], system.used[resource])
+        refused.add_metric([resource], system.refused[resource])
+        if resource in system.limits:
+            limit.add_metric([resource], system.limits[resource])
     yield from (used, limit, refused)
-    yield _gauge("peers", "Peers that hold resources here, or did recently.", snapshot.peers)
+    yield _gauge("peers", "Peers that hold resources here, or did recently.", resources.peer_count)
     for name, about, rate in (
         ("frames", "Messages received.", Rate.FRAMES),
         ("received_bytes", "Bytes of messages received.", Rate.BYTES_IN),
         ("sent_bytes", "Bytes of messages sent.", Rate.BYTES_OUT),
     ):
-        yield _counter(name, about, snapshot.spent.get(rate, 0.0))
+        yield _counter(name, about, system.spent[rate])
 
 
 def _p2pd_bytes() -> int:

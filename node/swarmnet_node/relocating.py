@@ -23,24 +23,22 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from swarmnet_node.claims import ClaimReader
-from swarmnet_node.engine.stage import Stage
-from swarmnet_node.host_checks import HostChecker, Trial
-from swarmnet_node.running_node import Dependencies
-from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
+from swarmnet_node.node import Node
+from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import (
     LOOK_S,
     Kind,
     Look,
     Relocation,
-    Remembered,
     blocks_to_leave,
     is_confirmed,
     may_switch,
@@ -68,136 +66,23 @@ READ_AGAIN_S = 600.0
 of the model may have it."""
 
 
-@dataclass(frozen=True)
-class Placed:
-    """The blocks [start, end) ``span`` that a node serves, and why. The node keeps them across a
-    pause."""
-
-    span: Span
-    reason: str
-    """The reason why the node serves these blocks, for its owner."""
-    moved_from: Span | None = None
-    """The blocks that the node served before. None if it has not moved."""
-
-    def after(self, relocation: Relocation) -> "Placed":
-        """Return what the node serves after ``relocation`` within its model."""
-        return Placed(relocation.span, relocation.reason, self.span)
-
-
-@dataclass(frozen=True)
-class LoadedBlocks:
-    """Blocks that are ready to serve, and the measured seconds of one token through them."""
-
-    stage: Stage
-    step_s: float
-
-
-class OtherModels(Protocol):
-    """The other models of the swarm that a node may switch to."""
-
-    @property
-    def manifests(self) -> Sequence[bytes]:
-        """The manifest hashes of the models in the swarm file, without the node's own model."""
-
-    def own(self) -> ServedModel:
-        """Return the model of the node, without claims."""
-
-    async def read(self, manifest: bytes, blocks: int) -> ServedModel:
-        """Return another model, without claims.
-
-        ``blocks``: how many the node hosts now. They decide how many blocks of the other model fit
-        in their place. Raises ``SwarmnetError`` if its outline is not on this machine and cannot be
-        fetched.
-        """
-
-
-class Relocatable(Protocol):
-    """What a relocator needs from its node."""
-
-    memory: Remembered
-    relocation: Relocation | None
-    """What the node announces that it will do. None if it stays. If the node ends meanwhile, its
-    supervisor carries on."""
-    limits_changed: asyncio.Event
-    """Set when the owner has changed the limits."""
-
-    @property
-    def claim(self) -> Claim:
-        """The node's claim to the blocks that it serves."""
-
-    @property
-    def model(self) -> ServedModel:
-        """The node's model, without claims."""
-
-    @property
-    def capacity(self) -> int:
-        """The number of blocks that the owner's limits allow now, at least 1."""
-
-    def has_room_for(self, blocks: int) -> bool:
-        """Return whether the memory has room for ``blocks`` more blocks next to the current
-        ones."""
-
-    async def make_trial(self, span: Span) -> Trial:
-        """Return random inputs for some current blocks, and their outputs."""
-
-    def trial_inputs(self) -> torch.Tensor:
-        """Return random inputs for any block."""
-
-    async def compute(self, block: int, inputs: torch.Tensor) -> torch.Tensor | None:
-        """Return the outputs of a block that the node lacks, loaded for this alone.
-
-        None if the memory has no room for it, or if it cannot be fetched.
-        """
-
-    async def load(self, span: Span) -> LoadedBlocks:
-        """Load blocks while sessions go on. Raises ``SwarmnetError`` if they cannot be fetched."""
-
-    async def move(self, loaded: LoadedBlocks, drain_s: float) -> None:
-        """Serve the blocks of ``relocation``.
-
-        Hand sessions of the former blocks over within ``drain_s``, then drop these blocks.
-        """
-
-    async def shrink(self, drain_s: float) -> None:
-        """Serve only the blocks of ``relocation``, a part of the current ones.
-
-        Hand sessions of the other blocks over within ``drain_s``, then drop these blocks.
-        """
-
-    async def try_to_announce(self) -> None: ...
-
-    async def withdraw(self, relocation: Relocation) -> None:
-        """Announce that the node stays after all."""
-
-    def finish(self, grace_s: float) -> None:
-        """End once all sessions are handed over, or after ``grace_s``."""
-
-
 class Relocator:
-    """Moves ``node`` to the blocks, or the model of ``others``, that the swarm needs most."""
+    """Moves a node to the blocks, or to the other model, that the swarm needs most."""
 
-    def __init__(
-        self,
-        node: Relocatable,
-        claims: ClaimReader,
-        others: OtherModels | None,
-        dependencies: Dependencies,
-        checker: HostChecker,
-    ) -> None:
-        """``claims`` cover the node's own model. ``others`` is None if the node keeps that
-        model."""
+    def __init__(self, node: Node) -> None:
         self._node = node
-        self._claims = claims
-        self._others = others
-        self._dependencies = dependencies
-        self._checker = checker
+        self._others = node.hosting.others
         self._readers: dict[bytes, ClaimReader] = {}
         self._read_at: dict[bytes, float] = {}
         """Loop time to try again, for models that could not be read."""
 
     async def run(self) -> None:
-        """Look at the swarm again and again, and relocate. Return when the node has to end for
-        that."""
+        """Look at the swarm again and again, and relocate the node. Return when it leaves, or if it
+        may not relocate."""
+        if self._node.hosting.may_relocate:
+            await race(self._keep_looking(), self._node.leaving.wait())
+
+    async def _keep_looking(self) -> None:
         node = self._node
         while node.relocation is None:
             with contextlib.suppress(TimeoutError):
@@ -210,7 +95,7 @@ class Relocator:
                     await self._relocate(relocation)
 
     def _look_s(self) -> float:
-        return LOOK_S * self._dependencies.rng.uniform(0.8, 1.2)
+        return LOOK_S * self._node.dependencies.rng.uniform(0.8, 1.2)
 
     # ---- looking --------------------------------------------------------------------------------
 
@@ -226,11 +111,11 @@ class Relocator:
             if not must_drop:
                 raise
             # The owner's limit counts without the directory, too.
-            look = Look(replace(node.model, claims=[mine]), mine, node.capacity)
+            look = self._look_with(mine, [])
         now = loop.time()
         if may_switch(look, node.memory, now=now):
             look = replace(look, others=await self._read_others(mine))
-        decide = partial(should_relocate, look, node.memory, now=now, rng=self._dependencies.rng)
+        decide = partial(should_relocate, look, node.memory, now=now, rng=node.dependencies.rng)
         # On a thread: with hundreds of hosts this takes tens of milliseconds and would delay steps.
         relocation, node.memory = await loop.run_in_executor(None, decide)
         return relocation
@@ -238,16 +123,19 @@ class Relocator:
     async def _proven(self, look: Look) -> Look:
         """Ask hosts to compute a block, if that is due. Return the look without claims to blocks
         that nobody computes."""
-        model, mine = look.own, look.mine
-        sightings, loop = self._checker.sightings, asyncio.get_running_loop()
+        node, model, mine = self._node, look.own, look.mine
+        sightings, loop = node.checker.sightings, asyncio.get_running_loop()
 
         def due() -> int | None:
             outlook = model.outlook.including(mine)
-            return sightings.block_to_try(outlook, mine, model.manifest, self._dependencies.rng)
+            return sightings.block_to_try(outlook, mine, model.manifest, node.dependencies.rng)
 
         if (block := await loop.run_in_executor(None, due)) is not None:
+            if node.engine is None:
+                raise Unreachable("this node does not serve")
+            inputs = trial_inputs(node.engine.stage.hidden_size, node.dependencies.rng)
             unproven = [claim for claim in model.claims if claim != mine]
-            await self._claims.prove(unproven, block, self._node.trial_inputs(), self._node.compute)
+            await node.claims.prove(unproven, block, inputs, self._compute)
             look = await self._look(whole=False)  # the block may have taken minutes to load
         now = loop.time()
         return look.of(
@@ -258,15 +146,41 @@ class Relocator:
             ]
         )
 
+    async def _compute(self, block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+        """Return the outputs of a block that the node lacks, loaded for this alone.
+
+        None if the memory has no room for it, or if it cannot be fetched.
+        """
+        hosting, engine = self._node.hosting, self._node.engine
+        if engine is None or not hosting.has_room(engine.stage.weight_bytes // engine.stage.blocks):
+            return None
+
+        def outputs() -> torch.Tensor:
+            loaded = (hosting.load_on_cpu or hosting.load)(block, block + 1)
+            return loaded.run_sequences(inputs, (len(inputs),)).float()
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(None, outputs)
+        except SwarmnetError as error:
+            _log.info("block %d could not be loaded for a check: %s", block, error)
+            return None
+
     async def _look(self, *, whole: bool) -> Look:
         """Read the claims to blocks of the node's model.
 
         ``whole``: read every host of the node's blocks, even in a large swarm.
         """
         mine = self._node.claim
-        others, _ = await self._claims.read(blocks=(mine.start, mine.end) if whole else None)
-        mine = self._node.claim
-        return Look(replace(self._node.model, claims=[mine, *others]), mine, self._node.capacity)
+        others, _ = await self._node.claims.read(blocks=(mine.start, mine.end) if whole else None)
+        return self._look_with(self._node.claim, others)
+
+    def _look_with(self, mine: Claim, others: Sequence[Claim]) -> Look:
+        hosting = self._node.hosting
+        if self._others is not None:
+            model = self._others.own()
+        else:
+            model = ServedModel(hosting.manifest, hosting.model, hosting.total_blocks, 1.0, ())
+        return Look(replace(model, claims=[mine, *others]), mine, self._node.capacity)
 
     async def _read_others(self, mine: Claim) -> list[ServedModel]:
         """Read the other models whose outlines can be read, with the claims to their blocks."""
@@ -290,14 +204,8 @@ class Relocator:
 
     def _reader(self, model: ServedModel) -> ClaimReader:
         if model.manifest not in self._readers:
-            dependencies = self._dependencies
             self._readers[model.manifest] = ClaimReader(
-                dependencies.directory,
-                model.manifest,
-                dependencies.rng,
-                self._checker,
-                me=dependencies.transport.peer_id,
-                blocks=model.blocks,
+                self._node.dependencies, self._node.checker, model.manifest, model.blocks
             )
         return self._readers[model.manifest]
 
@@ -333,16 +241,28 @@ class Relocator:
         if relocation.is_switch:
             # others read this node's intent, and this node theirs
             await asyncio.sleep(self._look_s())
-        elif node.has_room_for(relocation.end - relocation.start):
-            loaded = await node.load(relocation.span)
+        elif self._has_room_for(relocation.end - relocation.start):
+            # Not on the torch thread, which computes sessions.
+            loop, load = asyncio.get_running_loop(), node.hosting.load
+            stage = await loop.run_in_executor(None, load, *relocation.span)
             looks = 1 if relocation.fills_gap else MAY_LEAVE_LOOKS
             if await self._is_confirmed(relocation, kept=kept, looks=looks):
-                await node.move(loaded, drain_s)
+                await node.move(stage, drain_s)
             return False
         if not await self._is_confirmed(relocation):
             return False
         node.finish(drain_s)
         return True
+
+    def _has_room_for(self, blocks: int) -> bool:
+        """Return whether the memory has room for ``blocks`` more blocks next to the current ones.
+
+        False on an accelerator: the caches take all its memory.
+        """
+        engine = self._node.engine
+        if engine is None or engine.stage.is_on_accelerator:
+            return False
+        return self._node.hosting.has_room(blocks * engine.stage.weight_bytes // engine.stage.blocks)
 
     async def _is_confirmed(self, relocation: Relocation, *, kept: Span = (0, 0), looks: int = 1) -> bool:
         """Check at up to ``looks`` looks whether the node may leave all blocks except ``kept``."""
@@ -364,10 +284,15 @@ class Relocator:
         left = blocks_to_leave(look, relocation, kept=kept)
         if not await self._holds(look.of(there), relocation, left):
             return False  # hosts need not compute anything then
-        found = await self._claims.computing(
-            there, self._node.make_trial, blocks=left, least=relocation.others_needed
+        found = await self._node.claims.computing(
+            there, self._make_trial, blocks=left, least=relocation.others_needed
         )
         return await self._holds(look.of(found), relocation, left)
+
+    async def _make_trial(self, span: Span) -> Trial:
+        if self._node.host is None:
+            raise Unreachable("this node does not serve")
+        return await make_trial(self._node.host.blocks, self._node.dependencies.rng, span)
 
     async def _holds(self, look: Look, relocation: Relocation, left: Sequence[int]) -> bool:
         check = partial(is_confirmed, look, relocation, left)

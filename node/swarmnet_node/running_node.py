@@ -10,22 +10,23 @@ import logging
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Executor
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
 from swarmnet_protocols.directory.host_announcements import clean, state_name
-from swarmnet_protocols.fetching.server import Library
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.fetching.server import Library, WeightServer
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
 from swarmnet_protocols.wire import report_pb2
@@ -99,12 +100,16 @@ class RunningNode(Ending, ABC):
 
     def __init__(self, dependencies: Dependencies, hosted: Hosted) -> None:
         super().__init__()
-        self._dependencies = dependencies
+        self.dependencies = dependencies
         self._hosted = hosted
         self._public_model = clean(name_for_peers(hosted.model))
         self._state = pb.HOST_STATE_CHOOSING
         self._started = asyncio.get_running_loop().time()
+        self.leaving = asyncio.Event()
+        """Set when the node begins to leave."""
         self._leaving: asyncio.Task[None] | None = None
+        self._contexts = AsyncExitStack()
+        """What ends with the run of the node, after its services."""
         directory, rng, timing = dependencies.directory, dependencies.rng, dependencies.timing
         self._announcer = Announcer(
             directory,
@@ -118,12 +123,34 @@ class RunningNode(Ending, ABC):
         model = CatalogModel(hosted.manifest, self._public_model, hosted.total_blocks)
         self._listing = model_announcer(directory, rng, model)
 
-    @abstractmethod
-    def running(self) -> AbstractAsyncContextManager[object]:
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
         """Choose, load and serve until the context ends. Entered once the node serves.
 
         Raises the errors of loading.
         """
+        async with self._contexts, Services.on(self.dependencies.transport) as services:
+            try:
+                await self._start(services)
+                async with in_background(*self._background()):
+                    yield
+            finally:
+                await self._stop()
+
+    @abstractmethod
+    async def _start(self, services: "Services") -> None:
+        """Choose, load and serve."""
+
+    def _background(self) -> Iterable[Coroutine[Any, Any, object]]:
+        """Yield what runs while the node serves."""
+        yield persist("the announcement", self._announcer.run)
+        yield persist("the catalog", self._listing.run)
+
+    async def _serve_weights(self, services: "Services", is_busy: Callable[[], bool]) -> None:
+        """Serve the model's weights to members, as far as ``is_busy`` allows."""
+        if (library := self._hosted.library) is not None:
+            handler = WeightServer(library, is_busy).handle
+            await WEIGHTS.serve(services, handler, self.dependencies.timing)
 
     @abstractmethod
     def describe(self) -> report_pb2.HostReport:
@@ -131,7 +158,7 @@ class RunningNode(Ending, ABC):
 
     def status(self) -> NodeStatus:
         """Return the status of the node, at any time."""
-        dependencies, hosted, host = self._dependencies, self._hosted, self.describe()
+        dependencies, hosted, host = self.dependencies, self._hosted, self.describe()
         return NodeStatus(
             peer_id=dependencies.transport.peer_id,
             state=state_name(host.record.state),
@@ -150,7 +177,7 @@ class RunningNode(Ending, ABC):
     def report(self) -> report_pb2.NodeReport:
         """Return the report for dashboards. Raises ``Unreachable`` while the node does not
         serve."""
-        hosted, reach = self._hosted, self._dependencies.transport.reach()
+        hosted, reach = self._hosted, self.dependencies.transport.reach()
         return report_pb2.NodeReport(
             version=hosted.version,
             public_name=hosted.public_name,
@@ -176,6 +203,7 @@ class RunningNode(Ending, ABC):
         """
         if self._leaving is None:
             self._log("leaving")
+            self.leaving.set()
             self._leaving = asyncio.create_task(self._leave(grace_s), name="leave")
 
     async def rest(self) -> NoReturn:
@@ -229,8 +257,13 @@ class RunningNode(Ending, ABC):
     def _facts(self) -> tuple[object, ...]:
         """Return the facts, beyond addresses, that the node announces as soon as they change."""
 
+    def _log(self, event: str) -> None:
+        fields = {"peer": self.dependencies.transport.peer_id, "model": self._hosted.model}
+        _log.info(event, extra=fields | self._log_fields())
+
     @abstractmethod
-    def _log(self, event: str) -> None: ...
+    def _log_fields(self) -> dict[str, object]:
+        """Return what the log says about the hosted part."""
 
 
 class Services(TransportWrapper):

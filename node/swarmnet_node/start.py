@@ -13,14 +13,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from swarmnet_node.loading import NodeConfig
-from swarmnet_node.other_models import other_models
+from swarmnet_node.config import NodeConfig
+from swarmnet_node.loading.other_models import other_models
+from swarmnet_node.loading.reading import ModelReader
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import ModelReader
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import in_background
-from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 if TYPE_CHECKING:
     from swarmnet_node.supervisor import Supervisor
@@ -50,10 +49,8 @@ async def start(
     """
     async with AsyncExitStack() as stack:
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
-        link = LinkLimiter()
-        link.up.set_rate(config.limits.up_bytes_per_s)
-        link.down.set_rate(config.limits.down_bytes_per_s)
-        link.set_relay_rate(config.limits.relay_bytes_per_s)
+        link = config.network.peer.link
+        config.limits.limit_link(link)
         pauses: list[Callable[[str], AbstractAsyncContextManager[None]]] = []
 
         @asynccontextmanager
@@ -72,8 +69,9 @@ async def start(
         reader = ModelReader(executor, peers)
         loading = asyncio.create_task(reader.load(config, progress, notice=notice), name="read the model")
         try:
+            peer = replace(config.network.peer, step_aside=step_aside)
             transport, directory = await stack.enter_async_context(
-                connect(replace(config.network, link=link, step_aside=step_aside))
+                connect(replace(config.network, peer=peer))
             )
             peers.attach(transport, partial(read_hosts, directory))
             stack.callback(peers.detach)
@@ -91,8 +89,8 @@ async def start(
             notice(
                 f"--max-ram holds {loaded.cache.capacity} of {total} experts: it reads the others from disk when a token needs them"
             )
-        from swarmnet_node.hosted import hosting_of
-        from swarmnet_node.node import Hosting
+        from swarmnet_node.hosted_blocks import Hosting
+        from swarmnet_node.loading.hosted import hosting_of
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
         from swarmnet_node.supervisor import Supervisor

@@ -16,21 +16,23 @@ The states of a supervised node:
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
+from swarmnet_node.hosted_blocks import Hosting, OtherModels
 from swarmnet_node.hosting.host import Host
-from swarmnet_node.memory_limit import MemoryLimit
-from swarmnet_node.node import HostableModels, Hosting, Node
+from swarmnet_node.loading.memory_limit import MemoryLimit
+from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Machine, Observed, OwnerLimits, reason_to_pause
+from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, persist, race
+from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import control_pb2, report_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
@@ -58,7 +60,7 @@ class Supervisor(Ending):
         self._listeners: list[Callable[[NodeStatus], None]] = []
         self._move_listeners: list[Callable[[NodeStatus], None]] = []
         self._switch_listeners: list[Callable[[NodeStatus], None]] = []
-        self._dependencies = dependencies
+        self.dependencies = dependencies
         self._memory = MemoryLimit(machine, self.limits)
         self._hosting = self._watched(hosting) if isinstance(hosting, Hosting) else hosting
         self._former: Hosting | None = None
@@ -121,10 +123,6 @@ class Supervisor(Ending):
     @property
     def span(self) -> tuple[int, int]:
         return self._node.span
-
-    @property
-    def dependencies(self) -> Dependencies:
-        return self._dependencies
 
     def report(self) -> report_pb2.NodeReport:
         """Return the report for dashboards. Raises ``Unreachable`` while the node is paused."""
@@ -233,40 +231,27 @@ class Supervisor(Ending):
             self.end()
 
     async def _serve(self) -> None:
-        node, before = _node(self._dependencies, self._hosting), self._hosting
+        node, before = _node(self.dependencies, self._hosting), self._hosting
         self._node, self._reason = node, ""
         self._is_loading = True
         async with node.running():
             self._is_loading = False
             # Return memory that loading used temporarily.
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
-            resources = self._dependencies.transport.resources
-            governing = (
-                asyncio.create_task(
-                    persist(
-                        "the watch over limits", partial(self._memory.govern, node, self._hosting, resources)
-                    ),
-                    name="govern",
-                )
-                if isinstance(node, Node) and isinstance(self._hosting, Hosting)
-                else None
-            )
-            self._notify_listeners("")
-            has_fewer = isinstance(before, Hosting) and before.placed and before.placed.span != node.span
-            if self._has_moved or has_fewer:
-                self._notify_of_move()
-                self._has_moved = False
-            if self._former is not None:
-                self._former = None
-                for listener in self._switch_listeners:
-                    listener(self.status())
-            try:
+            async with in_background(*self._beside(node)):
+                self._notify_listeners("")
+                has_fewer = isinstance(before, Hosting) and before.placed and before.placed.span != node.span
+                if self._has_moved or has_fewer:
+                    self._notify_of_move()
+                    self._has_moved = False
+                if self._former is not None:
+                    self._former = None
+                    for listener in self._switch_listeners:
+                        listener(self.status())
                 await race(self._until(self._must_stop), node.finished())
                 node.finish(PAUSE_GRACE_S if self._finishing_s is None else self._finishing_s)
                 await node.finished()
-            finally:
-                await cancel(governing)
-            weight_bytes = node.weight_bytes if isinstance(node, Node) else 0
+            weight_bytes = node.weight_bytes
         self._hosting = again = node.hosting_again()
         if not isinstance(node, Node) or not isinstance(again, Hosting) or node.relocation is None:
             return
@@ -277,8 +262,14 @@ class Supervisor(Ending):
         else:
             node.relocation = None
 
+    def _beside(self, node: Node | ExpertNode) -> Iterator[Coroutine[Any, Any, object]]:
+        """Yield what runs while ``node`` serves."""
+        if isinstance(node, Node):
+            yield persist("the watch over limits", partial(self._memory.govern, node))
+            yield persist("the choice of blocks", Relocator(node).run)
+
     async def _switch(
-        self, node: Node, switch: Relocation, weight_bytes: int, former: Hosting, others: HostableModels
+        self, node: Node, switch: Relocation, weight_bytes: int, former: Hosting, others: OtherModels
     ) -> None:
         """Read the model that ``node`` has ended for, to run a node of it next.
 
@@ -305,7 +296,7 @@ class Supervisor(Ending):
             )
             self._memory.forget_blocks()
             self._hosting = self._watched(hosting)
-            self._node = _node(self._dependencies, self._hosting)
+            self._node = _node(self.dependencies, self._hosting)
         finally:
             self._is_loading = False
             await cancel(announcing)

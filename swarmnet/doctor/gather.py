@@ -318,7 +318,8 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.config import P2pdConfig
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.timing import Timing
 
     peer = Identity.load_or_create(entry.identity_path).peer_id

@@ -38,6 +38,7 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.invites import Invite
@@ -90,14 +91,16 @@ class Entry:
         choose_transport(os.environ.get(TRANSPORT_VARIABLE, "auto"))
         return Network(
             self.file.rules(),
-            self.identity_path,
-            self.bootstrap,
+            P2pdConfig(
+                self.identity_path,
+                listen=tuple(listen),
+                announce=tuple(announce),
+                bootstrap=self.bootstrap,
+                named=self.known.named,
+            ),
             known=(*self.known.named, *self.known.seen),
-            named=self.known.named,
             remember=self._remember if self.folder else None,
             mdns=self.file.mdns,
-            listen=tuple(listen),
-            announce=tuple(announce),
             membership_folder=self.folder,
             adopt=self._adopt if self.folder else None,
             swarm_file=partial(swarm_file.read, self.folder) if self.folder else None,
@@ -184,8 +187,8 @@ def client_network(
     trust = Trust(
         frozenset(hosts or entry.file.hosts), frozenset(entry.file.first_and_last), folder / GUARDS_NAME
     )
-    network = replace(entry.network(client_listen(entry.addresses)), trust=trust)
-    return network if entry.folder else replace(network, identity_path=None)
+    network = entry.network(client_listen(entry.addresses))
+    return replace(network, trust=trust, is_anonymous=entry.folder is None)
 
 
 def _entry(file: SwarmFile, bootstrap: Sequence[str], data_dir: Path) -> Entry:

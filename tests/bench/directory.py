@@ -71,7 +71,8 @@ async def join(folder: Path, bootstrap: tuple[str, ...], *, client_mode: bool = 
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+    from swarmnet_protocols.net.p2pd.config import P2pdConfig
+    from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.timing import Timing
 
     identity = Identity.load_or_create(folder)

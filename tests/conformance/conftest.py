@@ -17,7 +17,8 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId, ProtocolSpec, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.reservations import Reservations
@@ -261,7 +262,7 @@ def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cir
     in tests not for ten seconds."""
     prepare_libp2p()
     with LoopThread() as loop, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("swarmnet_protocols.net.pylibp2p.host.CLOSE_S", 0.5)
+        patch.setattr("swarmnet_protocols.net.pylibp2p.carrying.CLOSE_S", 0.5)
         lab = PyLibp2pCircuitLab(loop, tmp_path_factory.mktemp("libp2p_circuit"))
         try:
             yield lab

@@ -18,7 +18,8 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import ANY_ROLE, Role
 from tests.support.network.loop_thread import LoopThread

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 from swarmnet_protocols.net import ProtocolSpec, Stream
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 
 
 async def main(directory: str, protocol_id: str) -> None:

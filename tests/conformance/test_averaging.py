@@ -9,7 +9,8 @@ import torch
 import uvloop
 
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming

@@ -12,7 +12,8 @@ from swarmnet_protocols.errors import NotAuthorised, StreamEnded
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.net import Message, ProtocolSpec
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import DHT_PING, DHT_STORE, DIRECTORY
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import receive_within

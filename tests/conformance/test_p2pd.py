@@ -24,7 +24,8 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.p2pd import transport as p2pd
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ALL, PING
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2

@@ -19,13 +19,9 @@ from swarmnet_protocols.net.p2pd import connection_limits
 from swarmnet_protocols.net.p2pd import daemon as p2pd_daemon
 from swarmnet_protocols.net.p2pd import process as p2pd_process
 from swarmnet_protocols.net.p2pd import transport as p2pd_transport
-from swarmnet_protocols.net.p2pd.connection_limits import (
-    ConnectionGuard,
-    ConnectionLimits,
-    ListedConnection,
-    Use,
-)
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import ConnectionLimits, P2pdConfig
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ListedConnection, Use
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.reachability.dial_back import ports_of
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at
 from swarmnet_protocols.wire.roles import ANY_ROLE

@@ -12,8 +12,7 @@ import pytest
 
 from swarmnet_protocols.net import ProtocolSpec, Stream
 from swarmnet_protocols.net.p2pd import connection_limits
-from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig
+from swarmnet_protocols.net.p2pd.config import ConnectionLimits, P2pdConfig
 from swarmnet_protocols.net.pylibp2p.transport import PyLibp2pTransport, prepare_libp2p
 from swarmnet_protocols.wire.roles import ANY_ROLE
 from tests.defences import defence, nothing, patience_s, replacing

@@ -34,7 +34,8 @@ from swarmnet_protocols.net.endpoint import MAX_LINGERING
 from swarmnet_protocols.net.framing import REFUSED
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resource_limits import PEER_LIMITS, Resource
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import EXPERTS, INFERENCE, LINK, PASS, PING, SESSION
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import parse

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swarmnet_protocols.models.local_model import SETTLED_NS
+from swarmnet_protocols.models.verified_files import SETTLED_NS
 from tests.support.models.big_model import save_big
 from tests.support.models.tiny_models import write_gguf
 from tests.support.processes.commands import RunningCommand, call, run

@@ -29,7 +29,7 @@ from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
 from swarmnet_protocols.joining import mdns_record
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints import safetensors_header
 from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
 from swarmnet_protocols.models.manifest import Manifest
@@ -551,9 +551,12 @@ TARGETS: dict[str, Target] = {
         max_bytes=1 << 19,
     ),
     "safetensors": Target(
-        partial(from_file, safetensors_file.read_header, ".safetensors"),
+        partial(from_file, safetensors_header.read_header, ".safetensors"),
         lambda: [tiny_model(".safetensors")],
-        ("models.checkpoints.safetensors_file.read_header",),
+        (
+            "models.checkpoints.safetensors_header.read_header",
+            "models.checkpoints.safetensors_header.read_tensors",
+        ),
         max_bytes=1 << 21,
     ),
 }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import Manifest, ModelFile
-from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints import safetensors_header
 from swarmnet_protocols.models.checkpoints.gguf import header as gguf_header
 from swarmnet_protocols.models.manifest import BlockKey
 from tests.support.models.tiny_models import save_tiny, write_gguf
@@ -148,7 +148,7 @@ def test_a_truncated_safetensors_file_is_refused(
 ) -> None:
     scratch.write_bytes(safetensors_bytes[: data.draw(st.integers(0, len(safetensors_bytes) - 1))])
     with pytest.raises(IntegrityError, match=scratch.name):
-        safetensors_file.read_header(scratch)
+        safetensors_header.read_header(scratch)
 
 
 @fuzz
@@ -159,7 +159,7 @@ def test_a_corrupt_safetensors_header_is_refused_or_harmless(
     header_bytes = 8 + int.from_bytes(safetensors_bytes[:8], "little")
     scratch.write_bytes(corrupted(data, safetensors_bytes, header_bytes))
     try:
-        read = safetensors_file.read_header(scratch)
+        read = safetensors_header.read_header(scratch)
     except IntegrityError:
         return
     assert 0 < len(read.spans) < 200
@@ -180,7 +180,7 @@ def test_an_accepted_header_matches_the_file(header: dict[str, Any], scratch: Pa
     raw = json.dumps(header).encode()
     scratch.write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(8))
     try:
-        safetensors_file.read_header(scratch)
+        safetensors_header.read_header(scratch)
     except IntegrityError:
         return
     tensors = [entry for name, entry in header.items() if name != "__metadata__"]

@@ -133,7 +133,7 @@ class ModelHosts:
                 random.SystemRandom(),
                 Timing(),
                 network.trust,
-                check_clock=lambda: advise_on_clock(transport, (*network.bootstrap, *network.known)),
+                check_clock=lambda: advise_on_clock(transport, (*network.peer.bootstrap, *network.known)),
             ).watching() as hosts,
         ):
             peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)

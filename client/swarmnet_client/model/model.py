@@ -189,7 +189,7 @@ def load(
     no bootstrap peer is given or answers, and ``NotAuthorised`` if the swarm does not admit this
     client.
     """
-    if not network.bootstrap and not network.mdns:
+    if not network.peer.bootstrap and not network.mdns:
         raise Unreachable(
             "no bootstrap peer is known", hint="give the address that a node prints: --bootstrap ADDR"
         )

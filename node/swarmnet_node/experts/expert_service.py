@@ -24,6 +24,7 @@ import torch
 
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.hosting.slots import Slot, Slots
+from swarmnet_node.running_node import Dependencies, Hosted
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
@@ -34,7 +35,7 @@ from swarmnet_protocols.directory.expert_announcements import (
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
-from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.refusal import Refusal
@@ -162,15 +163,10 @@ class ExpertService:
             self._changed.notify_all()
 
     def announcement(
-        self,
-        transport: Transport,
-        state: "records_pb2.HostState",
-        *,
-        version: str,
-        public_name: str,
-        lifetime_s: float,
+        self, dependencies: Dependencies, hosted: Hosted, state: "records_pb2.HostState"
     ) -> Announcement:
-        """Return the announcement of these experts, with the addresses of ``transport``."""
+        """Return the announcement of these experts by the node that hosts them."""
+        transport = dependencies.transport
         host = ExpertHost(
             transport.peer_id,
             tuple(transport.addresses()),
@@ -178,11 +174,15 @@ class ExpertService:
             is_online=True,
             row_s=self.row_s,
             precision=self._model.precision,
-            public_name=public_name,
+            public_name=hosted.public_name,
             capacity=self.capacity,
         )
         return expert_announcement(
-            host, self._model.manifest, state=state, version=version, lifetime_s=lifetime_s
+            host,
+            hosted.manifest,
+            state=state,
+            version=hosted.version,
+            lifetime_s=dependencies.timing.record_s,
         )
 
     def describe(self, report: report_pb2.HostReport) -> None:

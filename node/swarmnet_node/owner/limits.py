@@ -7,6 +7,7 @@ from typing import Protocol, get_args, get_type_hints
 
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
 MIN_RATE_BYTES_PER_S = 64_000.0
 """Smallest rate allowed. Below it, a large message takes longer than its sender waits."""
@@ -62,6 +63,12 @@ class OwnerLimits:
     def are_conditional(self) -> bool:
         """Whether the limits may pause the node without a command from its owner."""
         return bool(self.monthly_bytes or self.schedule or self.idle_only or self.no_battery)
+
+    def limit_link(self, link: LinkLimiter) -> None:
+        """Limit the bytes that ``link`` sends, receives and forwards."""
+        link.up.set_rate(self.up_bytes_per_s)
+        link.down.set_rate(self.down_bytes_per_s)
+        link.set_relay_rate(self.relay_bytes_per_s)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

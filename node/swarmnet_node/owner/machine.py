@@ -134,9 +134,7 @@ class OwnersMachine:
 
     def enforce(self, limits: OwnerLimits) -> None:
         save_limits(self._folder, limits)
-        self._link.up.set_rate(limits.up_bytes_per_s)
-        self._link.down.set_rate(limits.down_bytes_per_s)
-        self._link.set_relay_rate(limits.relay_bytes_per_s)
+        limits.limit_link(self._link)
         self._limit_computing(limits)
 
     def release(self) -> None:

@@ -12,14 +12,14 @@ import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_node.owner.limits import RELAY_BYTES_PER_S
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
-from swarmnet_protocols.errors import ConfigError, NetworkStopped, NotAuthorised
+from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import in_background, persist
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """The user's settings of a worker. ``job``: an id of 64 hexadecimal digits. Rates: None for no
-    limit."""
+    """The user's settings of a worker. ``job``: an id of 64 hexadecimal digits."""
 
     job: str
     network: Network
@@ -43,8 +42,8 @@ class WorkerConfig:
     device: str = "auto"
     threads: int | None = None
     files: LocalFiles = field(default_factory=LocalFiles)
-    up_bytes_per_s: float | None = None
-    down_bytes_per_s: float | None = None
+    limits: OwnerLimits = field(default_factory=OwnerLimits)
+    """The limits on the link apply. The others are for a node."""
 
 
 @asynccontextmanager
@@ -64,13 +63,8 @@ async def start(
         progress(description, done, total)
 
     async with AsyncExitStack() as stack:
-        from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-
-        link = LinkLimiter()
-        link.up.set_rate(config.up_bytes_per_s)
-        link.down.set_rate(config.down_bytes_per_s)
-        link.set_relay_rate(RELAY_BYTES_PER_S)
-        transport, directory = await stack.enter_async_context(connect(replace(config.network, link=link)))
+        config.limits.limit_link(config.network.peer.link)
+        transport, directory = await stack.enter_async_context(connect(config.network))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
         stack.callback(stopped.set)
@@ -88,8 +82,6 @@ async def start(
         from swarmnet_protocols.timing import Timing
         from swarmnet_protocols.training.jobs import open_job
 
-        if config.network.identity_path is None:
-            raise ConfigError("a worker needs an identity stored in a file, and the network has none")
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_unless_stopped)
@@ -99,7 +91,7 @@ async def start(
             executor,
             codec_executor,
             random.Random(os.urandom(16)),
-            Identity.load_or_create(config.network.identity_path).sign,
+            Identity.load_or_create(config.network.peer.identity_path).sign,
             progress=progress,
         )
         reporter = WorkerReporter(open_job(sealed), version("swarmnet-p2p"), handler, transport.reach)

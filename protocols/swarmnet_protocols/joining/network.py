@@ -17,8 +17,8 @@ import logging
 import random
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.net import Transport
-    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -135,24 +134,21 @@ class Trust:
 
 @dataclass(frozen=True)
 class Network:
-    """Which swarm to join, under which identity, and at which addresses."""
+    """Which swarm to join, and as which peer."""
 
     rules: Rules
-    identity_path: Path | None = None
-    """Key file, created if missing. None: a new identity for each connection."""
-    bootstrap: tuple[str, ...] = ()
-    """Addresses from the swarm file and from the owner."""
+    peer: P2pdConfig
+    """This peer. Its ``bootstrap`` comes from the swarm file and from the owner. Its ``named`` are
+    the addresses in ``known`` that the owner gave."""
+    is_anonymous: bool = False
+    """Whether each connection has a new identity, instead of the one of ``peer``."""
     known: tuple[str, ...] = ()
-    """Addresses from earlier connections. They need not answer."""
-    named: tuple[str, ...] = ()
-    """The addresses in ``known`` that the owner gave. The rest came from peers and must pass
-    ``net/dialling.py``."""
+    """Addresses from earlier connections. They need not answer. Addresses that the owner did not
+    give must pass ``net/dialling.py``."""
     remember: Callable[[Sequence[str]], None] | None = None
     """Stores addresses of peers in the swarm, to become ``known`` next time. Raises ``OSError``."""
     mdns: bool = False
     """Whether to find peers in the local network, and announce this one there."""
-    listen: tuple[str, ...] = ANY_PORT
-    announce: tuple[str, ...] = ()
     membership_folder: Path | None = None
     """Folder of the certificate and the revocation lists. None: memory only."""
     adopt: Callable[[bytes], Rules] | None = None
@@ -162,12 +158,6 @@ class Network:
     issuer: "IssuerConfig | None" = None
     """Makes this peer an issuer."""
     trust: Trust = Trust()
-    link: "LinkLimiter | None" = None
-    """Counts and limits what this peer sends and receives."""
-    max_p2pd_bytes: int = MAX_MEMORY_BYTES
-    """See ``P2pdConfig``."""
-    step_aside: Callable[[], AbstractAsyncContextManager[object]] = nullcontext
-    """See ``P2pdConfig``."""
 
 
 @asynccontextmanager
@@ -197,8 +187,7 @@ async def connect(
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig, no_bootstrap_peer
+    from swarmnet_protocols.net.p2pd.transport import no_bootstrap_peer
     from swarmnet_protocols.net.protocol_ids import PROBE
     from swarmnet_protocols.reachability.detection import Reachability
     from swarmnet_protocols.reachability.dial_back import Probes
@@ -208,10 +197,11 @@ async def connect(
     from swarmnet_protocols.timing import Timing
 
     async with AsyncExitStack() as stack:
-        identity_path = network.identity_path
-        if identity_path is None:
-            identity_path = stack.enter_context(scratch_folder()) / "identity.key"
-        identity = Identity.load_or_create(identity_path)
+        peer = network.peer
+        if network.is_anonymous:
+            scratch = stack.enter_context(scratch_folder())
+            peer = replace(peer, identity_path=scratch / "identity.key")
+        identity = Identity.load_or_create(peer.identity_path)
         membership = Membership(
             network.rules,
             identity.peer_id,
@@ -223,35 +213,29 @@ async def connect(
         if network.issuer is not None:
             network.issuer.certify(membership)
         membership.check()
-        others = tuple(each for each in network.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
-        is_bootstrap_peer = others != network.bootstrap
+        others = tuple(each for each in peer.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
+        is_bootstrap_peer = others != peer.bootstrap
         needs_peers = not is_bootstrap_peer and (bool(others) or client_mode)
-        config = P2pdConfig(
-            identity_path,
-            listen=network.listen,
-            announce=network.announce,
+        peer = replace(
+            peer,
             bootstrap=others,
-            named=network.named,
             # With mDNS or known addresses, another peer may answer in place of a bootstrap peer.
             require_bootstrap=needs_peers and not network.mdns and not network.known,
-            link=network.link or LinkLimiter(),
             only_dials=client_mode,
-            max_daemon_bytes=network.max_p2pd_bytes,
-            step_aside=network.step_aside,
         )
-        raw = await stack.enter_async_context(transport_class().create(config))
+        raw = await stack.enter_async_context(transport_class().create(peer))
         others = tuple(dict.fromkeys((*others, *_permitted(raw, network.known))))
         routed = RoutedTransport(
             raw,
             identity,
             guarded=lambda: guarded,
-            punch=lambda peer: punching.begin(peer),  # noqa: PLW0108 - it is made below
+            punch=lambda other: punching.begin(other),  # noqa: PLW0108 - it is made below
             describe_reach=lambda: describe(reachability, punching, relay, routed),
         )
         handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
         guarded = GuardedTransport(routed, handshakes)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of, raw.was_dialled)
-        relay = Relay(guarded, lambda: reachability.is_open, config.link)
+        relay = Relay(guarded, lambda: reachability.is_open, peer.link)
         punching = HolePunching(routed, guarded, reachability)
         await punching.serve()
         stack.push_async_callback(punching.close)
@@ -264,7 +248,7 @@ async def connect(
         if client_mode:
             local = LocalNetwork(membership.rules.swarm)
         else:
-            local = LocalNetwork(membership.rules.swarm, listen=network.listen, own=raw.addresses)
+            local = LocalNetwork(membership.rules.swarm, listen=peer.listen, own=raw.addresses)
         bootstrap = partial(local.with_found, others)
         directory = await stack.enter_async_context(
             DhtDirectory.create(
@@ -353,7 +337,6 @@ async def redeem(invite: "Invite", identity_path: Path, accept: "Callable[[pb.Ad
     from swarmnet_protocols.machine.clock import wall_clock
     from swarmnet_protocols.membership.invites import redemption
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.wire import membership_pb2 as pb
 
     identity = Identity.load_or_create(identity_path)
@@ -384,7 +367,6 @@ async def push_revocations(
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.net.p2pd.transport import P2pdConfig
     from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.wire.roles import Role
 

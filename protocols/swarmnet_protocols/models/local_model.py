@@ -3,12 +3,7 @@
 Hashes are checked before a file is read.
 """
 
-import contextlib
 import copy
-import hashlib
-import json
-import os
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -17,14 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
-from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, Progress, cut, listing_hash
-from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.fetching.pieces import ModelFile, Progress, listing_hash
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
-    OpenedFiles,
     WeightForm,
     WeightSizes,
-    hash_pieces,
     sha256_of,
 )
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
@@ -37,14 +29,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
+    from swarmnet_protocols.models.partial_model import ModelBuilder
     from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
     from swarmnet_protocols.quantization.quantize import Precision
-
-SETTLED_NS = 2_000_000_000
-"""Nanoseconds after which a further change of a file surely alters its times.
-
-File systems round times, so two changes within less could look like one.
-"""
 
 
 class LocalModel:
@@ -72,14 +59,6 @@ class LocalModel:
         self.path = path
         self.cache_dir = cache_dir
         self._checkpoint = checkpoint
-        self._progress = progress
-        self._checked: dict[str, dict[str, int]] = {}
-        """By name, the state that each whole file had when its hash was verified."""
-        self._checked_pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
-        """The state of each partial file when all its pieces were last verified.
-
-        The flag tells whether noted hashes were used.
-        """
         self.parts = Parts(manifest.hash, checkpoint, cache_dir, progress)
         """Fetches the pieces of files that are not whole on this machine."""
 
@@ -154,7 +133,7 @@ class LocalModel:
 
     def shared(self) -> "SharedWeights":
         """The weights that are on this machine and verified, to be served to peers."""
-        return SharedWeights(self.manifest, self._checkpoint, self.parts, self._is_verified)
+        return SharedWeights(self.manifest, self._checkpoint, self.parts)
 
     def verify(self, progress: Progress | None = None) -> None:
         """Hash again every file on this machine, or the pieces of it that are here.
@@ -164,22 +143,9 @@ class LocalModel:
         partial = self._partial_files
         for file in self.present_files:
             if file.name in partial:
-                self._verify_pieces(partial[file.name], progress)
+                self.parts.verified.check_pieces_again(partial[file.name], progress)
             else:
-                self._check_file(file, progress, again=True)
-
-    def _verify_pieces(self, partial: PieceFile, progress: Progress | None) -> None:
-        tables = self.parts.tables
-        told = tables.known(partial.file) or tables.claimed(partial.file)
-        table = told or partial.read_notes()
-        if table is None:
-            return  # only a header, which is verified before a tensor is read
-        partial.use(table, self._checkpoint.layout(partial.file.name).edges, notes=told is None)
-        if not partial.verify(progress):
-            raise IntegrityError(
-                f"{partial.path} has pieces that do not have their hash",
-                hint="they are downloaded again when needed",
-            )
+                self.parts.verified.check_again(file, progress)
 
     def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:
         """Fetch what is missing of these tensors, or of ``slices`` of them.
@@ -188,69 +154,15 @@ class LocalModel:
         """
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
-        fetched = self.parts.fetch(tensors, self._check_pieces, slices)
-        partial = {each.file.name for each in fetched}
-        # What was downloaded was verified on arrival.
-        self._checked_pieces |= {each.path: (each.notes, _stamp(each.path)) for each in fetched}
+        partial = {each.file.name for each in self.parts.fetch(tensors, slices)}
         wanted = self._checkpoint.holders(tensors) - partial
-        unchecked = [file for file in self.manifest.files if file.name not in self._checked]
-        weights = self._checkpoint.holders(self._checkpoint.tensor_names) if unchecked else set()
-        for file in unchecked:
-            if file.name in wanted or file.name not in weights:
-                self._check_file(file, self._progress)
+        for file in self.manifest.files:
+            if file.name in wanted or file.name not in self._weight_files:
+                self.parts.verified.check(file)
 
-    def _check_pieces(self, partial: PieceFile, table: PieceTable) -> None:
-        """Hash the pieces that are here, unless they are unchanged since the last time.
-
-        Forget pieces that have changed.
-        """
-        if self._checked_pieces.get(partial.path) == (partial.notes, _stamp(partial.path)):
-            return
-        mark = self._mark_of(partial.path, table.hash(partial.file))
-        if not _is_marked(mark, partial.path):
-            partial.verify(self._progress)
-            _mark(mark, partial.path)
-
-    def _check_file(self, file: ModelFile, progress: Progress | None, *, again: bool = False) -> None:
-        """Hash a file, unless this machine hashed it before and it is unchanged.
-
-        ``again``: hash it in any case.
-        """
-        path = self._checkpoint.path_of(file.name)
-        mark, stamp = self._mark_of(path, file.sha256), _stamp_if_present(path)
-        if again or not _is_marked(mark, path) or self.parts.tables.known(file) is None:
-            head_bytes, edges = file.size, [0]
-            if file.name in self._checkpoint.holders(self._checkpoint.tensor_names):
-                layout = self._checkpoint.layout(file.name)
-                head_bytes, edges = layout.head_bytes, layout.edges
-            hasher = hash_pieces(path, cut(file.size, edges), progress)
-            if hasher.sha256 != file.sha256:
-                raise IntegrityError(
-                    f"{path} does not have the hash in its manifest",
-                    hint="delete it and fetch the model again",
-                )
-            self.parts.add_whole(file, hasher.table(head_bytes))
-            _mark(mark, path)
-        if stamp is not None:
-            self._checked[file.name] = stamp
-
-    def _is_verified(self, file: ModelFile) -> bool:
-        """Whether a file is whole and was hashed, in this process or before, and has not changed
-        since."""
-        path = self._checkpoint.path_of(file.name)
-        stamp = _stamp_if_present(path)
-        if stamp is None:
-            return False
-        if self._checked.get(file.name) == stamp:
-            return True
-        if not _is_marked(self._mark_of(path, file.sha256), path):
-            return False
-        self._checked[file.name] = stamp
-        return True
-
-    def _mark_of(self, path: Path, content: bytes) -> Path:
-        """The path of the mark which says that a file was hashed and has this content."""
-        return self.cache_dir / "verified" / hashlib.sha256(os.fsencode(path) + content).hexdigest()[:32]
+    @cached_property
+    def _weight_files(self) -> set[str]:
+        return self._checkpoint.holders(self._checkpoint.tensor_names)
 
     def _state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
@@ -291,7 +203,6 @@ class LocalModel:
         Raises ``ConfigError`` if the model has no such blocks.
         """
         from swarmnet_protocols.models.partial_model import build_span
-        from swarmnet_protocols.quantization.products import load_products
 
         if not 0 <= start < end <= self.manifest.blocks:
             raise ConfigError(
@@ -299,12 +210,9 @@ class LocalModel:
             )
         names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
         form = WeightForm(device, packed, quantized, experts or {})
-        return build_span(self.config, start, end).load(
-            lambda model: self._state_dict(names, start, model, form),
-            dtype=dtype,
-            device=device,
-            products=load_products(self.cache_dir) if packed or experts else None,
-        )
+        builder = build_span(self.config, start, end)
+        span: nn.Module = self._load(builder, lambda _: names, start, form, dtype)
+        return span
 
     def load_experts(
         self,
@@ -323,19 +231,14 @@ class LocalModel:
         """
         from swarmnet_protocols.models.partial_model import build_experts
         from swarmnet_protocols.quantization.packed_experts import experts_modules
-        from swarmnet_protocols.quantization.products import load_products
 
         if not 0 <= block < self.manifest.blocks:
             raise ConfigError(
                 f"{self.name} has no block {block}", hint=f"its blocks are 0 to {self.manifest.blocks - 1}"
             )
         form = WeightForm(device, packed=True, quantized=quantized, experts={block: experts})
-        model: Any = build_experts(self.config, block).load(
-            lambda model: self._state_dict(self._experts_tensors(block, model), block, model, form),
-            dtype=dtype,
-            device=device,
-            products=load_products(self.cache_dir),
-        )
+        builder = build_experts(self.config, block)
+        model = self._load(builder, lambda model: self._experts_tensors(block, model), block, form, dtype)
         [(_, found)] = experts_modules(model)
         module: nn.Module = found
         if unknown := set(experts) - {*range(found.num_experts)}:
@@ -360,19 +263,11 @@ class LocalModel:
         model: Any = build_experts(self.config, block).empty()
         names = self._experts_tensors(block, model)
         places = self._checkpoint.expert_places(names, block, model)
-        opened: OpenedFiles = {}
 
         def read(experts: "Collection[int]") -> "Mapping[str, ExpertMatrices]":
             own = {name: place for name, place in places.items() if place.has(experts)}
             wanted = list(own)
-            form = WeightForm(
-                device,
-                packed=True,
-                quantized=quantized,
-                experts={block: experts},
-                places=own,
-                opened=opened,
-            )
+            form = WeightForm(device, packed=True, quantized=quantized, experts={block: experts}, places=own)
             found = self._state_dict(wanted, block, model, form)
             return {name.rpartition(".")[2]: matrices for name, matrices in found.items()}
 
@@ -414,27 +309,16 @@ class LocalModel:
         from torch import nn
 
         from swarmnet_protocols.models.partial_model import build_local_layers
-        from swarmnet_protocols.quantization.products import load_products
 
         config = self.config
         if labels is not None:
             config = copy.deepcopy(config)
             config.num_labels = labels
-        layers = nn.ModuleList()
-
-        def take(built: nn.ModuleList) -> None:
-            nonlocal layers
-            layers = built
-
-        model: Any = build_local_layers(config, take, labels=labels).load(
-            lambda model: self._state_dict(
-                self.manifest.tensors["local_layers"], 0, model, WeightForm(device, packed)
-            ),
-            dtype=dtype,
-            device=device,
-            products=load_products(self.cache_dir) if packed else None,
-        )
-        model.base_model.layers = stand_ins(layers)
+        layers: list[nn.ModuleList] = []
+        builder = build_local_layers(config, layers.append, labels=labels)
+        names = self.manifest.tensors["local_layers"]
+        model = self._load(builder, lambda _: names, 0, WeightForm(device, packed), dtype)
+        model.base_model.layers = stand_ins(layers[-1])
         model.config.max_position_embeddings = self.max_positions
         self._set_generation_config(model)
         return model
@@ -444,11 +328,27 @@ class LocalModel:
         from swarmnet_protocols.models.partial_model import build_whole
 
         names = self._checkpoint.tensor_names
-        model: Any = build_whole(self.config).load(
-            lambda model: self._state_dict(names, 0, model, WeightForm(device)), dtype=dtype, device=device
-        )
+        model = self._load(build_whole(self.config), lambda _: names, 0, WeightForm(device), dtype)
         self._set_generation_config(model)
         return model
+
+    def _load(
+        self,
+        builder: "ModelBuilder",
+        names_for: "Callable[[PreTrainedModel], Sequence[str]]",
+        first_block: int,
+        form: WeightForm,
+        dtype: "torch.dtype",
+    ) -> Any:
+        """Load a part. ``names_for`` returns the tensors that the empty model needs."""
+        from swarmnet_protocols.quantization.products import load_products
+
+        return builder.load(
+            lambda model: self._state_dict(names_for(model), first_block, model, form),
+            dtype=dtype,
+            device=form.device,
+            products=load_products(self.cache_dir) if form.packed or form.experts else None,
+        )
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         """The model's tokenizer with its chat template."""
@@ -469,48 +369,6 @@ class LocalModel:
         stored = self._checkpoint.generation_config()
         if stored is not None:
             model.generation_config = stored
-
-
-def _is_marked(mark: Path, path: Path) -> bool:
-    """Whether the file was verified and has not changed since."""
-    try:
-        return bool(json.loads(mark.read_bytes()) == _stamp(path))
-    except (OSError, ValueError):
-        return False
-
-
-def _mark(mark: Path, path: Path) -> None:
-    """Mark the file as verified, unless it changed very recently.
-
-    A further change might then leave its times as they are.
-    """
-    stamp = _stamp(path)
-    if time.time_ns() - max(stamp["modified_ns"], stamp["changed_ns"]) > SETTLED_NS:
-        with contextlib.suppress(
-            OSError
-        ):  # a full disk or a read-only one: the file is hashed again next time
-            write_whole(mark, json.dumps(stamp).encode(), durable=False)
-
-
-def _stamp(path: Path) -> dict[str, int]:
-    """Return size, times and inode of the file. At least one changes with its content.
-
-    No program can set ``st_ctime``.
-    """
-    stat = path.stat()
-    return {
-        "size": stat.st_size,
-        "modified_ns": stat.st_mtime_ns,
-        "changed_ns": stat.st_ctime_ns,
-        "inode": stat.st_ino,
-    }
-
-
-def _stamp_if_present(path: Path) -> dict[str, int] | None:
-    try:
-        return _stamp(path)
-    except OSError:
-        return None
 
 
 def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:

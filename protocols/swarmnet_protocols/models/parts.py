@@ -40,6 +40,7 @@ from swarmnet_protocols.fetching.pieces import (
     pieces_between,
 )
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, hash_pieces
+from swarmnet_protocols.models.verified_files import VerifiedFiles
 
 T = TypeVar("T")
 WHOLE_SHARE = 0.5
@@ -87,6 +88,7 @@ class Parts:
     ) -> None:
         """``model``: the hash of its manifest."""
         self.tables = Tables(cache_dir / "pieces")
+        self.verified = VerifiedFiles(checkpoint, self.tables, cache_dir, progress)
         self.peers: Peers | None = None
         self.bytes_from: dict[str, int] = {}
         """Bytes fetched in this process, by the name of the source."""
@@ -111,26 +113,14 @@ class Parts:
             if self._checkpoint.path_of(name) == hub.partial(name).path
         ]
 
-    def add_whole(self, file: ModelFile, table: PieceTable) -> None:
-        """Keep the table of a whole file on this machine, and remove the pieces that were fetched
-        of it before."""
-        self.tables.add(file, table)
-        hub = self._checkpoint.hub
-        if hub is not None and file.name in self._checkpoint.known and file.name not in self.partial():
-            hub.partial(file.name).remove()
-
     def fetch(
         self,
         names: Iterable[str],
-        verify: Callable[[PieceFile, PieceTable], None],
         slices: Slices | None = None,
     ) -> list[PieceFile]:
         """Fetch what is missing of these tensors. Return the partial files that hold them.
 
-        - ``slices``: fetch only these slices of a tensor, unless its whole file must be fetched.
-        - ``verify``: hashes the pieces of a file that are here, unless they are known to be
-          unchanged.
-
+        ``slices``: fetch only these slices of a tensor, unless its whole file must be fetched.
         Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
         """
         hub = self._checkpoint.hub
@@ -147,12 +137,14 @@ class Parts:
                 claimed.append((partial, table))
             elif (table := self._noted(hub, partial, wanted)) is not None:
                 noted.append((partial, table))
-        self._complete(known, wanted, verify, from_anyone=True)
+        self._complete(known, wanted, from_anyone=True)
         fetched = [partial for partial, _ in known]
-        fetched += self._fetch_claimed(claimed, wanted, verify)
-        self._complete(noted, wanted, verify, notes=True)
+        fetched += self._fetch_claimed(claimed, wanted)
+        self._complete(noted, wanted, notes=True)
         fetched += [partial for partial, _ in noted]
         self._checkpoint.fetch(set(files) - {each.file.name for each in fetched})
+        for partial in fetched:
+            self.verified.add_pieces(partial)
         return fetched
 
     def _ask_for_tables(self, files: Iterable[ModelFile]) -> None:
@@ -168,13 +160,11 @@ class Parts:
             peers.run(lambda: peers.tables(self._model, due, self.tables))
             self._asked |= dict.fromkeys((file.sha256 for file in due), now)
 
-    def _fetch_claimed(
-        self, files: Files, wanted: Slices, verify: Callable[[PieceFile, PieceTable], None]
-    ) -> list[PieceFile]:
+    def _fetch_claimed(self, files: Files, wanted: Slices) -> list[PieceFile]:
         """Fetch the wanted pieces of files whose tables are claimed. Returns these files; none if a
         table is wrong."""
         try:
-            self._complete(files, wanted, verify)
+            self._complete(files, wanted)
         except IntegrityError:
             # the claim or the hub is wrong: the hash of the whole file will decide
             for partial, _ in files:
@@ -183,7 +173,7 @@ class Parts:
         except Unreachable:
             if self._reachable_peers() is None:
                 raise
-            return [self._prove(*each, verify) for each in files]
+            return [self._prove(*each) for each in files]
         return [partial for partial, _ in files]
 
     def _noted(self, hub: HubFiles, partial: PieceFile, wanted: Slices) -> PieceTable | None:
@@ -214,7 +204,6 @@ class Parts:
         self,
         files: Files,
         wanted: Slices,
-        verify: Callable[[PieceFile, PieceTable], None],
         *,
         from_anyone: bool = False,
         notes: bool = False,
@@ -238,18 +227,16 @@ class Parts:
                     f"the header of {partial.file.name} has another size than its table of pieces says"
                 )
             partial.use(table, layout.edges, notes=notes)
-            verify(partial, table)
+            self.verified.check_pieces(partial, table)
             if not notes:  # peers get only what others have confirmed
                 self.in_use[partial.file.sha256] = partial
             bodies.append((partial, _pieces(layout, partial.starts, wanted)))
         self._download([*heads, *bodies], from_anyone=from_anyone)
 
-    def _prove(
-        self, partial: PieceFile, table: PieceTable, verify: Callable[[PieceFile, PieceTable], None]
-    ) -> PieceFile:
+    def _prove(self, partial: PieceFile, table: PieceTable) -> PieceFile:
         """Fetch a whole file from peers by the table that they claim. Raises ``IntegrityError`` if
         the result does not have the file's hash."""
-        self._complete([(partial, table)], {}, verify, from_anyone=True)
+        self._complete([(partial, table)], {}, from_anyone=True)
         self._download([(partial, range(table.count))], from_anyone=True)
         if hash_pieces(partial.path, (), self._progress).sha256 != partial.file.sha256:
             self.tables.forget_claim(partial.file)

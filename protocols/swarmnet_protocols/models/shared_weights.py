@@ -3,12 +3,11 @@
 These are verified files and pieces, their tables, and the manifest.
 """
 
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable, pieces_between
+from swarmnet_protocols.fetching.pieces import PieceTable, pieces_between
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint
 from swarmnet_protocols.models.manifest import Manifest
 from swarmnet_protocols.models.parts import Parts
@@ -21,19 +20,10 @@ class SharedWeights:
     """``Library`` of one model. Only files and pieces that have not changed since they were hashed
     are offered."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        checkpoint: ModelCheckpoint,
-        parts: Parts,
-        is_verified: Callable[[ModelFile], bool],
-    ) -> None:
-        """``is_verified``: whether a file is whole on this machine and has its hash, without
-        hashing it."""
+    def __init__(self, manifest: Manifest, checkpoint: ModelCheckpoint, parts: Parts) -> None:
         self._manifest = manifest
         self._checkpoint = checkpoint
         self._parts = parts
-        self._is_verified = is_verified
         self._listed = {file.sha256: file for file in manifest.files}
 
     @property
@@ -65,7 +55,7 @@ class SharedWeights:
         listed = self._listed.get(file)
         if listed is None or end > listed.size:
             return None
-        if self._is_verified(listed):
+        if self._parts.verified.has(listed):
             return self._checkpoint.path_of(listed.name), listed.size
         partial = self._parts.in_use.get(file)
         if partial is None or not all(
@@ -79,7 +69,7 @@ class SharedWeights:
         return self._parts.tables.known(listed) if listed is not None else None
 
     def _held(self, file: bytes, table: PieceTable) -> bytes:
-        if self._is_verified(self._listed[file]):
+        if self._parts.verified.has(self._listed[file]):
             return b"\xff" * -(-table.count // 8)
         partial = self._parts.in_use.get(file)
         return partial.present if partial is not None else b""

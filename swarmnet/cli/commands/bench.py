@@ -16,7 +16,7 @@ from swarmnet.units import show_size
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
-    from swarmnet_node.block_speed import BlockSpeed
+    from swarmnet_node.loading.block_speed import BlockSpeed
 
 LOCAL_BLOCKS = 4
 """Most blocks timed with --local; a model may have fewer."""
@@ -145,7 +145,7 @@ def _measure_here(
     """The speed of ``LOCAL_BLOCKS`` blocks, and the number of blocks of the model."""
     with progress(quiet=quiet) as report:
         import_transformers()
-        from swarmnet_node.block_speed import measure_blocks
+        from swarmnet_node.loading.block_speed import measure_blocks
         from swarmnet_protocols.models import resolve
 
         local = resolve(
@@ -160,7 +160,7 @@ def _measure_here(
 
 
 def _print_local(measured: tuple["BlockSpeed", int], *, as_json: bool) -> None:
-    from swarmnet_node.block_speed import BATCH, PROMPT_POSITIONS
+    from swarmnet_node.loading.block_speed import BATCH, PROMPT_POSITIONS
 
     speed, total = measured
     if as_json:

@@ -57,7 +57,7 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     entry = enter(swarm, data_dir, bootstrap)
     with locked_data_dir(data_dir) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
-        network = replace(network, max_p2pd_bytes=max_p2pd_bytes)
+        network = replace(network, peer=replace(network.peer, max_daemon_bytes=max_p2pd_bytes))
         run_until_stopped(_serve(network, directory, relay_bytes_per_s, as_json=as_json))
 
 
@@ -68,15 +68,13 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     from swarmnet_protocols.errors import NetworkStopped
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
-    from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
     from swarmnet_protocols.timing import Timing
 
     interrupts = Interrupts.catch()
     stop = asyncio.Event()
-    link = LinkLimiter()
-    link.set_relay_rate(relay_bytes_per_s)
+    network.peer.link.set_relay_rate(relay_bytes_per_s)
     async with (
-        connect(replace(network, link=link)) as (transport, directory),
+        connect(network) as (transport, directory),
         DuplicateWatch.run(transport, directory, SystemRandom(), Timing()),
     ):
         interrupts.first = stop.set

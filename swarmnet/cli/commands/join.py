@@ -40,7 +40,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet.swarm_file.content import SwarmFile
-    from swarmnet_node.loading import NodeConfig
+    from swarmnet_node.config import NodeConfig
 
 
 def _read_blocks(text: str) -> tuple[int, int]:
@@ -234,13 +234,13 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     access = node_page_access(dashboard, dashboard_key_file) if dashboard is not None else None
     entry = enter(swarm, options.data_dir, options.bootstrap)
     with locked_data_dir(options.data_dir) as directory:
-        from swarmnet_node.loading import NodeConfig
+        from swarmnet_node.config import NodeConfig
         from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
 
         network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
         values = vars(options) | {
-            "network": replace(network, max_p2pd_bytes=options.max_p2pd_bytes),
+            "network": replace(network, peer=replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,

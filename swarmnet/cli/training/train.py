@@ -194,8 +194,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             device=device,
             threads=threads,
             files=files,
-            up_bytes_per_s=limits.up_bytes_per_s,
-            down_bytes_per_s=limits.down_bytes_per_s,
+            limits=limits,
         )
         with display(as_json=as_json) as shown:
             record = TrainingRecord(job_folder(directory, job), job, wall_clock)

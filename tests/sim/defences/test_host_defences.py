@@ -155,7 +155,7 @@ def test_without_memory_for_a_queue_a_host_reads_one_step_at_a_time(reference: R
     async def talk(stranger: Stranger) -> None:
         session, link = await stranger.send_open(), await stranger.link()
         await link_reply(link)
-        resources = stranger.lab.nodes["a"]._dependencies.transport.resources
+        resources = stranger.lab.nodes["a"].dependencies.transport.resources
         step_bytes = 16 * HIDDEN * 4
         resources.limit(Resource.MEMORY, per_peer=step_bytes + 100)
         for number in range(3):

@@ -120,7 +120,7 @@ def test_rows_count_in_the_quota_of_a_peer(mixtral: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         node = await experts.peer("peer", experts.everywhere([0]))
-        resources = node._dependencies.transport.resources
+        resources = node.dependencies.transport.resources
         resources.limit_rate(Rate.POSITIONS, per_peer=RateLimit(1.0, 2.0))
         loop = asyncio.get_running_loop()
         async with lab.network.transport(lab.peer_id("stranger")) as transport:

@@ -162,7 +162,7 @@ class Faults:
     async def _move_to(self, name: str, span: Span) -> None:
         node = self.lab.nodes[name]
         node.relocation = Relocation(Kind.MOVE, *span, reason="the test says so")
-        await node.move(await node.load(span), drain_s=8.0)
+        await node.move(node.hosting.load(*span), drain_s=8.0)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.memory_limit import GOVERN_S
+from swarmnet_node.loading.memory_limit import GOVERN_S
 from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.supervisor import OBSERVE_S, PAUSE_GRACE_S, Supervisor
 from swarmnet_protocols.directory.host_announcements import HostSample

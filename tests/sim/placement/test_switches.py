@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmnet_node.node import Hosting
+from swarmnet_node.hosted_blocks import Hosting
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import READ_AGAIN_S
 from swarmnet_node.supervisor import Supervisor

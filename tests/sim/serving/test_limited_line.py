@@ -231,7 +231,7 @@ def test_an_upstream_that_sends_without_credit_is_disconnected(reference: Refere
             assert isinstance(link, MemoryStream)
             assert link._send_window is not None
             link._send_window.max_uncredited_bytes = 1e9
-            host = lab.nodes["a"]._dependencies.transport.resources.system
+            host = lab.nodes["a"].dependencies.transport.resources.system
             before = host.spent[Rate.FRAMES]
             await stranger.step(link, a_step(1, 0, 256))
             await assert_ends(link)

@@ -23,7 +23,8 @@ import uvloop
 
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net import PeerId, ProtocolSpec
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport, peer_of
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport, peer_of
 from swarmnet_protocols.net.protocol_ids import LINK, PING, SESSION
 from swarmnet_protocols.wire import session_pb2 as pb
 

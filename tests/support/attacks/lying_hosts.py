@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.node import Hosting
+from swarmnet_node.hosted_blocks import Hosting
 from tests.support.attacks.forgers import Forger, rolled
 from tests.support.swarm.swarm_lab import Lab
 

@@ -124,7 +124,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         await asyncio.sleep(lab.timing.link_wait_s + lab.timing.reply_s + 1)
         assert lab.sessions() == {}
         assert lab.cache_bytes() == {}
-        used = lab.nodes["a"]._dependencies.transport.resources.system.used
+        used = lab.nodes["a"].dependencies.transport.resources.system.used
         assert {
             resource: amount
             for resource, amount in used.items()

@@ -11,7 +11,8 @@ import uvloop
 
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 
 DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20

@@ -16,7 +16,8 @@ from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import CacheOptions, ExpertOptions
-from swarmnet_node.node import Hosting, Node
+from swarmnet_node.hosted_blocks import Hosting
+from swarmnet_node.node import Node
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.node_reports import request_report
 from swarmnet_protocols.models import LocalModel, resolve
@@ -160,13 +161,8 @@ class ExpertLab:
                 )
                 service.fault, service.lab, service.row_s = fault, self.lab, row_s
                 await EXPERTS.serve(world.transport, service.handle)
-                announcement = service.announcement(
-                    world.transport,
-                    pb.HOST_STATE_ONLINE,
-                    version="0",
-                    public_name="",
-                    lifetime_s=3600,
-                )
+                lasting = replace(world, timing=replace(world.timing, record_s=3600.0))
+                announcement = service.announcement(lasting, self.hosting(), pb.HOST_STATE_ONLINE)
                 await announcement.publish(world.directory)
                 serving.set_result(service)
                 await asyncio.Future()

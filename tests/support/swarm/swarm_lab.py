@@ -19,11 +19,13 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
-from swarmnet_node.node import Hosting, Node
+from swarmnet_node.hosted_blocks import Hosting, Placed
+from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.relocating import Placed
+from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.membership import Membership
@@ -239,8 +241,10 @@ class Lab:
             async with self._world(name) as world:
                 node = node_of(world)
                 async with node.running():
-                    serving.set_result(node)
-                    await node.finished()
+                    relocating = [Relocator(node).run()] if isinstance(node, Node) else []
+                    async with in_background(*relocating):
+                        serving.set_result(node)
+                        await node.finished()
         except BaseException as error:
             if not serving.done():
                 serving.set_exception(error)

@@ -8,15 +8,17 @@ from typing import Any
 import psutil
 import pytest
 
+from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.memory_account import MIB
-from swarmnet_node.fitting import footprints
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.loading.fitting import footprints
+from swarmnet_node.loading.loaded_model import LoadedModel
+from swarmnet_node.loading.reading import read_model
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import read_model
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.timing import Timing
 from tests.support.models.tiny import save_tiny_llama
 from tests.support.swarm.expert_lab import NUM_EXPERTS, save_experts
@@ -37,7 +39,7 @@ def loaded(folder: Path, max_ram_bytes: int, **options: Any) -> LoadedModel:
     model = folder / "model"
     config = NodeConfig(
         model=str(model if model.exists() else save_experts("mixtral", model)),
-        network=Network(Rules(b"key", Admission.OPEN)),
+        network=Network(Rules(b"key", Admission.OPEN), P2pdConfig(folder / "identity.key", listen=())),
         swarm_name="lab",
         cache_dir=folder / "cache",
         folder=folder,

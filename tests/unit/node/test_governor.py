@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.memory_limit import Governor
-from swarmnet_node.node import Hosting
+from swarmnet_node.hosted_blocks import Hosting
+from swarmnet_node.loading.memory_limit import Governor
 from swarmnet_protocols.models.partial_model import LayerWidths
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceManager
@@ -43,15 +43,15 @@ def test_everything_is_as_before_once_the_limit_is_taken_back(is_on_accelerator:
         SimpleNamespace(stage=stage, graph_cache=SimpleNamespace(nbytes=0), limit_caches=caches.append),
     )
 
-    def limits() -> dict[Resource, int | None]:
-        return {resource: account.system for resource, account in resources.snapshot().resources.items()}
+    def limits() -> dict[Resource, int]:
+        return dict(resources.system.limits)
 
     before = limits()
     governor = Governor(resources, hosting, bare_bytes=GIB // 4)
     governor.adjust(engine, GIB, GIB // 2)
     limited = limits()
     for resource in {Resource.MEMORY, Resource.LOG, Resource.ADAPTER_BYTES} - elsewhere:
-        assert cast("int", limited[resource]) < cast("int", before[resource])
+        assert limited[resource] < before[resource]
     assert all(limited[resource] == before[resource] for resource in elsewhere)
     assert (caches[-1] < hosting.max_cache_bytes) == (not is_on_accelerator)
     governor.adjust(engine, None, GIB // 2)

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
-from swarmnet_node import other_models as other_models_module
-from swarmnet_node.loading import NodeConfig
-from swarmnet_node.node import Hosting
-from swarmnet_node.other_models import ListedModels, listed, other_models
+from swarmnet_node.config import NodeConfig
+from swarmnet_node.hosted_blocks import Hosting
+from swarmnet_node.loading import other_models as other_models_module
+from swarmnet_node.loading.other_models import ListedModels, listed, other_models
+from swarmnet_node.loading.reading import ModelReader, read_model
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import ModelReader, read_model
 from swarmnet_protocols.directory.host_announcements import load_of
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.defences import defence, nothing, replacing
 from tests.support.models.tiny_models import write_gguf
@@ -57,7 +58,9 @@ class Group:
         return NodeConfig(
             **{
                 "model": str(self.alpha.path),
-                "network": Network(options.pop("rules", rules)),
+                "network": Network(
+                    options.pop("rules", rules), P2pdConfig(self.folder / "identity.key", listen=())
+                ),
                 "swarm_name": "lab",
                 "cache_dir": self.folder / "new",
                 "folder": self.folder,

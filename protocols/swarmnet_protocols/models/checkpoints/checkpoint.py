@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
-OpenedFiles = dict[str, tuple[tuple[int, ...], Any]]
-"""By file name: the file's state on disk when it was opened, and what the checkpoint keeps of
-it."""
 
 CONFIG_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 """Exceptions that transformers raises for a config that describes no model. RuntimeError includes
@@ -91,11 +88,6 @@ class WeightForm:
     """The places of the tensors with weights of experts, or None if unknown.
 
     Finding them takes longer than reading a small expert.
-    """
-    opened: "OpenedFiles | None" = None
-    """Holds files open for the next read; their tensors then get memory of their own.
-
-    None: files are closed after this read, and may stay mapped into memory.
     """
 
 

@@ -1,14 +1,18 @@
 """The files of a model's folder: only what is part of the model is opened, and given to peers."""
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 MAX_METADATA_BYTES = 64 << 20
 """Most bytes of a file without weights. The largest tokenizers of the hub have 40 MB; these files
 are read and sent as a whole."""
+MAX_CONFIG_BYTES = 16 << 20
+"""Most bytes of a file with settings, which is parsed as JSON."""
 MAX_SIZE = 1 << 24
 """Most elements of one dimension of a tensor: 64 times the largest vocabulary. Products of two
 dimensions fit 64-bit integers easily."""
@@ -68,3 +72,41 @@ def _check_metadata(path: Path, real: Path, info: os.stat_result) -> None:
         )
     if info.st_size > MAX_METADATA_BYTES:
         raise IntegrityError(f"{path} is larger than {MAX_METADATA_BYTES} bytes")
+
+
+def json_in(path: Path, limit_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises ``IntegrityError`` if there is none, or if the file
+    is larger than ``limit_bytes``."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(limit_bytes + 1)
+    except OSError as error:
+        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+    if len(raw) > limit_bytes:
+        raise IntegrityError(f"{path} is larger than {limit_bytes} bytes")
+    return json_object(raw, path)
+
+
+def json_object(raw: bytes, path: Path) -> dict[str, Any]:
+    """Return the JSON object in bytes of the file at ``path``."""
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise IntegrityError(f"{path} does not contain a JSON object")
+    return value
+
+
+def stamp_of(path: Path) -> dict[str, int]:
+    """Return size, times and inode of the file. At least one changes with its content.
+
+    No program can set ``st_ctime``.
+    """
+    stat = path.stat()
+    return {
+        "size": stat.st_size,
+        "modified_ns": stat.st_mtime_ns,
+        "changed_ns": stat.st_ctime_ns,
+        "inode": stat.st_ino,
+    }

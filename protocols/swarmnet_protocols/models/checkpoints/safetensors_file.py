@@ -1,39 +1,38 @@
 """Models in Hugging Face layout: config.json and safetensors files in a directory.
 
-This module checks headers, and reads tensors and tokenizer.
+Headers are checked when a checkpoint is opened, tensors are read when they are loaded.
 """
 
 import copy
-import json
-import math
-import os
 import re
-import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
-from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
-    OpenedFiles,
     WeightForm,
     WeightSizes,
 )
-from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
 from swarmnet_protocols.models.checkpoints.language_model import language_config, language_settings
-from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
+from swarmnet_protocols.models.checkpoints.model_folder import (
+    MAX_CONFIG_BYTES,
+    MAX_METADATA_BYTES,
+    file_of,
+    json_in,
+    stamp_of,
+)
+from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor, read_header, read_tensors
+from swarmnet_protocols.models.checkpoints.saved_tokenizer import tokenizer_in
 from swarmnet_protocols.models.checkpoints.unread import check_blocks, check_settings, check_tensors
 
 if TYPE_CHECKING:
-    import torch
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
@@ -51,34 +50,12 @@ METADATA_PATTERNS = (
     "merges.txt",
     "chat_template.jinja",
 )
-TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
-"""Files whose settings transformers passes to the tokenizer's class.
-
-Some settings are paths that the class opens.
-"""
 _METADATA = frozenset({*METADATA_PATTERNS, INDEX_NAME})
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
-MAX_DIMS = 8
-MAX_CONFIG_BYTES = 16 << 20
-MAX_HEADER_BYTES = 100 << 20
 MAX_BLAMED = 200
 """Settings that are left out in turn, to name the one for which transformers makes no config."""
-_BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64,
-}  # fmt: skip
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "I16": "int16",
-    "F16": "float16", "BF16": "bfloat16", "I32": "int32", "F32": "float32", "I64": "int64", "F64": "float64",
-}  # fmt: skip
-"""torch's names of the types of tensors."""
-_SENTENCEPIECE = threading.Lock()
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
-_TEXT_SETTINGS = re.compile(
-    r"\w+_tokens?|added_tokens_decoder|chat_template|tokenizer_class|(padding|truncation)_side|model_input_names"
-)
-"""Settings that are tokens, templates or names in transformers, which no class opens as files."""
 _STACKS = {
     "model.language_model.": "model.",
     "language_model.model.": "model.",
@@ -100,77 +77,6 @@ def naming_of(names: Collection[str]) -> BlockNaming:
         if any(pattern.match(name) for name in names):
             return BlockNaming(pattern, {stack: own, **_HEADS})
     return BlockNaming(re.compile(r"^(layers\.)(\d+)(\..+)$"))
-
-
-def read_header(path: Path) -> Layout:
-    """Where the tensors of a safetensors file are. Raises ``IntegrityError`` unless its header is
-    valid and matches the file's size."""
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(HEAD_BYTES)
-            header_bytes = int.from_bytes(prefix[:8], "little")
-            if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, size - 8):
-                raise failed_download(path, prefix) or IntegrityError(
-                    f"{path} is truncated or is not a safetensors file", hint="download it again"
-                )
-            file.seek(8)
-            header = _json_object(file.read(header_bytes), path)
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
-    header.pop("__metadata__", None)
-    spans = {name: _span(name, entry, path) for name, entry in header.items()}
-    end = 0
-    for start, stop in sorted(spans.values()):
-        if start != end:
-            raise IntegrityError(f"{path}: its tensors leave a gap or overlap")
-        end = stop
-    if end != size - 8 - header_bytes:
-        raise IntegrityError(
-            f"{path} has {size} bytes, its header describes {8 + header_bytes + end}",
-            hint="download it again, or let the download finish",
-        )
-    head = 8 + header_bytes
-    slices = slices_of((name, header[name]["shape"], stop - start) for name, (start, stop) in spans.items())
-    return Layout(head, {name: (head + start, head + stop) for name, (start, stop) in spans.items()}, slices)
-
-
-def _read_json(path: Path, limit_bytes: int) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            raw = file.read(limit_bytes + 1)
-    except OSError as error:
-        raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
-    if len(raw) > limit_bytes:
-        raise IntegrityError(f"{path} is larger than {limit_bytes} bytes")
-    return _json_object(raw, path)
-
-
-def _json_object(raw: bytes, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise IntegrityError(f"{path} does not contain a JSON object")
-    return value
-
-
-def _span(name: str, entry: object, path: Path) -> tuple[int, int]:
-    match entry:
-        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(stop)]} if (
-            dtype in _BITS
-            and len(shape) <= MAX_DIMS
-            and all(type(size) is int and 0 <= size <= MAX_SIZE for size in shape)
-            and 0 <= start <= stop
-            and (stop - start) * 8 == math.prod(shape) * _BITS[dtype]
-        ):
-            return start, stop
-    raise IntegrityError(f"{path}: the header entry of tensor {name[:200]!r} is not valid")
-
-
-def _is_no_path(key: str, value: object) -> bool:
-    return value is None or isinstance(value, bool | int | float) or _TEXT_SETTINGS.fullmatch(key) is not None
 
 
 class SafetensorsCheckpoint:
@@ -215,6 +121,8 @@ class SafetensorsCheckpoint:
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if file_of(root, name) is not None]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
+        self._headers: dict[str, tuple[dict[str, int], Mapping[str, StoredTensor]]] = {}
+        """By file that was read, its stamp and its tensors."""
 
     def _names_in(self, weight: str) -> Iterable[str]:
         """The tensors in a file: by its header, or by the index while it is not on disk."""
@@ -330,7 +238,7 @@ class SafetensorsCheckpoint:
 
         faults = (*CONFIG_FAULTS, OSError, StrictDataclassError)
         path = self.root / "config.json"
-        settings = _read_json(path, MAX_CONFIG_BYTES)
+        settings = json_in(path, MAX_CONFIG_BYTES)
         if "configuration_files" in settings:  # transformers would read those instead
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         try:
@@ -360,53 +268,18 @@ class SafetensorsCheckpoint:
                 f"{self.root} has no tokenizer",
                 hint="put its tokenizer.json and tokenizer_config.json there",
             )
-        from transformers.models.auto.tokenization_auto import AutoTokenizer
-
-        with tempfile.TemporaryDirectory(prefix="swarmnet-tokenizer-") as folder:
-            self._lay_out_tokenizer(Path(folder))
-            try:
-                with _reading_sentencepiece():
-                    tokenizer = AutoTokenizer.from_pretrained(
-                        folder, trust_remote_code=False, local_files_only=True
-                    )
-            except (*CONFIG_FAULTS, OSError, ImportError) as error:
-                raise ConfigError(
-                    f"{self.root} has a tokenizer that transformers does not read: {error}",
-                    hint="put its tokenizer.json there",
-                ) from error
-        tokenizer.name_or_path = tokenizer.init_kwargs["name_or_path"] = str(self.root)
-        # saving the tokenizer copies this file
-        if vocabulary := getattr(tokenizer, "vocab_file", None):
-            tokenizer.vocab_file = str(self.root / Path(vocabulary).name)
-        return tokenizer
-
-    def _lay_out_tokenizer(self, folder: Path) -> None:
-        """Link the tokenizer's files into ``folder``.
-
-        Settings are copied without anything that could name other files of this machine.
-        """
-        for name in METADATA_PATTERNS:
-            path = file_of(self.root, name)
-            if path is None:
-                continue
-            if name in TOKENIZER_SETTINGS:
-                settings = _read_json(path, MAX_CONFIG_BYTES)
-                kept = {key: value for key, value in settings.items() if _is_no_path(key, value)}
-                (folder / name).write_text(json.dumps(kept))
-            else:
-                (folder / name).symlink_to(path.absolute())
+        return tokenizer_in(self.root, METADATA_PATTERNS)
 
     def state_dict(
         self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
     ) -> dict[str, Any]:
-        """Return lazy slices, which transformers reads one by one as it copies them into the model.
+        """Return tensors that transformers reads one by one as it copies them into the model.
 
         So no span is in memory twice. Weights that stay packed are read at once: quantised ones,
         16-bit matrices on the CPU and, with ``form.quantized``, 16 and 32-bit matrices on any
         device.
         """
         import torch
-        from safetensors import SafetensorError, safe_open
 
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.formats import Format
@@ -425,32 +298,16 @@ class SafetensorsCheckpoint:
         places = self.expert_places(names, first_block, model) if form.places is None else form.places
         reader = ExpertReader(places, self.naming.block_of, form.experts, device)
         names = [name for name in names if reader.has_wanted(name)]
-        files: OpenedFiles = {} if form.opened is None else form.opened
-        for file in self.holders(names):
-            path = self.path_of(file)
-            try:
-                state = _state_of(path)
-                if file not in files or files[file][0] != state:
-                    spans = {} if form.opened is None else read_header(path).spans
-                    files[file] = state, (safe_open(path, framework="pt"), spans)
-            except (SafetensorError, OSError) as error:
-                raise IntegrityError(f"{path} cannot be read: {error}") from error
 
-        def slice_of(name: str) -> Any:
-            file = self._file_of[name]
-            opened, spans = files[file][1]
-            tensor = opened.get_slice(name)
-            return tensor if form.opened is None else _CopiedTensor(self.path_of(file), spans[name], tensor)
-
-        def matrix_of(tensor: Any, place: "ExpertPlace", index: slice) -> PackedTensor:
+        def matrix_of(tensor: StoredTensor, place: "ExpertPlace", index: slice) -> PackedTensor:
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
             numbers = (numbers.T if place.is_transposed else numbers).contiguous()
-            matrix = PackedTensor.of(numbers_formats[tensor.get_dtype()], numbers.view(torch.uint8))
+            matrix = PackedTensor.of(numbers_formats[tensor.kind], numbers.view(torch.uint8))
             return quantize_if_wanted(matrix, quantized, place.weight)
 
         found: dict[str, Any] = {}
         plain = set(names)
-        for stored in self._scheme.weights(names, slice_of) if self._scheme is not None else ():
+        for stored in self._scheme.weights(names, self._tensor) if self._scheme is not None else ():
             plain.difference_update(stored.tensors)
             hf_name = self.naming.renumbered(stored.name, first_block)
             own_name = packable_weight(model, hf_name) if form.packed else None
@@ -462,17 +319,35 @@ class SafetensorsCheckpoint:
             else:
                 found[hf_name] = stored
         for name in sorted(plain):
-            hf_name, tensor = self.naming.renumbered(name, first_block), slice_of(name)
+            hf_name, tensor = self.naming.renumbered(name, first_block), self._tensor(name)
             own_name = packable_weight(model, hf_name) if is_packed else None
-            kind = formats.get(tensor.get_dtype())
+            kind = formats.get(tensor.kind)
             if own_name is not None and kind is not None:
                 matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
                 found[own_name] = quantize_if_wanted(matrix, quantized, own_name).loaded(device)
             elif name in places and (form.experts or (is_packed and kind is not None)):
                 reader.read(name, partial(matrix_of, tensor, places[name]))
+            elif device.type == "meta":  # values would be read for nothing
+                found[hf_name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             else:
                 found[hf_name] = tensor
         return found | reader.finish()
+
+    def _tensor(self, name: str) -> StoredTensor:
+        """Return a tensor of the language model. The header of a file is read again only when the
+        file has changed."""
+        file = self._file_of[name]
+        path = self.path_of(file)
+        try:
+            stamp = stamp_of(path)
+        except OSError as error:
+            raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
+        if file not in self._headers or self._headers[file][0] != stamp:
+            self._headers[file] = stamp, read_tensors(path)[1]
+        found = self._headers[file][1].get(name)
+        if found is None:
+            raise IntegrityError(f"{path} lacks tensor {name[:200]!r}")
+        return found
 
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
@@ -487,25 +362,6 @@ class SafetensorsCheckpoint:
             name: places.of(self.naming.renumbered(weight, first_block)) for name, weight in weights.items()
         }
         return {name: place for name, place in found.items() if place is not None}
-
-
-@contextmanager
-def _reading_sentencepiece() -> Iterator[None]:
-    """Have transformers read a ``tokenizer.model`` without the package sentencepiece.
-
-    transformers parses such a file with protobuf, and asks for the package only by habit. The
-    package would bring a second OpenMP library into this process.
-    """
-    # ``from transformers import`` gives the module's function of the same name until the module is
-    # loaded.
-    convert_slow_tokenizer: Any = import_module("transformers.convert_slow_tokenizer")
-    with _SENTENCEPIECE:
-        asked = convert_slow_tokenizer.requires_backends
-        convert_slow_tokenizer.requires_backends = lambda *_: None
-        try:
-            yield
-        finally:
-            convert_slow_tokenizer.requires_backends = asked
 
 
 def _causes(settings: Mapping[str, Any], faults: tuple[type[BaseException], ...]) -> Iterator[str]:
@@ -523,44 +379,6 @@ def _causes(settings: Mapping[str, Any], faults: tuple[type[BaseException], ...]
                 yield f"{name} = {str(part[name])[:100]}: "
 
 
-class _CopiedTensor:
-    """A tensor in a file, in place of safetensors' own slice ``tensor``: what is read has memory of
-    its own.
-
-    safetensors maps the file, whose pages count as memory of this process for as long as it is
-    open.
-    """
-
-    def __init__(self, path: Path, span: tuple[int, int], tensor: Any) -> None:
-        """``span``: its first byte in the file, and the first one after it."""
-        self._path = path
-        self._span = span
-        self.get_dtype = tensor.get_dtype
-        self.get_shape = tensor.get_shape
-
-    def __getitem__(self, index: slice) -> "torch.Tensor":
-        """A slice of its first dimension. Raises ``IntegrityError`` if the file ends before."""
-        import torch
-
-        rows, *widths = self.get_shape() or [1]
-        first, end, _ = index.indices(rows)
-        start, stop = self._span
-        row_bytes = (stop - start) // max(rows, 1)
-        data = bytearray((end - first) * row_bytes)
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(start + first * row_bytes)
-            if file.readinto(data) != len(data):
-                raise IntegrityError(f"{self._path} is truncated")
-        found = torch.frombuffer(data, dtype=getattr(torch, _DTYPES[self.get_dtype()]))
-        return found.view(end - first, *widths) if self.get_shape() else found.view(())
-
-
-def _state_of(path: Path) -> tuple[int, ...]:
-    """Numbers that differ if a file is another one, or was written to."""
-    found = path.stat()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
     """The safetensors files of a directory, and the file of each tensor by its index.
     ``has_single``: the hub has ``SINGLE_NAME``."""
@@ -571,7 +389,7 @@ def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str,
                 f"{root} has no {SINGLE_NAME}", hint="only safetensors and gguf weights are read"
             )
         return [SINGLE_NAME], {}
-    weight_map = _read_json(index, MAX_METADATA_BYTES).get("weight_map")
+    weight_map = json_in(index, MAX_METADATA_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise IntegrityError(f"{index} has no weight_map")
     files = {file for file in weight_map.values() if isinstance(file, str)}

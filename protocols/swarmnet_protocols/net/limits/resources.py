@@ -25,8 +25,7 @@ import asyncio
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -54,8 +53,6 @@ RETRY_S = 2.0
 """Seconds of waiting that a peer at a resource limit is told."""
 MIN_SWEEP = 256
 """Number of peer scopes that triggers the deletion of idle ones."""
-
-
 SUBNET_FACTOR = 3
 """Most that a subnet holds, as a multiple of what it leaves free: three quarters if it is alone.
 
@@ -129,7 +126,7 @@ class Scope:
     ) -> None:
         self.name = name
         self.used: Counter[Resource] = Counter()
-        self._limits = limits
+        self.limits = limits
         self._rate_limits = rate_limits
         self._buckets: dict[Rate, TokenBucket] = {}
         self._parent = parent
@@ -160,7 +157,7 @@ class Scope:
         """Return the amount left in this scope alone: infinite without a limit, negative if the
         limit was lowered meanwhile.
         """
-        return self._limits.get(resource, math.inf) - self.used[resource]
+        return self.limits.get(resource, math.inf) - self.used[resource]
 
     def can_reserve(self, resource: Resource, amount: int) -> bool:
         return self._lacking(resource, amount) is None
@@ -297,10 +294,10 @@ class Scope:
         fits.
         """
         *inner, system = self._path
-        in_all = system._limits.get(resource, math.inf)
+        in_all = system.limits.get(resource, math.inf)
         if (system.used[resource] + amount) * 8 <= in_all:  # no share can be used up: mostly so
             for scope in inner:
-                if scope.used[resource] + amount > (limit := scope._limits.get(resource, math.inf)):
+                if scope.used[resource] + amount > (limit := scope.limits.get(resource, math.inf)):
                     return scope, limit
             return None
         innermost: tuple[Scope, float] | None = None
@@ -318,7 +315,7 @@ class Scope:
         """Return how far this scope may fill ``scope``, itself or a surrounding one, with
         ``amount`` more.
         """
-        limit = scope._limits.get(resource, math.inf)
+        limit = scope.limits.get(resource, math.inf)
         if scope._parent is None and limit < math.inf:
             if resource in KNOWN_PEER_SHARE and self.is_unknown:
                 limit -= int(limit * KNOWN_PEER_SHARE[resource])
@@ -341,27 +338,6 @@ class Scope:
 
 def _is_shared(resource: Resource, amount: int) -> bool:
     return resource in SHARED and (resource is not Resource.MEMORY or amount > SMALL_BYTES)
-
-
-@dataclass(frozen=True)
-class ResourceUsage:
-    """The use of one resource: reserved amount, limits, and how often a limit was reached."""
-
-    used: int
-    system: int | None
-    per_peer: int | None
-    refused: int
-
-
-@dataclass(frozen=True)
-class ResourceSnapshot:
-    """The state of a resource manager, for metrics. ``spent`` is the use of each rate since the
-    start.
-    """
-
-    peers: int
-    resources: Mapping[Resource, ResourceUsage]
-    spent: Mapping[Rate, float]
 
 
 class ResourceManager:
@@ -435,18 +411,7 @@ class ResourceManager:
         if per_peer is not None:
             self._peer_rates[rate] = per_peer
 
-    def snapshot(self) -> ResourceSnapshot:
-        used, refused = self.system.used, self.system.refused
-        return ResourceSnapshot(
-            peers=len(self._peers),
-            resources={
-                resource: ResourceUsage(
-                    used[resource],
-                    self._system_limits.get(resource),
-                    self._peer_limits.get(resource),
-                    refused[resource],
-                )
-                for resource in Resource
-            },
-            spent=dict(self.system.spent),
-        )
+    @property
+    def peer_count(self) -> int:
+        """The number of peers that hold something, or did recently."""
+        return len(self._peers)

@@ -20,6 +20,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.net.limits.subnets import host_of, subnet_of
+from swarmnet_protocols.net.p2pd.config import ConnectionLimits
 from swarmnet_protocols.net.p2pd.daemon import P2pd, unpack_multiaddr, unpack_peer
 
 _log = logging.getLogger(__name__)
@@ -60,19 +61,6 @@ class ListedConnection:
     """See ``subnet_of``."""
     since: float
     """Time at which the connection was first listed."""
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """The most connections.
-
-    All machines of a home or campus share one host address. 512 connections take about 60 MB in
-    p2pd.
-    """
-
-    per_host: int = 64
-    per_subnet: int = 256
-    total: int = 512
 
 
 def excess(

@@ -27,9 +27,9 @@ from swarmnet_protocols.machine.files import MAX_SOCKET_PATH_BYTES, scratch_fold
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.p2pd.process import (
     OPEN_FILES,
-    DaemonConfig,
     check_free,
     log_output,
     spawn,
@@ -172,7 +172,7 @@ class P2pd:
             await process.wait()
             await self._is_up.wait()
 
-    async def restart(self, config: DaemonConfig) -> None:
+    async def restart(self, config: P2pdConfig) -> None:
         """Restart p2pd. Calls wait meanwhile, and every connection and stream ends.
 
         Raises as :func:`run_p2pd` does.
@@ -367,7 +367,7 @@ class P2pd:
 
 
 @contextlib.asynccontextmanager
-async def run_p2pd(config: DaemonConfig) -> AsyncIterator[P2pd]:
+async def run_p2pd(config: P2pdConfig) -> AsyncIterator[P2pd]:
     """Run a p2pd while the context is open. Raises ``ConfigError`` when it cannot start as
     configured.
     """

@@ -8,12 +8,12 @@ import logging
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.machine.platform import APART, reclaim_port
 from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 
 _log = logging.getLogger(__name__)
 
@@ -23,9 +23,6 @@ limit of 1024 is below ``SYSTEM_LIMITS``."""
 
 _STARTUP_S = 20.0
 _IDLE_TIMEOUT = "60s"
-MAX_MEMORY_BYTES = 256 << 20
-"""Bytes of memory that trigger a restart of p2pd. It uses 40 to 60 MB. It keeps data of
-disconnected peers for up to an hour, and nothing else limits that."""
 MIN_MEMORY_BYTES = 128 << 20
 _GO_SHARE = 3 / 8
 """GOMEMLIMIT of p2pd, as a share of the memory limit. Above GOMEMLIMIT, Go collects garbage more
@@ -45,16 +42,6 @@ FLAGS: dict[str, object] = {
 
 Relays, AutoNAT and hole punching are off, because ``swarmnet_protocols.reachability`` replaces
 them. A relay starts anyway: see ``REFUSED`` in ``daemon.py``."""
-
-
-@dataclass(frozen=True)
-class DaemonConfig:
-    identity_path: Path
-    listen: tuple[str, ...]
-    announce: tuple[str, ...]
-    maps_ports: bool = True
-    """Ask the router to forward a port, by UPnP or NAT-PMP."""
-    max_memory_bytes: int = MAX_MEMORY_BYTES
 
 
 def check_free(address: str) -> None:
@@ -95,7 +82,7 @@ def binary() -> Path:
     return Path(str(importlib.resources.files(hivemind.hivemind_cli) / "p2pd"))
 
 
-async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.Process:
+async def spawn(config: P2pdConfig, control_path: Path) -> asyncio.subprocess.Process:
     """Start p2pd and wait until it is ready. Raises ``ConfigError`` if it cannot start as
     configured.
     """
@@ -105,7 +92,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
         "id": config.identity_path,
         "hostAddrs": ",".join(config.listen),
         "announceAddrs": ",".join(config.announce),
-        "natPortMap": int(config.maps_ports and not loopback),
+        "natPortMap": int(not (config.only_dials or loopback)),
     }
     path = binary()
     try:
@@ -116,7 +103,7 @@ async def spawn(config: DaemonConfig, control_path: Path) -> asyncio.subprocess.
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=os.environ
-            | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_memory_bytes * _GO_SHARE))},
+            | {"GOLOG_LOG_LEVEL": "error", "GOMEMLIMIT": str(int(config.max_daemon_bytes * _GO_SHARE))},
             **APART,  # Ctrl-C would reach p2pd before this process has closed its streams
         )
     except OSError as error:

@@ -4,9 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from swarmnet_protocols.errors import (
@@ -23,14 +22,13 @@ from swarmnet_protocols.net.dialling import Network, dialable, own_interfaces, s
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.multiaddr import parse_multiaddrs
-from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard, ConnectionLimits
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
-from swarmnet_protocols.net.p2pd.process import MAX_MEMORY_BYTES, DaemonConfig, listening_at
+from swarmnet_protocols.net.p2pd.process import listening_at
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.typed_stream import MAX_EXTENSION
-from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
 
@@ -38,32 +36,6 @@ _BOOTSTRAP_S = 5.0
 """Timeout for connecting to a bootstrap peer."""
 _ADDRESSES_S = 5.0
 """Seconds between two requests for this peer's addresses."""
-
-
-@dataclass(frozen=True)
-class P2pdConfig:
-    identity_path: Path
-    listen: tuple[str, ...]
-    announce: tuple[str, ...] = ()
-    """Addresses to publish instead of the ones that p2pd finds."""
-    bootstrap: tuple[str, ...] = ()
-    """Peers to connect to at the start."""
-    named: tuple[str, ...] = ()
-    """Other addresses that the owner gave. They are dialled without a check, as ``bootstrap``
-    is."""
-    require_bootstrap: bool = False
-    """Fail with ``Unreachable`` if no bootstrap peer answers."""
-    link: LinkLimiter = field(default_factory=LinkLimiter)
-    """Counts the bytes on the network link and limits their rate."""
-    only_dials: bool = False
-    """This peer is never dialled. Several processes may then use one identity."""
-    timing: Timing = field(default_factory=Timing)
-    max_daemon_bytes: int = MAX_MEMORY_BYTES
-    """Limit on p2pd's memory in bytes. Above it, unknown peers are disconnected. If that does not
-    help, p2pd is restarted."""
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    step_aside: Callable[[], AbstractAsyncContextManager[object]] = contextlib.nullcontext
-    """Context around a restart of p2pd. On entry, sessions move to other hosts."""
 
 
 def peer_of(address: str) -> PeerId:
@@ -93,14 +65,12 @@ class P2pdTransport:
         daemon: P2pd,
         socket_path: Path,
         config: P2pdConfig,
-        daemon_config: DaemonConfig,
     ) -> None:
         self.endpoint = Endpoint(config.link, config.timing)
         self.resources = self.endpoint.resources
         self._timing = config.timing
         self._peer_id = peer_id
         self._daemon = daemon
-        self._daemon_config = daemon_config
         self._config = config
         self._socket_path = socket_path
         self._named = frozenset((*config.bootstrap, *config.named))
@@ -130,18 +100,11 @@ class P2pdTransport:
         """
         identity = Identity.load_or_create(config.identity_path)
         prepare_hivemind()
-        daemon_config = DaemonConfig(
-            config.identity_path,
-            config.listen,
-            config.announce,
-            maps_ports=not config.only_dials,
-            max_memory_bytes=config.max_daemon_bytes,
-        )
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
-            daemon = await stack.enter_async_context(run_p2pd(daemon_config))
+            daemon = await stack.enter_async_context(run_p2pd(config))
             socket_path = daemon.control_path.with_name("streams.sock")
-            transport = cls(identity.peer_id, daemon, socket_path, config, daemon_config)
+            transport = cls(identity.peer_id, daemon, socket_path, config)
             loop = asyncio.get_running_loop()
             server = await loop.create_unix_server(lambda: Pipe(transport._accept), str(socket_path))
             try:
@@ -347,8 +310,8 @@ class P2pdTransport:
         """
         async with self._config.step_aside():
             _log.warning("restarting p2pd, which uses %d MiB", self._daemon.memory_bytes() >> 20)
-            listen = tuple(listening_at(each, self._addresses) for each in self._daemon_config.listen)
-            await self._daemon.restart(replace(self._daemon_config, listen=listen))
+            listen = tuple(listening_at(each, self._addresses) for each in self._config.listen)
+            await self._daemon.restart(replace(self._config, listen=listen))
             for protocol in self.endpoint.protocols:
                 await self._daemon.handle_streams(protocol.id, self._socket_path)
             await self._refresh_addresses()

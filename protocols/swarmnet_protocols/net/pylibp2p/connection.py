@@ -16,8 +16,9 @@ Three behaviours of py-libp2p are changed:
   whole, or the connection is closed.
 """
 
+import errno
 import socket
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 import trio
 from libp2p.exceptions import BaseLibp2pError
@@ -30,8 +31,11 @@ from libp2p.security.noise.transport import Transport as Noise
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX
 from libp2p.stream_muxer.yamux.yamux import Yamux, YamuxStream
 
-from swarmnet_protocols.errors import IncompatibleVersion, PeerUnreachable
+from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
+from swarmnet_protocols.machine.platform import reclaim_port, share_port
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.p2pd.daemon import pack_multiaddr
+from swarmnet_protocols.net.p2pd.process import check_free
 
 MULTISTREAM = "/multistream/1.0.0"
 MAX_LINE_BYTES = 1024
@@ -52,6 +56,7 @@ PIECE_BYTES = 32 << 10
 """Bytes of one yamux frame. It fits into one noise message, unlike py-libp2p's own largest
 frames."""
 READ_BYTES = 256 << 10
+_PORT_IN_USE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 STREAM_ERRORS = (
     BaseLibp2pError,
     OSError,
@@ -173,6 +178,60 @@ class Connection:
     def abort(self) -> None:
         """End the connection at once, with all its streams."""
         self.tcp.abort()
+
+
+def listener(address: str) -> socket.socket:
+    """Return a socket that listens on ``address``. Raises ``ConfigError`` if it cannot be used."""
+    pack_multiaddr(address)
+    check_free(address)
+    match address.split("/"):
+        case ["", ("ip4" | "ip6") as family, host, "tcp", port]:
+            pass
+        case _:
+            raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
+    found = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
+    try:
+        # with connections that this peer dials: see ``open_tcp``
+        reclaim_port(found, is_shared=True)
+        if family == "ip6":
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind((host, int(port)))
+        found.listen(128)
+        found.setblocking(False)
+    except (OSError, OverflowError) as error:
+        found.close()
+        raise ConfigError(
+            f"cannot listen on {address}: {error}", hint="choose another port: --listen"
+        ) from error
+    return found
+
+
+async def open_tcp(host: str, port: int, listeners: Iterable[socket.socket]) -> trio.SocketStream:
+    """Open a TCP connection, if possible from the port of one of ``listeners``.
+
+    A router then has one mapping for both, as a punched hole needs.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for listener in listeners:
+        own_host, own_port = listener.getsockname()[:2]
+        if listener.family != family or own_host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            continue
+        plain = socket.socket(family, socket.SOCK_STREAM)
+        plain.setblocking(False)
+        end = trio.socket.from_stdlib_socket(plain)
+        try:
+            share_port(plain)
+            await end.bind((own_host, own_port))
+            await end.connect((host, port))
+        except BaseException as error:
+            end.close()
+            # Windows shares no port with a listener; elsewhere there is or was such a
+            # connection from this port.
+            if isinstance(error, PermissionError) or getattr(error, "errno", 0) in _PORT_IN_USE:
+                break
+            raise
+        return trio.SocketStream(end)
+    return await trio.open_tcp_stream(host, port)
 
 
 async def upgrade(

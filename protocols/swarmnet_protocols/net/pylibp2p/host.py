@@ -9,7 +9,6 @@ streams.
 import asyncio
 import concurrent.futures
 import contextlib
-import errno
 import logging
 import socket
 import threading
@@ -23,51 +22,41 @@ import trio
 from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_noise_keys
 from libp2p.security.noise.transport import Transport as Noise
-from libp2p.stream_muxer.exceptions import MuxedConnUnavailable, MuxedStreamEOF
+from libp2p.stream_muxer.exceptions import MuxedConnUnavailable
 from libp2p.stream_muxer.yamux.yamux import YamuxStream
 
-from swarmnet_protocols.errors import ConfigError, IncompatibleVersion, PeerUnreachable
-from swarmnet_protocols.machine.platform import reclaim_port, return_freed_memory, share_port
+from swarmnet_protocols.errors import PeerUnreachable
+from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
 from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
 from swarmnet_protocols.net.limits.subnets import Occupancy, Place, subnet_of
 from swarmnet_protocols.net.p2pd.daemon import P2pd, pack_multiaddr, pack_peer, unpack_peer
-from swarmnet_protocols.net.p2pd.process import check_free
 from swarmnet_protocols.net.pipe import Pipe, adopt
 from swarmnet_protocols.net.pylibp2p import connection as limits
+from swarmnet_protocols.net.pylibp2p.carrying import PING_BYTES, Carrier, echo, reset, socket_pair
 from swarmnet_protocols.net.pylibp2p.connection import (
     MAX_STREAMS,
-    PIECE_BYTES,
     STREAM_ERRORS,
     Connection,
+    listener,
     negotiate,
+    open_tcp,
     upgrade,
-    wait_window,
 )
 
 _log = logging.getLogger(__name__)
 
-PING, PING_BYTES = "/ipfs/ping/1.0.0", 32
+PING = "/ipfs/ping/1.0.0"
 HANDSHAKE_S = 10.0
 """Timeout for the handshakes of a connection, and for the negotiation of a stream."""
 MAX_PENDING = 128
 """Most inbound connections whose handshakes are under way. Each takes about a millisecond of
 processor time."""
 MAX_PENDING_PER_SUBNET = 16
-CLOSE_S = 10.0
-"""Seconds that a closed stream waits for the other side to close it, too."""
-MAX_CLOSING = 128
-"""Most streams that wait this way. Further ones are reset: otherwise peers that never close would
-keep the memory of each for ``CLOSE_S``."""
 RETURN_S = 1.0
 """Seconds after the end of a connection until freed memory is returned. Less costs processor time
 in a swarm whose peers come and go; more lets outsiders fill memory meanwhile."""
-SOCKET_BYTES = 64 << 10
-"""Bytes that the socket of a stream takes before this process reads them."""
-
-_PORT_IN_USE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
-
 T = TypeVar("T")
 OnStream = Callable[[socket.socket, PeerId, str, str], None]
 """Takes one end of a socket pair, the peer, the protocol id and the multiaddr of an inbound
@@ -88,7 +77,7 @@ class PyLibp2p(P2pd):
         self._connections: dict[PeerId, list[Connection]] = {}
         self._pending: Counter[str] = Counter()
         self._streams = 0
-        self._closing = 0
+        self._carrier = Carrier()
         self._returns_memory = False
         """Whether a return of freed memory to the system is scheduled."""
         self._max_buffered_bytes = 0
@@ -106,7 +95,7 @@ class PyLibp2p(P2pd):
         """Start listening. Raises ``ConfigError`` for an address that cannot be used."""
         keys = create_new_key_pair(seed)
         self._noise = Noise(keys, create_noise_keys().private_key)
-        self._sockets = [_listener(address) for address in listen if "/tcp/" in address]
+        self._sockets = [listener(address) for address in listen if "/tcp/" in address]
         self._thread = threading.Thread(target=self._run, name="py-libp2p", daemon=True)
         self._thread.start()
         await asyncio.wrap_future(self._started)
@@ -159,9 +148,7 @@ class PyLibp2p(P2pd):
 
     async def open_stream(self, peer: PeerId, protocol_id: str, *, deadline_s: float) -> Pipe:
         pack_peer(peer)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
+        ours, theirs = socket_pair()
         try:
             await self._call(lambda: self._open(peer, protocol_id, theirs, deadline_s))
         except BaseException:
@@ -244,16 +231,15 @@ class PyLibp2p(P2pd):
             await trio.sleep_forever()
 
     async def _accept(self, stream: trio.SocketStream) -> None:
+        """Serve an inbound connection. Trio closes ``stream`` afterwards."""
         try:
             host, port = stream.socket.getpeername()[:2]
         except OSError:  # gone already
-            stream.socket.close()
             return
         address = f"/{'ip6' if ':' in host else 'ip4'}/{host}/tcp/{port}"
         subnet = subnet_of(address)
         if self._pending.total() >= MAX_PENDING or self._pending[subnet] >= MAX_PENDING_PER_SUBNET:
             _log.debug("too many handshakes: refused %s", address)
-            stream.socket.close()
             return
         self._pending[subnet] += 1
         try:
@@ -261,7 +247,6 @@ class PyLibp2p(P2pd):
                 connection = await upgrade(stream, self._noise, address, self._make_room)
         except Exception:  # noqa: BLE001 - whatever a stranger sends harms no other connection
             _log.debug("a handshake with %s failed", address, exc_info=True)
-            stream.socket.close()
             return
         finally:
             self._pending[subnet] -= 1
@@ -273,34 +258,13 @@ class PyLibp2p(P2pd):
         errors: list[str] = []
 
         async def dial(address: str, scope: trio.CancelScope) -> None:
-            match address.split("/"):
-                case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *rest] if (
-                    not rest or rest == ["p2p", peer]
-                ):
-                    pass
-                case _:
-                    errors.append(f"{address}: py-libp2p dials TCP only")
-                    return
-            stream = None
             try:
-                stream = await self._open_tcp(host, int(port))
-                connection = await upgrade(
-                    stream, self._noise, address.partition("/p2p/")[0], self._make_room, peer
-                )
-            except (*STREAM_ERRORS, PeerUnreachable, IncompatibleVersion, ValueError) as error:
-                errors.append(f"{address}: {error or type(error).__name__}")
-            except trio.Cancelled:
-                if stream is not None:
-                    stream.socket.close()
-                raise
+                connection = await self._reach(peer, address)
             except Exception as error:  # noqa: BLE001 - noise raises what the peer's bytes lead to
-                errors.append(f"{address}: {type(error).__name__}")
+                errors.append(f"{address}: {error or type(error).__name__}")
             else:
                 self._add(connection)
                 scope.cancel()
-                return
-            if stream is not None:
-                stream.socket.close()
 
         with trio.move_on_after(deadline_s):
             async with trio.open_nursery() as nursery:
@@ -309,32 +273,19 @@ class PyLibp2p(P2pd):
         if self._connection(peer) is None:
             raise PeerUnreachable(f"{peer} does not answer: {'; '.join(errors) or 'in time'}")
 
-    async def _open_tcp(self, host: str, port: int) -> trio.SocketStream:
-        """Open a TCP connection, if possible from the port where this peer listens.
-
-        A router then has one mapping for both, as a punched hole needs.
-        """
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        for listener in self._sockets:
-            own_host, own_port = listener.getsockname()[:2]
-            if listener.family != family or own_host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
-                continue
-            plain = socket.socket(family, socket.SOCK_STREAM)
-            plain.setblocking(False)
-            end = trio.socket.from_stdlib_socket(plain)
-            try:
-                share_port(plain)
-                await end.bind((own_host, own_port))
-                await end.connect((host, port))
-            except BaseException as error:
-                end.close()
-                # Windows shares no port with a listener; elsewhere there is or was such a
-                # connection from this port.
-                if isinstance(error, PermissionError) or getattr(error, "errno", 0) in _PORT_IN_USE:
-                    break
-                raise
-            return trio.SocketStream(end)
-        return await trio.open_tcp_stream(host, port)
+    async def _reach(self, peer: PeerId, address: str) -> Connection:
+        match address.split("/"):
+            case ["", "ip4" | "ip6" | "dns" | "dns4" | "dns6", host, "tcp", port, *rest] if (
+                not rest or rest == ["p2p", peer]
+            ):
+                stream = await open_tcp(host, int(port), self._sockets)
+            case _:
+                raise PeerUnreachable("py-libp2p dials TCP only")
+        try:
+            return await upgrade(stream, self._noise, address.partition("/p2p/")[0], self._make_room, peer)
+        except BaseException:
+            stream.socket.close()
+            raise
 
     def _add(self, connection: Connection) -> None:
         self._connections.setdefault(connection.peer, []).append(connection)
@@ -386,31 +337,27 @@ class PyLibp2p(P2pd):
             with trio.fail_after(HANDSHAKE_S):
                 protocol_id = await negotiate(stream, self._served)
             if protocol_id == PING:
-                await _echo(stream)
+                await echo(stream)
                 return
-            ours, theirs = socket.socketpair()
-            ours.setblocking(False)
-            theirs.setblocking(False)
+            ours, theirs = socket_pair()
             try:
                 self._loop.call_soon_threadsafe(
                     self._on_stream, ours, connection.peer, protocol_id, connection.address
                 )
             except RuntimeError:  # the loop is closed
                 ours.close()
-            await self._carry(stream, theirs)
+            await self._carrier.carry(stream, theirs)
         except (*STREAM_ERRORS, PeerUnreachable) as error:
             _log.debug("a stream of %s ended: %s", connection.peer, error)
         finally:
             connection.inbound_streams -= 1
             self._streams -= 1
-            await _reset(stream)
+            await reset(stream)
             connection.yamux.drop(stream)
 
     async def _open(self, peer: PeerId, protocol_id: str, theirs: socket.socket, deadline_s: float) -> None:
         try:
-            connection = self._connection(peer)
-            if connection is None:
-                raise PeerUnreachable(f"no connection to {peer}, and no address to dial")
+            connection = self._connected(peer)
             with trio.move_on_after(deadline_s) as scope:
                 stream = await connection.open(protocol_id)
             if scope.cancelled_caught:
@@ -418,20 +365,10 @@ class PyLibp2p(P2pd):
         except BaseException:
             theirs.close()
             raise
-        self._nursery.start_soon(self._carry_outbound, peer, stream, theirs)
-
-    async def _carry_outbound(self, peer: PeerId, stream: YamuxStream, theirs: socket.socket) -> None:
-        try:
-            await self._carry(stream, theirs)
-        except STREAM_ERRORS as error:
-            _log.debug("a stream to %s ended: %s", peer, error)
-        finally:
-            await _reset(stream)
+        self._nursery.start_soon(self._carrier.carry, stream, theirs)
 
     async def _answers(self, peer: PeerId, within_s: float) -> bool:
-        connection = self._connection(peer)
-        if connection is None:
-            raise PeerUnreachable(f"no connection to {peer}")
+        connection = self._connected(peer)
         asked_at = trio.current_time()
         with trio.move_on_after(within_s):
             stream = await connection.open(PING)
@@ -441,40 +378,18 @@ class PyLibp2p(P2pd):
             except STREAM_ERRORS:
                 return True
             finally:
-                await _reset(stream)
+                await reset(stream)
             return True
         # A busy peer may take longer for the ping than for what it sends on other streams.
         return connection.tcp.received_at > asked_at
 
+    def _connected(self, peer: PeerId) -> Connection:
+        if (connection := self._connection(peer)) is None:
+            raise PeerUnreachable(f"no connection to {peer}, and no address to dial")
+        return connection
+
     def _connection(self, peer: PeerId) -> Connection | None:
         return next((each for each in list(self._connections.get(peer, [])) if each.is_open), None)
-
-    async def _carry(self, stream: YamuxStream, theirs: socket.socket) -> None:
-        """Carry bytes between a stream and a socket until both directions have ended."""
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-        local = trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
-        received = trio.Event()
-        try:
-            async with trio.open_nursery() as nursery:
-
-                async def receive() -> None:
-                    is_broken = await _receive(stream, local)
-                    received.set()
-                    if is_broken:
-                        nursery.cancel_scope.cancel()
-
-                nursery.start_soon(receive)
-                await _send(local, stream)
-                if self._closing < MAX_CLOSING:
-                    self._closing += 1
-                    try:
-                        with trio.move_on_after(CLOSE_S):
-                            await received.wait()
-                    finally:
-                        self._closing -= 1
-                nursery.cancel_scope.cancel()
-        finally:
-            local.socket.close()
 
     def _make_room(self, size_bytes: int) -> None:
         """Make room for ``size_bytes`` more in the buffers.
@@ -498,76 +413,3 @@ class PyLibp2p(P2pd):
 
     def _all_connections(self) -> list[Connection]:
         return [each for peers in list(self._connections.values()) for each in list(peers)]
-
-
-async def _send(local: trio.SocketStream, stream: YamuxStream) -> None:
-    try:
-        while window := await wait_window(stream):
-            data = await local.receive_some(min(window, PIECE_BYTES))
-            if not data:
-                await stream.close()
-                return
-            await stream.write(data)
-    except STREAM_ERRORS as error:
-        _log.debug("a stream broke: %s", error)
-
-
-async def _receive(stream: YamuxStream, local: trio.SocketStream) -> bool:
-    """Copy the bytes of the stream to the socket. Returns whether the stream broke."""
-    is_taken = True
-    while True:
-        try:
-            data = await stream.read(2 * PIECE_BYTES)
-        except MuxedStreamEOF:
-            if stream.conn.event_shutting_down.is_set():
-                return True
-            with contextlib.suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-                await local.send_eof()
-            return False
-        except STREAM_ERRORS:
-            return True
-        if is_taken:
-            try:
-                await local.send_all(data)
-            except (OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-                is_taken = False  # the process has closed: the rest is dropped
-
-
-async def _echo(stream: YamuxStream) -> None:
-    with contextlib.suppress(*STREAM_ERRORS):
-        while data := await stream.read(PING_BYTES):
-            await stream.write(data)
-
-
-async def _reset(stream: YamuxStream) -> None:
-    """Release what yamux keeps for a stream."""
-    with (
-        trio.CancelScope(shield=True, deadline=trio.current_time() + 1.0),
-        contextlib.suppress(*STREAM_ERRORS),
-    ):
-        await stream.reset()
-
-
-def _listener(address: str) -> socket.socket:
-    pack_multiaddr(address)
-    check_free(address)
-    match address.split("/"):
-        case ["", ("ip4" | "ip6") as family, host, "tcp", port]:
-            pass
-        case _:
-            raise ConfigError(f"py-libp2p cannot listen on {address}", hint="listen on /ip4/0.0.0.0/tcp/0")
-    listener = socket.socket(socket.AF_INET if family == "ip4" else socket.AF_INET6)
-    try:
-        # with connections that this peer dials: see ``_open_tcp``
-        reclaim_port(listener, is_shared=True)
-        if family == "ip6":
-            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind((host, int(port)))
-        listener.listen(128)
-        listener.setblocking(False)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {address}: {error}", hint="choose another port: --listen"
-        ) from error
-    return listener

@@ -16,9 +16,10 @@ from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.p2pd.daemon import pack_multiaddr, prepare_hivemind
-from swarmnet_protocols.net.p2pd.process import OPEN_FILES, DaemonConfig
-from swarmnet_protocols.net.p2pd.transport import P2pdConfig, P2pdTransport
+from swarmnet_protocols.net.p2pd.process import OPEN_FILES
+from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.pipe import adopt
 
 _PACKAGES = ("libp2p", "libp2p.security", "libp2p.transport")
@@ -79,8 +80,7 @@ class PyLibp2pTransport(P2pdTransport):
                 transport.endpoint.start(handle()).add_done_callback(lambda _: unused.close())
 
             host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, accept)
-            daemon_config = DaemonConfig(config.identity_path, config.listen, config.announce)
-            transport = cls(identity.peer_id, host, Path(), config, daemon_config)
+            transport = cls(identity.peer_id, host, Path(), config)
             await host.start(identity.seed(), config.listen)
             try:
                 await transport._refresh_addresses()

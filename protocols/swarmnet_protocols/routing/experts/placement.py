@@ -233,10 +233,12 @@ class _Block:
         remote: Holds = hold & ~hold[:, [self._trunk]]
         return remote
 
-    def _excess(self, loads: Floats) -> Floats:
-        """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[...,
-        P]``."""
-        excess: Floats = PENALTY * np.maximum(loads / self._most - 1.0, 0.0)
+    def _excess(self, loads: Floats, peers: NDArray[np.int64] | slice = slice(None)) -> Floats:
+        """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[..., P]``.
+
+        ``peers``: the numbers of the peers that the loads belong to.
+        """
+        excess: Floats = PENALTY * np.maximum(loads / self._most[peers] - 1.0, 0.0)
         return excess
 
     # ---- changes --------------------------------------------------------------------------------
@@ -386,8 +388,8 @@ class _Block:
         gains = near[:, homes] + near[:, homes].T - 2 * pairs - stays[:, None] - stays[None, :]
         moved = rows[None, :] - rows[:, None]  # rows that the home of the first copy gains
         excess = self._excess(loads)[homes]
-        gains += excess[:, None] - self._excess_of(homes[:, None], loads[homes][:, None] + moved)
-        gains += excess[None, :] - self._excess_of(homes[None, :], loads[homes][None, :] - moved)
+        gains += excess[:, None] - self._excess(loads[homes][:, None] + moved, homes[:, None])
+        gains += excess[None, :] - self._excess(loads[homes][None, :] - moved, homes[None, :])
         held = self.hold[experts][:, homes] & is_real[:, None]  # a peer holds an expert once
         gains[held | held.T | (homes[:, None] == homes[None, :])] = -math.inf
         gains[np.tril_indices(len(homes))] = -math.inf
@@ -418,7 +420,7 @@ class _Block:
         may move there.
         """
         rows = self._rows[experts] * shares[experts, homes]
-        relief = self._excess_of(homes, loads[homes]) - self._excess_of(homes, loads[homes] - rows)
+        relief = self._excess(loads[homes], homes) - self._excess(loads[homes] - rows, homes)
         elsewhere = np.where(self.hold, -math.inf, saved).max(1)
         hopes: Floats = elsewhere[experts] - saved[experts, homes] + relief
         return np.where(experts >= 0, hopes, math.inf)
@@ -465,11 +467,6 @@ class _Block:
                     loads_of.append((int(inside[place]), peer))
             changes.append((tuple(drops), tuple(loads_of)))
         return self._best(changes)
-
-    def _excess_of(self, peers: NDArray[np.int64], loads: Floats) -> Floats:
-        """``_excess`` where each load belongs to the peer at the same place of ``peers``."""
-        excess: Floats = PENALTY * np.maximum(loads / self._most[peers] - 1.0, 0.0)
-        return excess
 
     def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
         """Return the change with the largest gain per load; None if none lowers the cost.

@@ -8,17 +8,19 @@ import torch
 from gguf import GGML_QUANT_SIZES
 from transformers import LlamaConfig
 
-from swarmnet_node import fitting
+from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.loading import fitting
+from swarmnet_node.loading.loaded_model import LoadedModel
+from swarmnet_node.loading.reading import read_model
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import read_model
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import install
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -166,7 +168,7 @@ def loaded(folder: Path, monkeypatch: pytest.MonkeyPatch, used: int, **options: 
     monkeypatch.setattr(fitting, "cards_of", lambda given: [Card(META, "a card", GIB, GIB - used)])
     config = NodeConfig(
         model=str(write_gguf(folder / "tiny.gguf", "llama")),
-        network=Network(Rules(b"key", Admission.OPEN)),
+        network=Network(Rules(b"key", Admission.OPEN), P2pdConfig(folder / "identity.key", listen=())),
         swarm_name="lab",
         cache_dir=folder / "cache",
         folder=folder,

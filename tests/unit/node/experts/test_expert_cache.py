@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.expert_cache import MIN_CAPACITY, ExpertCache
 from swarmnet_node.experts.trunk import CacheOptions, open_cache
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor
 from swarmnet_protocols.quantization.packed_experts import has_expert
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.support.swarm.expert_lab import NUM_EXPERTS, save_experts
@@ -110,18 +111,18 @@ def test_experts_used_long_ago_leave_memory_first(model: LocalModel) -> None:
     cache.close()
 
 
-def test_files_are_opened_again_only_when_they_change(
+def test_headers_are_read_again_only_when_files_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = resolve(str(save_experts("mixtral", tmp_path / "model")), cache_dir=tmp_path / "cache")
     opened: list[Path] = []
-    really_open = safetensors.safe_open
+    really_read = safetensors_file.read_tensors
 
-    def counting(path: Path, framework: str) -> Any:
+    def counting(path: Path) -> tuple[int, dict[str, StoredTensor]]:
         opened.append(path)
-        return really_open(path, framework=framework)
+        return really_read(path)
 
-    monkeypatch.setattr(safetensors, "safe_open", counting)
+    monkeypatch.setattr(safetensors_file, "read_tensors", counting)
     read = model.expert_reader(0, device=CPU)
 
     def numbers() -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from swarmnet_node.training.model import model_config
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import partial_model, resolve
-from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.checkpoints import saved_tokenizer
 from swarmnet_protocols.training.job_settings import JobError, ModelSection
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.models.tiny_models import save_tiny
@@ -48,17 +48,17 @@ NAMING: dict[str, dict[str, dict[str, Any]]] = {
 
 @defence(
     "a published tokenizer opens no file by a vocabulary",
-    off=replacing(safetensors_file, "_is_no_path", yes),
+    off=replacing(saved_tokenizer, "_is_no_path", yes),
     case="a vocabulary",
 )
 @defence(
     "a published tokenizer opens no file by arguments in order",
-    off=replacing(safetensors_file, "_is_no_path", yes),
+    off=replacing(saved_tokenizer, "_is_no_path", yes),
     case="arguments in order",
 )
 @defence(
     "a published tokenizer opens no file by special tokens",
-    off=replacing(safetensors_file, "_is_no_path", yes),
+    off=replacing(saved_tokenizer, "_is_no_path", yes),
     case="special tokens",
 )
 @pytest.mark.parametrize("case", NAMING)

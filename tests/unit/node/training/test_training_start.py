@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from swarmnet.cli import execute
 from swarmnet.cli.training import train
 from swarmnet.cli.training.train_words import sentence
+from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.training import start as start_module
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, export_model
 from swarmnet_node.training.job_store import (
@@ -39,6 +40,7 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.job_records import _job_topic, job_announcement
 from swarmnet_protocols.training.job_settings import Job
@@ -77,7 +79,7 @@ async def memory_directory() -> AsyncIterator[Directory]:
 class Stepping:
     """A worker in the first of a million inner steps."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: float) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
         job = parse_job(write_job(folder, "diloco", "sync_every = 1000000").encode()).job
         self.job = kept(folder, job)
         self.network = MemoryNetwork(random.Random(0), LinkProfile())
@@ -86,13 +88,13 @@ class Stepping:
         self.events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._config = WorkerConfig(
             self.job.id,
-            Network(Rules(SWARM, Admission.OPEN), folder / "identity.key"),
+            Network(Rules(SWARM, Admission.OPEN), P2pdConfig(folder / "identity.key", listen=())),
             folder,
             folder / "cache",
             "cpu",
             threads=1,
             files=LocalFiles.named_in(job),
-            **limits,
+            limits=OwnerLimits(**limits),
         )
         monkeypatch.setattr(start_module, "connect", self._connected)
 
@@ -113,7 +115,7 @@ class Stepping:
 
     @asynccontextmanager
     async def _connected(self, network: Network) -> AsyncIterator[tuple[MemoryTransport, Directory]]:
-        self.link = network.link
+        self.link = network.peer.link
         async with self.network.transport(OWNER.peer_id) as transport:
             self.transport = transport
             yield transport, MemoryDirectory(self.board, OWNER, SWARM)
@@ -143,7 +145,6 @@ def test_rate_limits_hold_on_the_link_of_a_worker(tmp_path: Path, monkeypatch: p
 
     async def scenario() -> None:
         async with worker.run():
-            assert worker.link is not None
             assert (worker.link.up.bytes_per_s, worker.link.down.bytes_per_s) == (2.5e6, 125_000.0)
 
     asyncio.run(scenario())
@@ -165,7 +166,7 @@ def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: p
     command += ["--data-dir", str(data_dir), "--cache-dir", str(tmp_path / "cache")]
     for options in ([], ["--up", "20mbit", "--down", "1mbit"], [], ["--down", "8mbit"]):
         assert execute([*command, *options]) == 0
-    assert [(config.up_bytes_per_s, config.down_bytes_per_s) for config in started] == [
+    assert [(config.limits.up_bytes_per_s, config.limits.down_bytes_per_s) for config in started] == [
         (None, None),
         (2.5e6, 125_000.0),
         (2.5e6, 125_000.0),

@@ -121,7 +121,7 @@ class Lying(SharedWeights):
 
 
 def lying(model: LocalModel) -> Lying:
-    return Lying(model.manifest, model._checkpoint, model.parts, model._is_verified)
+    return Lying(model.manifest, model._checkpoint, model.parts)
 
 
 def test_a_piece_with_a_flipped_bit_is_refused_and_fetched_elsewhere(

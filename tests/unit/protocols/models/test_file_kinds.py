@@ -12,7 +12,7 @@ import pytest
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf import file as gguf_file
-from swarmnet_protocols.models.checkpoints.safetensors_file import read_header
+from swarmnet_protocols.models.checkpoints.safetensors_header import read_header
 from tests.defences import defence, nothing, replacing
 from tests.support.gguf.writing import add_key
 from tests.support.models.tiny_models import save_tiny, write_gguf

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.pieces import Hasher
-from swarmnet_protocols.models import LocalModel, Manifest, Progress, local_model, resolve
-from swarmnet_protocols.models.checkpoints.safetensors_file import read_header
+from swarmnet_protocols.models import LocalModel, Manifest, Progress, resolve, verified_files
+from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor, read_header
 from tests.support.models.tiny_models import FAMILIES, flip_last_byte, save_tiny
 
 CPU = torch.device("cpu")
@@ -117,18 +116,19 @@ def test_weights_come_in_the_wanted_precision(model: LocalModel) -> None:
 
 
 def test_a_span_reads_only_its_own_tensors(model: LocalModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        (path.name, span): name
+        for path in model.path.glob("*.safetensors")
+        for name, span in read_header(path).spans.items()
+    }
     read: list[str] = []
-    real = safetensors.safe_open
+    real = StoredTensor.__getitem__
 
-    class Counting:
-        def __init__(self, path: Path, framework: str) -> None:
-            self._file = real(path, framework=framework)
+    def counting(tensor: StoredTensor, index: Any) -> torch.Tensor:
+        read.append(names[tensor.path.name, tensor.span])
+        return real(tensor, index)
 
-        def get_slice(self, name: str) -> Any:
-            read.append(name)
-            return self._file.get_slice(name)
-
-    monkeypatch.setattr(safetensors, "safe_open", Counting)
+    monkeypatch.setattr(StoredTensor, "__getitem__", counting)
     model.load_span(2, 4, **FLOAT32)
     assert sorted(read) == sorted([*model.manifest.tensors[2], *model.manifest.tensors[3]])
     read.clear()
@@ -210,13 +210,13 @@ def test_a_file_that_was_verified_is_hashed_again_when_it_changes(
     model: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    real = local_model.hash_pieces
+    real = verified_files.hash_pieces
 
     def counting(path: Path, starts: Sequence[int], progress: Progress | None) -> Hasher:
         hashed.append(path.name)
         return real(path, starts, progress)
 
-    monkeypatch.setattr(local_model, "hash_pieces", counting)
+    monkeypatch.setattr(verified_files, "hash_pieces", counting)
     file = "model-00002-of-00003.safetensors"
 
     def load_all() -> int:
@@ -226,7 +226,7 @@ def test_a_file_that_was_verified_is_hashed_again_when_it_changes(
 
     assert load_all() == 1
     assert load_all() == 1  # it has just been written: a change might not show in its times
-    monkeypatch.setattr(local_model, "SETTLED_NS", -1)
+    monkeypatch.setattr(verified_files, "SETTLED_NS", -1)
     assert load_all() == 1
     assert load_all() == 0
     times = (model.path / file).stat()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.reading import check_quantizable
+from swarmnet_node.loading.reading import check_quantizable
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization import quantize as module

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
-from swarmnet_protocols.models import LocalModel, local_model, partial_model, resolve
-from swarmnet_protocols.models.checkpoints import model_folder, safetensors_file
+from swarmnet_protocols.models import LocalModel, partial_model, resolve, verified_files
+from swarmnet_protocols.models.checkpoints import model_folder, safetensors_header
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_METADATA_BYTES, MAX_SIZE, file_of
-from swarmnet_protocols.models.checkpoints.safetensors_file import INDEX_NAME, METADATA_PATTERNS, read_header
+from swarmnet_protocols.models.checkpoints.safetensors_file import INDEX_NAME, METADATA_PATTERNS
+from swarmnet_protocols.models.checkpoints.safetensors_header import read_header
 from swarmnet_protocols.models.public_names import name_for_peers
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.models.tiny import save_tiny_llama
@@ -143,7 +144,7 @@ def test_blobs_that_are_a_link_are_no_part_of_a_snapshot(tmp_path: Path) -> None
 
 @defence(
     "a file that was replaced is not served",
-    off=replacing(local_model, "_stamp", lambda _: dict.fromkeys(("modified_ns", "changed_ns"), 0)),
+    off=replacing(verified_files, "stamp_of", lambda _: dict.fromkeys(("modified_ns", "changed_ns"), 0)),
 )
 def test_a_file_that_was_replaced_after_it_was_verified_is_not_served(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path / "model")
@@ -188,7 +189,7 @@ def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
         load()
 
 
-@defence("a dimension of a tensor is bounded", off=replacing(safetensors_file, "MAX_SIZE", 1 << 48))
+@defence("a dimension of a tensor is bounded", off=replacing(safetensors_header, "MAX_SIZE", 1 << 48))
 def test_a_dimension_of_a_tensor_is_bounded(tmp_path: Path) -> None:
     for size, is_refused in ((MAX_SIZE, False), (MAX_SIZE + 1, True)):
         entry = {"dtype": "F32", "shape": [0, size], "data_offsets": [0, 0]}

@@ -62,7 +62,7 @@ def test_a_reservation_that_one_scope_refuses_is_held_in_none(where: str) -> Non
     assert caught.value.retry_after_s > 0
     assert hold.amount == 2
     assert [scope.used[Resource.SESSIONS] for scope in (session, peer, resources.system)] == [2, 2, 2]
-    assert resources.snapshot().resources[Resource.SESSIONS].refused == 1
+    assert resources.system.refused[Resource.SESSIONS] == 1
 
 
 def test_one_peer_at_its_limit_leaves_room_for_others() -> None:
@@ -86,8 +86,11 @@ def test_a_lowered_limit_leaves_what_is_held_and_refuses_more() -> None:
         hold.resize(6)
     hold.resize(1)
     assert alice.available(Resource.SESSIONS) == 1
-    account = resources.snapshot().resources[Resource.SESSIONS]
-    assert (account.used, account.system, account.per_peer) == (1, 9, 2)
+    held = [
+        (scope.used[Resource.SESSIONS], scope.limits[Resource.SESSIONS])
+        for scope in (alice, resources.system)
+    ]
+    assert held == [(1, 2), (1, 9)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5), st.booleans()), max_size=40))
@@ -150,7 +153,7 @@ def test_without_limits_of_their_own_peers_wait_for_the_common_rate() -> None:
     resources = paced(RateLimit(100.0, 100.0), None)
     assert resources.peer("alice", 0.0).charge(Rate.BYTES_IN, 150, 0.0) == pytest.approx(0.5)
     assert resources.peer("bob", 0.0).charge(Rate.BYTES_IN, 0, 0.0) == pytest.approx(0.5)
-    assert resources.snapshot().spent[Rate.BYTES_IN] == 150
+    assert resources.system.spent[Rate.BYTES_IN] == 150
 
 
 def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
@@ -165,7 +168,7 @@ def test_peers_without_anything_are_forgotten_and_others_are_not() -> None:
     assert resources.peer("holder", 100.0) is holder
     assert resources.peer("debtor", 100.0) is debtor
     assert idle() is None
-    assert resources.snapshot().peers <= 2 * MIN_SWEEP
+    assert resources.peer_count <= 2 * MIN_SWEEP
 
 
 @defence(

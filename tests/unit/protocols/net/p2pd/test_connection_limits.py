@@ -9,7 +9,8 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits import subnets
 from swarmnet_protocols.net.limits.subnets import subnet_of
 from swarmnet_protocols.net.p2pd import connection_limits
-from swarmnet_protocols.net.p2pd.connection_limits import ConnectionLimits, ListedConnection, Use
+from swarmnet_protocols.net.p2pd.config import ConnectionLimits
+from swarmnet_protocols.net.p2pd.connection_limits import ListedConnection, Use
 from swarmnet_protocols.net.p2pd.process import listening_at
 from tests.defences import defence, replacing
 

@@ -10,15 +10,16 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from swarmnet_client.model.local_layers import LoadOptions, memory_notice
-from swarmnet_node.fitting import footprints
-from swarmnet_node.loading import NodeConfig
+from swarmnet_node.config import NodeConfig
+from swarmnet_node.loading.fitting import footprints
+from swarmnet_node.loading.reading import read_model
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import read_model
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.timing import Timing
 from tests.support.gguf.files import GgufFile
@@ -89,7 +90,7 @@ def test_a_node_tells_before_it_loads_and_counts_it_in_its_limit(tmp_path: Path)
     model = wide(tmp_path, {LATE: Type.IQ3_S, "blk.": Type.Q8_0})
     config = NodeConfig(
         model=str(model.path),
-        network=Network(Rules(b"key", Admission.OPEN)),
+        network=Network(Rules(b"key", Admission.OPEN), P2pdConfig(tmp_path / "identity.key", listen=())),
         swarm_name="lab",
         cache_dir=tmp_path / "cache",
         folder=tmp_path,

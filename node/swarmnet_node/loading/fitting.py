@@ -12,11 +12,12 @@ from functools import partial
 import psutil
 import torch
 
+from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards
 from swarmnet_node.engine.memory_account import Footprint
 from swarmnet_node.experts.expert_cache import MIN_CAPACITY
 from swarmnet_node.experts.trunk import CacheOptions
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.owner.machine import release_memory
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.devices import cards_of

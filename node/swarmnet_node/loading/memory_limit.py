@@ -18,7 +18,8 @@ from swarmnet_node.engine.memory_account import (
     resource_limits,
 )
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.node import Hosting, Node
+from swarmnet_node.hosted_blocks import Hosting
+from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import Machine, OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.limits.resource_limits import Resource
@@ -88,17 +89,18 @@ class MemoryLimit:
             free_bytes=self._machine.free_bytes() - SPARE_BYTES,
         )
 
-    async def govern(self, node: Node, hosting: Hosting, resources: ResourceManager) -> NoReturn:
+    async def govern(self, node: Node) -> NoReturn:
         """Limit the memory of clients while ``node`` runs.
 
         Over the limit, end one session at each measurement.
         """
         if node.engine is None:
             raise RuntimeError("the node does not serve")
+        hosting = node.hosting
         cache = hosting.experts.cache if hosting.experts is not None else None
         footprint = self._footprint = footprint_beside(node.engine.stage, self._machine.ram_bytes())
         bare_bytes = footprint.runtime_bytes + P2PD_BYTES + (0 if cache is None else cache.max_bytes)
-        governor = Governor(resources, hosting, bare_bytes)
+        governor = Governor(node.dependencies.transport.resources, hosting, bare_bytes)
         while True:
             limit_bytes = self.max_ram_bytes
             if limit_bytes is not None:
@@ -141,7 +143,7 @@ class Governor:
             Resource.ADAPTER_BYTES: hosting.limits.adapter_bytes,
             Resource.PASSES: hosting.limits.passes,
         }
-        self._message_bytes = resources.snapshot().resources[Resource.MEMORY].system
+        self._message_bytes = resources.system.limits[Resource.MEMORY]
         self._bare_bytes = bare_bytes
         self._is_limited = False
 

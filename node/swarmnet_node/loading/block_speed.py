@@ -9,7 +9,7 @@ import torch
 
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.reading import check_quantizable
+from swarmnet_node.loading.reading import check_quantizable
 from swarmnet_protocols.machine.devices import pick_devices, pick_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.quantization.quantize import PRECISIONS

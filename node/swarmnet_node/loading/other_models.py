@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.config import NodeConfig
+from swarmnet_node.loading.loaded_model import LoadedModel
+from swarmnet_node.loading.reading import ModelReader
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.reading import ModelReader
 from swarmnet_protocols.errors import ConfigError, NotAuthorised
 from swarmnet_protocols.membership.rules import Rules
 
 if TYPE_CHECKING:
-    from swarmnet_node.node import Hosting
+    from swarmnet_node.hosted_blocks import Hosting
     from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.routing.model_needs import ServedModel
 
@@ -25,7 +26,7 @@ announce blocks that do not fit; less would host too few."""
 
 @dataclass(frozen=True)
 class ListedModels:
-    """The models that a node of ``model`` may switch to: ``HostableModels`` of ``node.py``."""
+    """The models that a node of ``model`` may switch to: its ``OtherModels``."""
 
     config: NodeConfig
     """The options of the owner at the start of the node."""
@@ -58,8 +59,8 @@ class ListedModels:
         return replace(found, length=min(found.blocks, round(room_bytes / found.block_bytes)))
 
     async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> "Hosting":
-        from swarmnet_node.hosted import hosting_of
-        from swarmnet_node.node import Hosting
+        from swarmnet_node.hosted_blocks import Hosting
+        from swarmnet_node.loading.hosted import hosting_of
 
         is_limited = limits.max_ram_bytes is not None and self.config.num_blocks is None
         block_bytes = self.block_bytes or weight_bytes

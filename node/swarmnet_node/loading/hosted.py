@@ -6,14 +6,14 @@ from typing import Any
 
 import psutil
 
+from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.stage import precision_of
 from swarmnet_node.expert_node import ExpertHosting
 from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
 from swarmnet_node.experts.trunk import ExpertOptions
+from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.hosting.client_limits import ClientLimits
-from swarmnet_node.loading import LoadedModel, NodeConfig
-from swarmnet_node.node import Hosting
-from swarmnet_node.relocating import Placed
+from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.quantization.packed_experts import expert_bytes
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from swarmnet_node.loading import LoadedModel, NodeConfig
+from swarmnet_node.config import NodeConfig
+from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_protocols.errors import ConfigError, Unreachable
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def read_model(
 
     import_transformers()
     from swarmnet_node.engine.kernels.native_backend import load_backend
-    from swarmnet_node.fitting import fit
+    from swarmnet_node.loading.fitting import fit
     from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
     from swarmnet_protocols.models import resolve
     from swarmnet_protocols.quantization.quantize import PRECISIONS
