@@ -88,14 +88,29 @@ def pieces_between(starts: Sequence[int], start: int, end: int) -> range:
 class Layout:
     """The layout of a weight file, as its header tells it.
 
-    The fields are the size of the header, and the bytes [start, end) of each tensor from the start
-    of the file. ``slices`` maps each tensor that is cut to its number of equal parts
-    (:func:`slices_of`).
+    The fields are the size of the header, and by tensor the bytes [start, end) from the start of
+    the file, and the shape.
     """
 
     head_bytes: int
     spans: Mapping[str, tuple[int, int]]
-    slices: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int]]
+
+    @property
+    def slices(self) -> dict[str, int]:
+        """Into how many parts tensors are cut along their first dimension: the experts of a merged
+        tensor.
+
+        Tensors of fewer than three dimensions are left out. So are tensors with parts below
+        ``MIN_SLICE_BYTES``, such as the filters of a convolution.
+        """
+        found = {}
+        for name, shape in self.shapes.items():
+            start, end = self.spans[name]
+            size, count = end - start, shape[0] if len(shape) > 2 else 0
+            if count and size % count == 0 and size // count >= MIN_SLICE_BYTES:
+                found[name] = count
+        return found
 
     @property
     def edges(self) -> list[int]:
@@ -103,26 +118,13 @@ class Layout:
 
         Raises ``IntegrityError`` for too many.
         """
-        _check_count(len(self.spans) + sum(self.slices.values()))
+        slices = self.slices
+        _check_count(len(self.spans) + sum(slices.values()))
         edges = [self.head_bytes, *(edge for span in self.spans.values() for edge in span)]
-        for name, count in self.slices.items():
+        for name, count in slices.items():
             start, end = self.spans[name]
             edges.extend(range(start, end, (end - start) // count))
         return edges
-
-
-def slices_of(tensors: Iterable[tuple[str, Sequence[int], int]]) -> dict[str, int]:
-    """Return into how many parts tensors are cut along their first dimension: the experts of a
-    merged tensor.
-
-    Tensors are given by name, shape and bytes. Tensors of fewer than three dimensions are left out.
-    So are tensors with parts below ``MIN_SLICE_BYTES``, such as the filters of a convolution.
-    """
-    return {
-        name: shape[0]
-        for name, shape, size in tensors
-        if len(shape) > 2 and shape[0] and size % shape[0] == 0 and size // shape[0] >= MIN_SLICE_BYTES
-    }
 
 
 @dataclass(frozen=True)

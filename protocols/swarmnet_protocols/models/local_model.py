@@ -4,7 +4,7 @@ Hashes are checked before a file is read.
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models.partial_model import ModelBuilder
     from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
     from swarmnet_protocols.quantization.quantize import Precision
+
+CHECKS = 1
+"""The version of the checks that ``make_manifest`` makes. A change that refuses more files raises
+it: files that passed older checks are checked once again.
+"""
 
 
 class LocalModel:
@@ -371,8 +376,15 @@ class LocalModel:
             model.generation_config = stored
 
 
-def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Manifest:
-    """The manifest of a checkpoint. Hashes every file whose hash the checkpoint does not know."""
+def make_manifest(
+    checkpoint: ModelCheckpoint, progress: Progress | None, hashed: Iterable[ModelFile] = ()
+) -> Manifest:
+    """Check a checkpoint and make its manifest.
+
+    Hashes every file that is not in ``hashed`` and whose hash the checkpoint does not know. Raises
+    ``ConfigError`` or ``IntegrityError`` for files that are not read completely or do not fit
+    together.
+    """
     from swarmnet_protocols.models.partial_model import architecture_of, build_whole, decoder_stack
 
     checkpoint.check_kind()
@@ -383,12 +395,15 @@ def make_manifest(checkpoint: ModelCheckpoint, progress: Progress | None) -> Man
         raise ConfigError(f"{checkpoint.root}: {blocks} blocks of hidden size {hidden_size} are out of range")
     # Before a model is built: a config may claim any number of blocks.
     tensors = _by_block(checkpoint, blocks)
-    checkpoint.check_complete(build_whole(config).empty)
+    checkpoint.check_complete(build_whole(config))
+    known = {file.name: file for file in hashed}
     return Manifest(
         architecture=architecture_of(config),
         blocks=blocks,
         hidden_size=hidden_size,
-        files=tuple(_describe_file(checkpoint, name, progress) for name in checkpoint.files),
+        files=tuple(
+            known.get(name) or _describe_file(checkpoint, name, progress) for name in checkpoint.files
+        ),
         tensors=tensors,
     )
 

@@ -8,7 +8,7 @@ them.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoints.conversion import Conversion
 from swarmnet_protocols.models.checkpoints.language_model import headed_class
 from swarmnet_protocols.models.checkpoints.unread import UNUSED, obstacle_in
 from swarmnet_protocols.quantization.packed_experts import (
@@ -409,20 +410,32 @@ class ModelBuilder:
                 raise IntegrityError(
                     f"the checkpoint does not fit {self._cls.__name__}: its experts are not complete, or differ in shape"
                 ) from error
-        missing = set(info["missing_keys"]) - set(self._optional)
-        wrong = [*missing, *(str(key) for key in info["mismatched_keys"]), *info["error_msgs"]]
-        if wrong:
-            raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
-        if unused := [name for name in info["unexpected_keys"] if not UNUSED.search(name)]:
-            raise ConfigError(
-                f"the checkpoint has the tensor {min(unused)[:200]!r}, which {self._cls.__name__} of transformers does not use",
-                hint="without it answers would be wrong; a newer transformers may know the model",
-            )
+        wrong = [*map(str, info["mismatched_keys"]), *info["error_msgs"]]
+        self._check(info["missing_keys"], wrong, info["unexpected_keys"])
         # The default name is "None": PEFT writes it into adapters, and looks it up on the hub when
         # it saves one.
         model.name_or_path = model.config.name_or_path = ""
         loaded: nn.Module = model.to(device).requires_grad_(False)
         return loaded
+
+    def check(self, shapes: Mapping[str, Sequence[int]], *, are_all: bool) -> None:
+        """Raise what :meth:`load` would raise for tensors of these names and shapes. ``are_all``:
+        there are no others, so that one that is missing is an error, too."""
+        found = Conversion(self.empty()).misfits(shapes)
+        if "score.weight" in shapes:  # a classifier, which has no other head
+            found.missing.discard("lm_head.weight")
+        self._check(found.missing if are_all else (), found.wrong, found.unused)
+
+    def _check(self, missing: Collection[str], wrong: Iterable[str], unused: Iterable[str]) -> None:
+        """Raise ``IntegrityError`` for weights that are missing or have another shape, and
+        ``ConfigError`` for tensors that are not used."""
+        if wrong := [*{*missing} - {*self._optional}, *wrong]:
+            raise IntegrityError(f"the checkpoint does not fit {self._cls.__name__}: {min(wrong)}")
+        if unused := [name for name in unused if not UNUSED.search(name)]:
+            raise ConfigError(
+                f"the checkpoint has the tensor {min(unused)[:200]!r}, which {self._cls.__name__} of transformers does not use",
+                hint="without it answers would be wrong; a newer transformers may know the model",
+            )
 
 
 def _pop(weights: StateDict, kind: type) -> StateDict:

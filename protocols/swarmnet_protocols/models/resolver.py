@@ -1,6 +1,7 @@
 """Resolves the name of a model to files on this machine, and downloads them if they are missing."""
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -29,7 +30,7 @@ from swarmnet_protocols.models.checkpoints.safetensors_file import (
     SafetensorsCheckpoint,
 )
 from swarmnet_protocols.models.inventory import remember_model
-from swarmnet_protocols.models.local_model import LocalModel, make_manifest
+from swarmnet_protocols.models.local_model import CHECKS, LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -291,15 +292,19 @@ def _checkpoint(path: Path, hub: HubFiles | None, cache_dir: Path) -> ModelCheck
 def _open(
     name: str, path: Path, hub: HubFiles | None, cache_dir: Path, progress: Progress | None
 ) -> LocalModel:
-    """The model at ``path``. Its manifest is cached until a file changes."""
+    """The model at ``path``. Its manifest is cached until a file changes.
+
+    Other checks than those that the files passed run once, without hashing the files again.
+    """
     checkpoint = _checkpoint(path, hub, cache_dir)
     stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))
     stamps += [[each, size, digest.hex()] for each, (size, digest) in checkpoint.known.items()]
     index = cache_dir / "manifests" / f"{hashlib.sha256(os.fsencode(path)).hexdigest()[:32]}.json"
-    manifest = _cached_manifest(index, stamps)
-    if manifest is None:
-        manifest = make_manifest(checkpoint, progress)
-        _cache_manifest(index, stamps, manifest)
+    checks = f"{CHECKS}, transformers {importlib.metadata.version('transformers')}"
+    passed, manifest = _cached_manifest(index, stamps)
+    if manifest is None or passed != checks:
+        manifest = make_manifest(checkpoint, progress, manifest.files if manifest else ())
+        _cache_manifest(index, checks, stamps, manifest)
     if name == DEFAULT_MODEL and manifest.files[0].sha256 != _FILE_SHA256:
         raise IntegrityError(f"{path} does not have the expected hash", hint="delete it and try again")
     return LocalModel(name, manifest, path, checkpoint, cache_dir=cache_dir, progress=progress)
@@ -317,20 +322,21 @@ def _stamps(root: Path, files: Iterable[str]) -> Stamps:
     return stamps
 
 
-def _cached_manifest(index: Path, stamps: Stamps) -> Manifest | None:
+def _cached_manifest(index: Path, stamps: Stamps) -> tuple[str, Manifest | None]:
+    """The checks that the files passed, and their manifest; none if a file changed since."""
     try:
-        digest, stamped, body = index.read_text().split("\n", 2)
-        if digest != _digest(stamped, body) or json.loads(stamped) != stamps:
-            return None
-        return Manifest.from_json(body)
+        digest, checks, stamped, body = index.read_text().split("\n", 3)
+        if digest != _digest(checks, stamped, body) or json.loads(stamped) != stamps:
+            return "", None
+        return checks, Manifest.from_json(body)
     except (OSError, ValueError, IntegrityError):
-        return None
+        return "", None
 
 
-def _cache_manifest(index: Path, stamps: Stamps, manifest: Manifest) -> None:
-    stamped, body = json.dumps(stamps), manifest.to_json()
-    write_whole(index, "\n".join((_digest(stamped, body), stamped, body)).encode())
+def _cache_manifest(index: Path, checks: str, stamps: Stamps, manifest: Manifest) -> None:
+    content = checks, json.dumps(stamps), manifest.to_json()
+    write_whole(index, "\n".join((_digest(*content), *content)).encode())
 
 
-def _digest(stamped: str, body: str) -> str:
-    return hashlib.sha256(f"{stamped}\n{body}".encode()).hexdigest()
+def _digest(*content: str) -> str:
+    return hashlib.sha256("\n".join(content).encode()).hexdigest()

@@ -217,13 +217,16 @@ FILES: Mapping[str, File] = {
         _gemma3,
         _plus_one,
     ),
-    "gemma4": File(
-        "gemma4",
-        Family("Gemma 4", "Gemma4ForCausalLM", FAMILIES["gemma4"].config["text_config"]),
-        _gemma4_keys,
-        _gemma4,
-        _proportional,
-    ),
+    **{
+        name: File(
+            "gemma4",
+            Family("Gemma 4", "Gemma4ForCausalLM", FAMILIES[name].config["text_config"]),
+            _gemma4_keys,
+            _gemma4,
+            _proportional,
+        )
+        for name in ("gemma4", "gemma4 with experts")
+    },
     "gpt_oss": File("gpt-oss", FAMILIES["gpt_oss"], _with(head_sizes, _experts, _windowed)),
     "granite": File("granite", family("granite", *_NO_HEADS), _granite, _neighbours),
     "granitemoe": File("granitemoe", family("granitemoe", *_NO_HEADS), _granite, _granite_moe),

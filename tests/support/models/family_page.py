@@ -58,7 +58,7 @@ The column gguf has llama.cpp's name of the architecture. Where it is empty, use
 _NOTES = {
     "mistral": "Files of Mistral 7B v0.1 do not tell its window: beyond 4096 positions, use the directory",
     "phi3": "Up to `original_max_position_embeddings` (4096) positions: [there its rotary embedding changes](decisions/0061-sequences-end-where-rotary-embeddings-change.md)",
-    "gemma4": "Those without embeddings of each layer",
+    **dict.fromkeys(("gemma4", "gemma4 with experts"), "Those without embeddings of each layer"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), "Keys and values are kept expanded"),
 }
 

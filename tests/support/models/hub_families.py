@@ -188,7 +188,7 @@ FAMILIES: dict[str, Family] = _by_type(
         mm_tokens_per_image=1,
     ),
     _multimodal(
-        "Gemma 4 26B-A4B, 31B",
+        "Gemma 4 31B",
         "Gemma4",
         "gemma4",
         {
@@ -477,6 +477,15 @@ def _with_text(family: Family, models: str, **changes: Any) -> Family:
     text = {**family.config["text_config"], **changes}
     return Family(models, family.architecture, {**family.config, "text_config": text})
 
+
+FAMILIES["gemma4 with experts"] = _with_text(
+    FAMILIES["gemma4"],
+    "Gemma 4 26B-A4B",
+    enable_moe_block=True,
+    num_experts=4,
+    top_k_experts=2,
+    moe_intermediate_size=16,
+)
 
 REFUSED: dict[str, Family] = _by_type(
     Family(

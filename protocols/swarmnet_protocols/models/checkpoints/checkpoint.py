@@ -4,7 +4,7 @@ Safetensors directories and gguf files implement it.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -123,6 +123,17 @@ def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
+class Builder(Protocol):
+    """Builds a model of transformers (``ModelBuilder``)."""
+
+    def empty(self) -> Any:
+        """The model without values. Raises ``ConfigError`` if none can be built."""
+
+    def check(self, shapes: Mapping[str, Sequence[int]], *, are_all: bool) -> None:
+        """Raise the error of loading tensors of these names and shapes. ``are_all``: there are no
+        others, so that all weights of the model must be among them."""
+
+
 class ModelCheckpoint(Protocol):
     """Weights, config and tokenizer of a model on disk.
 
@@ -191,11 +202,12 @@ class ModelCheckpoint(Protocol):
         """Raise ``ConfigError``, which says what the files are, unless they are a model for
         text."""
 
-    def check_complete(self, build: "Callable[[], Any]") -> None:
-        """Raise ``ConfigError`` for a tensor that the model would not use, or a tokenizer that is
-        not read.
+    def check_complete(self, whole: "Builder") -> None:
+        """Raise the error that loading would raise, as far as headers show it.
 
-        The error names the tensor. ``build`` makes the whole CausalLM without values.
+        It is a ``ConfigError`` for a tensor that the model would not use, or a tokenizer that is
+        not read; an ``IntegrityError`` for a tensor that is missing or has another shape. ``whole``
+        builds the whole CausalLM.
         """
 
     def generation_config(self) -> "GenerationConfig | None":

@@ -5,12 +5,12 @@ projection together or apart; rows or columns first. transformers' own conversio
 these a family uses, so no family needs code here.
 """
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.models.checkpoints.conversion import Conversion, expert_of
 from swarmnet_protocols.quantization.packed_experts import Matrix, experts_modules
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
@@ -23,7 +23,6 @@ ChosenExperts = Mapping[int, Collection[int]]
 listed.
 """
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
-_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -79,43 +78,26 @@ class ExpertPlaces:
             for name in _WEIGHTS
             if hasattr(module, name)
         }
-        self._model = model
-        self._renamings: list[Any] = []
-        self._converters: dict[str, Any] = {}
-        if self._modules:
-            from transformers.conversion_mapping import get_model_conversion_mapping
-            from transformers.core_model_loading import WeightConverter
-
-            for each in get_model_conversion_mapping(model):
-                if isinstance(each, WeightConverter):
-                    self._converters |= dict.fromkeys(each.source_patterns, each)
-                else:
-                    self._renamings.append(each)
-            self._names = dict.fromkeys(model.state_dict(), True)
+        self._conversion = Conversion(model) if self._modules else None
 
     def of(self, name: str) -> ExpertPlace | None:
         """Return the place of a tensor of a safetensors checkpoint.
 
         None if it holds no weights of experts, or transformers converts it in another way.
         """
-        if not self._modules:
+        if self._conversion is None:
             return None
-        from transformers.core_model_loading import rename_source_key
-
-        converters = list(dict.fromkeys(self._converters.values()))
-        parameter, pattern = rename_source_key(
-            name, self._renamings, converters, self._model.base_model_prefix, self._names
-        )
+        parameter, converter, pattern = self._conversion.of(name)
         module = self._modules.get(parameter)
         if module is None:
             return None
-        if pattern is None:
+        if converter is None:
             return self._place(parameter, module)
-        converter, number = self._converters[pattern], _NUMBER.search(name)
-        if number is None or module.is_transposed or not _only_merges(converter.operations):
+        expert = expert_of(name)
+        if expert is None or module.is_transposed or not _only_merges(converter.operations):
             return None
         patterns = converter.source_patterns
-        place = self._place(parameter, module, patterns.index(pattern), len(patterns), int(number[1]))
+        place = self._place(parameter, module, patterns.index(pattern), len(patterns), expert)
         return place if place.expert in range(place.count) else None
 
     def of_gguf(self, layer: int, which: str, expert: int | None = None) -> ExpertPlace | None:

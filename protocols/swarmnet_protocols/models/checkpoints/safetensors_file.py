@@ -5,7 +5,7 @@ Headers are checked when a checkpoint is opened, tensors are read when they are 
 
 import copy
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
+    Builder,
     WeightForm,
     WeightSizes,
 )
@@ -200,26 +201,49 @@ class SafetensorsCheckpoint:
         with self._named():
             check_settings(language_config(whole), language_settings(whole, settings))
 
-    def check_complete(self, build: "Callable[[], Any]") -> None:
-        """Tensors of the language model itself are compared with the class when they are loaded."""
-        whole, _ = self._whole_config()
-        config = language_config(whole)
+    def check_complete(self, whole: Builder) -> None:
+        """Tensors are compared with the model as far as headers are here; all of them, when they
+        are loaded."""
+        config, _ = self._whole_config()
+        text = language_config(config)
         blocks: dict[int, list[str]] = {}
         for name in self.tensor_names:
             if (block := self.naming.block_of(name)) is not None:
                 blocks.setdefault(block, []).append(name)
+        count = text.num_hidden_layers
+        ahead = {name for block, names in blocks.items() if block >= count for name in names}
+        names = [name for name in self.tensor_names if name not in ahead]
         with self._named():
-            build()
-            check_tensors(self._others, is_multimodal=type(config) is not type(whole))
-            check_blocks(blocks, config.num_hidden_layers)
+            check_tensors(self._others, is_multimodal=type(text) is not type(config))
+            check_blocks(blocks, count)
+            shapes = self._shapes(names)
+            whole.check(shapes, are_all=len(shapes) == len(names))
+
+    def _shapes(self, names: Iterable[str]) -> dict[str, Sequence[int]]:
+        """The shapes of tensors by transformers' names, as far as headers are here. Parts of
+        quantised weights, which have other shapes than the weights, are left out."""
+        paths = map(self.path_of, self.holders(names))
+        found = {
+            name: shape
+            for path in paths
+            if path.is_file()
+            for name, shape in read_header(path).shapes.items()
+        }
+        quantized = self._scheme.weights(names, lambda name: name) if self._scheme is not None else []
+        parts = {part for weight in quantized for part in weight.tensors if part != weight.name}
+        return {
+            self.naming.renumbered(name, 0): found[name]
+            for name in names
+            if name in found and name not in parts
+        }
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say in a ``ConfigError`` where the files are."""
+        """Say in an error where the files are."""
         try:
             yield
-        except ConfigError as error:
-            raise ConfigError(f"{self.root}: {error}", hint=error.hint) from error
+        except (ConfigError, IntegrityError) as error:
+            raise type(error)(f"{self.root}: {error}", hint=error.hint) from error
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
         config = self._config()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, failed_download
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, json_object
 
@@ -70,8 +70,8 @@ class StoredTensor:
 def read_header(path: Path) -> Layout:
     """Return where the tensors of a safetensors file are. Raises as ``read_tensors``."""
     head_bytes, tensors = read_tensors(path)
-    slices = slices_of((name, each.shape, each.span[1] - each.span[0]) for name, each in tensors.items())
-    return Layout(head_bytes, {name: each.span for name, each in tensors.items()}, slices)
+    spans = {name: each.span for name, each in tensors.items()}
+    return Layout(head_bytes, spans, {name: each.shape for name, each in tensors.items()})
 
 
 def read_tensors(path: Path) -> tuple[int, dict[str, StoredTensor]]:

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -73,13 +73,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Settings that a class may not declare and that change answers although no tensor shows it, and
 the values that change nothing."""
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
-    "deepseek_v3": {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    **{
+        kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        for kind in ("deepseek_v3", "dots1", "glm4_moe", "glm4_moe_lite", "glm4v_moe_text")
+    },
     "minimax_m2": {"scoring_func": "sigmoid"},
-    **{kind: {"hidden_act": "gelu_pytorch_tanh"} for kind in ("gemma2", "gemma3_text", "gemma4_text")},
 }
 """By ``model_type``: values of such settings that the class has without reading them."""
 _SAME = (
     frozenset({"experts_per_token", "num_experts_per_tok"}),
+    frozenset({"hidden_act", "hidden_activation", "mlp_hidden_act"}),
     frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}),
 )
 """Names of one setting. A class reads one of them, and files may have others."""
@@ -94,10 +97,6 @@ _OBSTACLES = {
 """Settings of a config that, unless they are off, mean that a layer needs more than the earlier
 outputs of the layer before; and what it needs."""
 _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
-_NUMBERS = re.compile(
-    r"\w*multipliers?|logits_scaling|logit_scale|layer_norm_eps|n_group|topk_group|time_step_limit|mamba_chunk_size"
-)
-"""Settings that a class computes with: null fails there instead of leaving them out."""
 _CHOICES = {"position_embedding_type": ("nope",)}
 """Values of settings that no code names, because they stand for leaving something out."""
 
@@ -112,10 +111,8 @@ def obstacle_in(config: Any) -> str | None:
 
 
 def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a setting that changes answers but that the class does not read.
-
-    A setting is read if the code of the class or of its config names it. If a class declares a
-    setting and does not read it, its own value is what it computes.
+    """Raise ``ConfigError`` for a setting that changes answers but that the class does not read, or
+    reads as another value.
 
     - ``settings``: the file's settings of the language model alone.
     - ``config``: made of these settings. Any passes that no host computes.
@@ -124,60 +121,81 @@ def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
 
     if type(config) not in MODEL_MAPPING or obstacle_in(config):
         return
-    own, default = type(config).__name__, type(config)()
-    code = _code_of(type(config)) | _code_of(MODEL_MAPPING[type(config)])
-    declared, alike = {each.name for each in fields(config)}, config.attribute_map
-    neutral = {
-        **_NEUTRAL,
-        **{name: (None, value) for name, value in _IMPLIED.get(default.model_type, {}).items()},
-    }
+    reading = _Reading(config, MODEL_MAPPING[type(config)])
     for name, value in settings.items():
-        is_off = name == "sliding_window" and settings.get("use_sliding_window") is False
-        usual = _value(default, name)
-        needs_value = isinstance(usual, str) or (usual is not None and _NUMBERS.fullmatch(name))
-        is_null = value is None and not needs_value
-        if is_null or is_off or any(each.fullmatch(name) for each in HARMLESS.values()):
-            continue
-        names = {name, alike.get(name, name), *(other for other, meant in alike.items() if meant == name)}
-        read_as = next(iter(names & code), None) or next(
-            (min(each & code) for each in _SAME if name in each and each & code), None
-        )
-        if name == "model_type":  # the config has that of the file, whatever its class is
-            read_as, made = name, default.model_type
-        else:
-            made = _value(config, read_as or name, value)
-        if read_as is None:
-            kept = (_value(default, name),) if names & declared else neutral.get(name, (value,))
-            if value not in kept:
-                raise ConfigError(
-                    f"the config has {name} = {_shown(value)}, which {own} of transformers does not read",
-                    hint=_HINT,
-                )
-        elif made != value and (
-            isinstance(value, str) if isinstance(made, str) else _is_number(value) and _is_number(made)
-        ):
-            raise ConfigError(
-                f"the config has {name} = {_shown(value)}, for which {own} of transformers takes {_shown(made)}",
-                hint=_MIXED,
-            )
-        elif isinstance(value, str | None) and names & declared and not _is_choice(name, value, code):
-            raise ConfigError(
-                f"the config has {name} = {_shown(value)}, which {own} of transformers does not know",
-                hint="a newer transformers may know the value",
-            )
-    _check_rope(config, settings, code)
+        if not _is_off(name, settings) and not any(each.fullmatch(name) for each in HARMLESS.values()):
+            reading.check(name, value)
+    _check_rope(config, settings, reading.code)
     check_routing(config)
     check_heads(config)
     kinds = _value(config, "layer_types") or settings.get("layer_types") or ()
     if "sliding_attention" in kinds and not getattr(config, "sliding_window", None):
         raise ConfigError(
-            f"the config has layers of sliding_attention, and {own} has no sliding_window", hint=_HINT
+            f"the config has layers of sliding_attention, and {reading.own} has no sliding_window",
+            hint=_HINT,
         )
-    if "sliding_attention" in kinds and "sliding_window=" not in code:
+    if "sliding_attention" in kinds and "sliding_window=" not in reading.code:
         raise ConfigError(
             "the config has a sliding_window (use_sliding_window, max_window_layers), which attention of this class does not pass on",
             hint=_HINT,
         )
+
+
+def _is_off(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether another setting leaves this one without effect."""
+    match name:
+        case "sliding_window":
+            return settings.get("use_sliding_window") is False
+        case "sliding_window_pattern":
+            return bool(settings.get("layer_types"))  # which tells it for each layer
+    return False
+
+
+class _Reading:
+    """What a class of transformers reads of a config.
+
+    A setting is read if the code of the class or of its config names it. If a class declares a
+    setting and does not read it, its own value is what it computes.
+    """
+
+    def __init__(self, config: Any, stack: type) -> None:
+        """``stack``: the decoder stack of the config."""
+        self.own = type(config).__name__
+        self.code = _code_of(type(config)) | _code_of(stack)
+        self._config, self._default = config, type(config)()
+        self._declared = {each.name for each in fields(config)}
+        implied = _IMPLIED.get(self._default.model_type, {})
+        self._neutral = {**_NEUTRAL, **{name: (None, value) for name, value in implied.items()}}
+
+    def check(self, name: str, value: Any) -> None:
+        """Raise ``ConfigError`` unless the class computes with this value of a setting."""
+        alike: Mapping[str, str] = self._config.attribute_map
+        names = {name, alike.get(name, name), *(other for other, meant in alike.items() if meant == name)}
+        read = min(names & self.code, default=None) or next(
+            (min(each & self.code) for each in _SAME if name in each and each & self.code), None
+        )
+        usual, is_declared = _value(self._default, name), bool(names & self._declared)
+        if name == "model_type":  # the config has that of the file, whatever its class is
+            read, made = name, self._default.model_type
+        else:
+            made = _value(self._config, read or name, value)
+        if value is None and (read is None or usual in (None, False) or f"{read}?" in self.code):
+            return
+        if read is None:
+            kept = (usual,) if is_declared else self._neutral.get(name, (value,))
+            if value not in kept:
+                raise _fault(name, value, f"which {self.own} of transformers does not read", _HINT)
+        elif made != value and (
+            isinstance(value, str) if isinstance(made, str) else _is_number(value) and _is_number(made)
+        ):
+            raise _fault(name, value, f"for which {self.own} of transformers takes {_shown(made)}", _MIXED)
+        elif isinstance(value, str | None) and is_declared and not _is_choice(name, value, self.code):
+            hint = "a newer transformers may know the value"
+            raise _fault(name, value, f"which {self.own} of transformers does not know", hint)
+
+
+def _fault(name: str, value: Any, problem: str, hint: str) -> ConfigError:
+    return ConfigError(f"the config has {name} = {_shown(value)}, {problem}", hint=hint)
 
 
 def _check_rope(config: Any, settings: Mapping[str, Any], code: frozenset[str]) -> None:
@@ -191,9 +209,8 @@ def _check_rope(config: Any, settings: Mapping[str, Any], code: frozenset[str]) 
         kind = str(each.get("rope_type", "default"))
         function = ROPE_INIT_FUNCTIONS.get(kind)
         if function is None and kind != "default" and kind not in code:
-            raise ConfigError(
-                f"the config has rope_type = {_shown(kind)}, which transformers does not know",
-                hint="a newer transformers may know it",
+            raise _fault(
+                "rope_type", kind, "which transformers does not know", "a newer transformers may know it"
             )
         read = code if function is None else code | _code_of(function)
         for name in ("rope_theta", "factor"):
@@ -202,26 +219,19 @@ def _check_rope(config: Any, settings: Mapping[str, Any], code: frozenset[str]) 
         for name, value in each.items():
             is_harmless = _NOTES_OF_ROPE.fullmatch(name) or HARMLESS["images"].fullmatch(name)
             if value not in _ONE and name not in read and not is_harmless:
-                raise ConfigError(
-                    f"the config has {name} = {_shown(value)}, which rotary embeddings of type {kind} do not read",
-                    hint=_HINT,
-                )
+                raise _fault(name, value, f"which rotary embeddings of type {kind} do not read", _HINT)
         sections = each.get("mrope_section")
         if "mrope_section" in each and "mrope_section" in code:
             size = _value(config, "head_dim") or config.hidden_size // config.num_attention_heads
             half = int(size * (each.get("partial_rotary_factor") or 1)) // 2
             if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != half:
-                raise ConfigError(
-                    f"the config has mrope_section = {_shown(sections)}, not three numbers whose sum is {half}: head_dim = {size}",
-                    hint=_MIXED,
-                )
+                problem = f"not three numbers whose sum is {half}: head_dim = {size}"
+                raise _fault("mrope_section", sections, problem, _MIXED)
     for name in ("rope_theta", "partial_rotary_factor"):
         made = [each[name] for each in kinds if name in each]
         if made and settings.get(name) not in (None, *made):
-            raise ConfigError(
-                f"the config has {name} = {_shown(settings[name])}, and {_shown(made[0])} in its rope_parameters",
-                hint=_MIXED,
-            )
+            problem = f"and {_shown(made[0])} in its rope_parameters"
+            raise _fault(name, settings[name], problem, _MIXED)
 
 
 def check_heads(config: Any) -> None:
@@ -273,11 +283,17 @@ def _code_of(thing: Any) -> frozenset[str]:
 
 @functools.cache
 def _names_in(code: Any) -> frozenset[str]:
-    """The attributes of configs that a function or a module reads, and its strings."""
+    """The attributes of configs that a function or a module reads, and its strings.
+
+    Arguments that it passes by name are there with ``=``, and what it asks whether there is any
+    with ``?``: null leaves such a setting out.
+    """
     is_module = isinstance(code, str)
     owners = ("config", "self") if is_module and ".configuration_" in code else ("config",)
-    found = set()
+    found: set[str] = set()
+    passed: list[tuple[str, str]] = []
     for node in ast.walk(ast.parse(inspect.getsource(sys.modules[code] if is_module else code))):
+        found.update(f"{name}?" for name in _asked(node))
         match node:
             case ast.Constant(str(text)):
                 found.add(text)
@@ -285,9 +301,32 @@ def _names_in(code: Any) -> frozenset[str]:
                 owners
             ):
                 found.add(name)
-            case ast.keyword(str(argument)):
+            case ast.keyword(str(argument), value):
                 found.add(f"{argument}=")
+                passed += [(argument, name) for name in _named(value)]
+    found.update(f"{name}?" for argument, name in passed if f"{argument}?" in found)
     return frozenset(found)
+
+
+def _asked(node: ast.AST) -> Iterator[str]:
+    """The variables and attributes of which an expression asks whether there is a value."""
+    match node:
+        case ast.Compare(left, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
+            yield from _named(left)
+        case ast.BoolOp(_, values):
+            for value in values:
+                yield from _named(value)
+        case ast.If(test) | ast.IfExp(test) | ast.UnaryOp(ast.Not(), test):
+            yield from _named(test)
+
+
+def _named(node: ast.AST) -> Iterator[str]:
+    """The name of a variable or an attribute; that of an attribute that ``getattr`` reads."""
+    match node:
+        case ast.Name(name) | ast.Attribute(_, name):
+            yield name
+        case ast.Call(ast.Name("getattr"), [_, ast.Constant(str(name)), *_]):
+            yield name
 
 
 def check_routing(config: Any) -> None:
@@ -297,12 +336,13 @@ def check_routing(config: Any) -> None:
     if of_all is None:
         return
     experts = getattr(config, of_all)
-    used = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 0
+    of_token = "top_k_experts" if hasattr(config, "top_k_experts") else "num_experts_per_tok"
+    used = getattr(config, of_token, None) or 0
     groups, kept = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
     size = experts // groups
     if not 0 < used <= size * kept or kept > groups or (groups > 1 and (experts % groups or size < 2)):
         raise ConfigError(
-            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts: num_experts_per_tok, topk_group, n_group and {of_all}",
+            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts: {of_token}, topk_group, n_group and {of_all}",
             hint=_MIXED,
         )
 

@@ -14,8 +14,19 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.pieces import Hasher
-from swarmnet_protocols.models import LocalModel, Manifest, Progress, resolve, verified_files
+from swarmnet_protocols.models import (
+    LocalModel,
+    Manifest,
+    Progress,
+    local_model,
+    resolve,
+    resolver,
+    verified_files,
+)
+from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
 from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor, read_header
+from swarmnet_protocols.models.partial_model import ModelBuilder
+from tests.defences import nothing
 from tests.support.models.tiny_models import FAMILIES, flip_last_byte, save_tiny
 
 CPU = torch.device("cpu")
@@ -142,14 +153,17 @@ def test_blocks_that_a_model_does_not_have_are_refused(start: int, end: int, mod
         model.load_span(start, end, **FLOAT32)
 
 
-def test_a_tensor_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_of_another_shape_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_tiny("llama-tied", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"] = torch.zeros(4, 32)
     del tensors["model.layers.3.mlp.up_proj.weight"]
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    model = load(path, tmp_path)
+    with pytest.raises(IntegrityError, match="up_proj"):
+        load(path, tmp_path)
 
+    monkeypatch.setattr(ModelBuilder, "check", nothing)
+    model = load(path, tmp_path)
     model.load_span(0, 2, **FLOAT32)
     for block in (2, 3):
         with pytest.raises(IntegrityError, match="up_proj"):
@@ -242,6 +256,24 @@ def test_a_damaged_cache_entry_is_made_again(model: LocalModel, tmp_path: Path) 
     (kept,) = (tmp_path / "cache" / "manifests").iterdir()
     kept.write_text(kept.read_text()[:-40])
     assert load(model.path, tmp_path).manifest == model.manifest
+
+
+def test_newer_checks_are_made_once_without_hashing(
+    model: LocalModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+
+    def check(checkpoint: SafetensorsCheckpoint) -> None:
+        checked.append(checkpoint)
+
+    monkeypatch.setattr(SafetensorsCheckpoint, "check_kind", check)
+    monkeypatch.setattr(local_model, "sha256_of", lambda *_: pytest.fail("a file is hashed"))
+    load(model.path, tmp_path)
+    assert not checked
+    monkeypatch.setattr(resolver, "CHECKS", resolver.CHECKS + 1)
+    for _ in range(2):
+        assert load(model.path, tmp_path).manifest == model.manifest
+    assert len(checked) == 1
 
 
 # ---- models that are refused

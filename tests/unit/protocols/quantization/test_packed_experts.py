@@ -17,6 +17,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching import pieces
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.partial_model import ModelBuilder
 from swarmnet_protocols.quantization.packed_experts import (
     PackedExperts,
     compute_expert,
@@ -26,6 +27,7 @@ from swarmnet_protocols.quantization.packed_experts import (
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.quantize import PRECISIONS
+from tests.defences import nothing
 from tests.support.models import big_model
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.model_hub import NAME, model_hub
@@ -240,7 +242,11 @@ def test_only_the_pieces_of_chosen_experts_are_fetched(
 
 
 @pytest.mark.parametrize("fault", ["missing", "shorter", "another number"])
-def test_experts_that_do_not_fit_are_refused(fault: str, tmp_path: Path) -> None:
+def test_experts_that_do_not_fit_are_refused(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the model is resolved; and when they are loaded, if their header was not there
+    before."""
     path = save("mixtral", tmp_path / "model")
     weights = load_file(path / "model.safetensors")
     [name] = [each for each in weights if "layers.1." in each and "experts.2.w2" in each]
@@ -250,6 +256,9 @@ def test_experts_that_do_not_fit_are_refused(fault: str, tmp_path: Path) -> None
     elif fault == "another number":
         weights[name.replace("experts.2", "experts.9")] = tensor
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((IntegrityError, ConfigError), match=r"does not fit|does not use"):
+        resolve(str(path), cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(ModelBuilder, "check", nothing)
     model = resolve(str(path), cache_dir=tmp_path / "cache")
     for experts in (None, {1: [2]}):
         with pytest.raises(IntegrityError, match=r"expert|does not fit"):

@@ -19,6 +19,7 @@ from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
+    Builder,
     WeightForm,
     WeightSizes,
     sha256_of,
@@ -188,14 +189,28 @@ class GgufCheckpoint:
         except ConfigError as error:
             raise ConfigError(f"{self.path} {error}", hint=error.hint) from error
 
-    def check_complete(self, build: Callable[[], Any]) -> None:
+    def check_complete(self, whole: Builder) -> None:
         try:
             check_tokenizer(self._fields)
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
-        model = build()
-        used = {*ROPE_TENSORS, *tensors_of(self._recipes(model, 0))}
-        self._check_used(self.tensor_names, used, model)
+        model = whole.empty()
+        made = self._recipes(model, 0)
+        self._check_used(self.tensor_names, {*ROPE_TENSORS, *tensors_of(made)}, model)
+        self._check_sizes(made, model)
+
+    def _check_sizes(self, made: Mapping[str, Recipe], model: "PreTrainedModel") -> None:
+        """Raise ``IntegrityError`` for a weight whose tensors are missing or have other sizes."""
+        tied, shapes = getattr(model, "all_tied_weights_keys", {}), self._header.shapes
+        for name, weight in model.state_dict().items():
+            recipe = made.get(name)
+            tensors = recipe.tensors if recipe is not None else ()
+            count = sum(math.prod(shapes[each]) for each in tensors if each in shapes)
+            if name not in tied and (recipe is None or count != recipe.count):
+                raise IntegrityError(
+                    f"{self.path} does not fit {type(model).__name__}: {' and '.join(tensors)[:200] or 'no tensor'} with {count} values for {name} {[*weight.shape]}",
+                    hint="download it again, or use the model's Hugging Face layout",
+                )
 
     def _recipes(self, model: "PreTrainedModel", first_block: int) -> dict[str, Recipe]:
         try:

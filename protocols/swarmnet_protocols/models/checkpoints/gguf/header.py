@@ -10,7 +10,7 @@ from struct import Struct
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import MAX_HEAD_BYTES
-from swarmnet_protocols.fetching.pieces import Layout, slices_of
+from swarmnet_protocols.fetching.pieces import Layout
 from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, misfit_of, unread_type
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, file_of
 
@@ -148,8 +148,8 @@ def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
 def layout_of(path: Path) -> Layout:
     _, tensors = read_header(path)
     spans = {name: (each.offset, each.offset + each.size_bytes) for name, each in tensors.items()}
-    slices = slices_of((name, each.shape, each.size_bytes) for name, each in tensors.items())
-    return Layout(min((start for start, _ in spans.values()), default=path.stat().st_size), spans, slices)
+    head_bytes = min((start for start, _ in spans.values()), default=path.stat().st_size)
+    return Layout(head_bytes, spans, {name: each.shape for name, each in tensors.items()})
 
 
 def gguf_head_bytes(path: Path) -> int:

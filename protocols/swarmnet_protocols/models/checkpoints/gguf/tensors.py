@@ -3,9 +3,10 @@
 ``recipes`` lists the weights of a model, which are made by the row of its architecture.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class Recipe:
     tensors: tuple[str, ...]
     make: "Callable[..., Array]"
     """Makes the weight of the values of the tensors."""
+    count: int
+    """The number of values that the tensors have together."""
 
     def packed(self, matrices: "Sequence[PackedTensor]") -> "PackedTensor | None":
         """Return the weight of packed tensors, or None unless it is made of whole rows, or of all
@@ -141,7 +144,9 @@ class _Makers:
         tensor = known.removeprefix("blk.0.")
         fused = f"{block}attn_qkv{end}"
         if tensor in _FUSED and fused in self._header.shapes:
-            return self._recipe(name, (fused,), weight, partial(_cut, *self._place(name, tensor)))
+            start, stop, rows = self._place(name, tensor)
+            count = rows * math.prod(self.shapes[name][1:])
+            return replace(self._recipe(name, (fused,), weight, partial(_cut, start, stop)), count=count)
         return self._recipe(name, (f"{block}{tensor}{end}",), weight)
 
     def _weight(self, stem: str) -> Weight:
@@ -163,14 +168,15 @@ class _Makers:
             [made] = [weight.made(self._config, *values)] if weight.made else values
             return _shaped(made, shape)
 
-        return Recipe(tensors, make)
+        return Recipe(tensors, make, math.prod(shape))
 
-    def _place(self, name: str, tensor: str) -> tuple[int, int]:
-        """The rows of a part within ``attn_qkv``: the first, and the one after the last."""
+    def _place(self, name: str, tensor: str) -> tuple[int, int, int]:
+        """The rows of a part within ``attn_qkv``: the first, the one after the last, and the number
+        of all."""
         own = _PROJECTION[tensor]
         sizes = [self.shapes[name.replace(f".{own}.", f".{_PROJECTION[each]}.")][0] for each in _FUSED]
         start = sum(sizes[: _FUSED.index(tensor)])
-        return start, start + self.shapes[name][0]
+        return start, start + self.shapes[name][0], sum(sizes)
 
     def _of_experts(self, block: str, name: str, module: Any) -> Recipe:
         """Merged weights or biases of all experts."""
@@ -189,9 +195,10 @@ class _Makers:
         # Older files have a tensor for each expert.
         count = module.num_experts
         single = [f"{block}ffn_{part}.{expert}{end}" for part in parts for expert in range(count)]
+        merged = getattr(module, name).numel()
         if single[0] in self._header.shapes:
-            return Recipe(tuple(single), lambda *values: make(*_stacked(count, values)))
-        return Recipe(tensors, make)
+            return Recipe(tuple(single), lambda *values: make(*_stacked(count, values)), merged)
+        return Recipe(tensors, make, merged)
 
 
 def _split(name: str) -> tuple[str, str]:

@@ -177,10 +177,9 @@ def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(
     save_tiny_llama(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     save_file({**load_file(path), name: torch.ones(4)}, path, {"format": "pt"})
-    local = opened(tmp_path / "model")
 
     def load() -> None:
-        local.load_span(0, 1, dtype=torch.float32, device=torch.device("cpu"))
+        opened(tmp_path / "model").load_span(0, 1, dtype=torch.float32, device=torch.device("cpu"))
 
     if is_refused:
         with pytest.raises(ConfigError, match=name):

@@ -18,8 +18,10 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
+from swarmnet_protocols.models.partial_model import ModelBuilder
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
+from tests.defences import nothing
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny
 
@@ -237,7 +239,7 @@ def quantised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 @pytest.mark.parametrize("part", [0, 1, 2])
 @pytest.mark.parametrize("packed", [True, False])
 def test_tensors_of_other_shapes_or_types_are_refused(
-    quantised: Path, part: int, packed: bool, tmp_path: Path
+    quantised: Path, part: int, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(quantised, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
@@ -249,6 +251,9 @@ def test_tensors_of_other_shapes_or_types_are_refused(
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
+    with pytest.raises(IntegrityError, match="down_proj"):
+        resolve(str(folder), cache_dir=tmp_path / "cache").load_span(2, 3, packed=packed, **FLOAT32)
+    monkeypatch.setattr(ModelBuilder, "check", nothing)
     model = resolve(str(folder), cache_dir=tmp_path / "cache")
     with pytest.raises(IntegrityError, match="down_proj"):
         model.load_span(2, 3, packed=packed, **FLOAT32)

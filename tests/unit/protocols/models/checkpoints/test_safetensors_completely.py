@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints import safetensors_file
+from swarmnet_protocols.models.partial_model import ModelBuilder
 from tests.defences import defence, nothing, replacing
 from tests.support.models.hub_families import FAMILIES
 
@@ -139,8 +140,13 @@ def test_a_setting_that_a_class_takes_otherwise_is_refused(
 
 
 @pytest.mark.parametrize("name", ["lm_head.bias", "lm_head.scale"])
-def test_a_head_that_the_class_does_not_compute_is_refused(name: str, tmp_path: Path) -> None:
-    model = opened("llama", tmp_path, with_tensor(name))
+def test_a_head_that_the_class_does_not_compute_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        opened("llama", tmp_path / "headers", with_tensor(name))
+    monkeypatch.setattr(ModelBuilder, "check", nothing)
+    model = opened("llama", tmp_path / "loaded", with_tensor(name))
     with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
         model.load_local_layers(lambda layers: layers, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -156,8 +162,44 @@ def test_blocks_behind_the_last_predict_several_tokens_or_are_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("part", ["gate", "up", "down"])
-def test_an_expert_that_is_missing_is_refused(part: str, tmp_path: Path) -> None:
+def test_an_expert_that_is_missing_is_refused(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = f"model.layers.1.mlp.experts.0.{part}_proj.weight"
-    model = opened("qwen3_moe", tmp_path, lambda _, tensors: tensors.pop(name))
+    with pytest.raises(IntegrityError, match=r"does not fit .*layers\.1\.mlp\.experts"):
+        opened("qwen3_moe", tmp_path / "headers", lambda _, tensors: tensors.pop(name))
+    monkeypatch.setattr(ModelBuilder, "check", nothing)
+    model = opened("qwen3_moe", tmp_path / "loaded", lambda _, tensors: tensors.pop(name))
     with pytest.raises(IntegrityError):
         model.load_span(1, 2, dtype=torch.float32, device=torch.device("cpu"))
+
+
+@defence(
+    "tensors have the shapes of the config",
+    off=replacing(ModelBuilder, "check", nothing),
+    family="llama",
+    name="model.layers.1.mlp.up_proj.weight",
+)
+@pytest.mark.parametrize(("family", "name"), [
+    ("llama", "model.layers.1.mlp.up_proj.weight"), ("llama", "model.embed_tokens.weight"), ("llama", "model.norm.weight"),
+    ("qwen3_moe", "model.layers.1.mlp.experts.0.up_proj.weight"), ("gpt_oss", "model.layers.1.mlp.experts.down_proj"),
+    ("gemma3", "language_model.model.layers.1.self_attn.q_proj.weight"), ("nemotron_h", "backbone.layers.0.mixer.A_log"),
+])  # fmt: skip
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_a_tensor_that_does_not_fit_is_refused_from_its_header(
+    family: str, name: str, is_missing: bool, tmp_path: Path
+) -> None:
+    def change(_: dict[str, Any], tensors: Tensors) -> None:
+        tensor = tensors.pop(name)
+        if not is_missing:
+            tensors[name] = tensor[: len(tensor) // 2].clone()
+
+    with pytest.raises(IntegrityError, match="does not fit"):
+        opened(family, tmp_path, change)
+
+
+def test_a_sequence_classifier_needs_no_other_head(tmp_path: Path) -> None:
+    def change(_: dict[str, Any], tensors: Tensors) -> None:
+        tensors["score.weight"] = tensors.pop("lm_head.weight")[:2].clone()
+
+    opened("llama", tmp_path, change)

@@ -191,7 +191,22 @@ def test_a_tensor_that_the_model_does_not_use_is_refused_by_name(tmp_path: Path)
         resolve(str(path), cache_dir=tmp_path / "cache")
 
 
-def test_a_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
+@defence("the sizes of tensors fit the config", off=replacing(GgufCheckpoint, "_check_sizes", nothing))
+@pytest.mark.parametrize("shape", [(48, 64), (96, 32), None])
+def test_a_tensor_that_is_missing_or_of_another_size_is_named(
+    shape: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    name = "blk.1.ffn_gate.weight"
+    extra = {name: shape} if shape else {}
+    path = write_gguf(tmp_path / "tiny.gguf", "llama", extra=extra, without=name)
+    with pytest.raises(IntegrityError, match=r"blk\.1\.ffn_gate\.weight .* for .*gate_proj"):
+        resolve(str(path), cache_dir=tmp_path / "cache")
+
+
+def test_a_tensor_that_is_missing_is_named_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GgufCheckpoint, "_check_sizes", nothing)
     path = write_gguf(tmp_path / "tiny.gguf", "llama", without="blk.1.ffn_gate.weight")
     model = resolve(str(path), cache_dir=tmp_path / "cache")
     with pytest.raises(IntegrityError, match="gate_proj"):

@@ -17,9 +17,11 @@ from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_experts import PackedExperts, compute_expert, experts_modules
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from tests.defences import nothing
 from tests.support.models.rounding import assert_near
 
 WIDTH, EXPERT_WIDTH, EXPERTS, BLOCKS = 64, 96, 4, 3
@@ -227,16 +229,26 @@ def test_some_experts_load_without_the_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "missing", ["blk.1.ffn_up_exps.weight", "blk.1.ffn_gate_exps.bias", "blk.1.attn_sinks.weight"]
 )
-def test_a_file_that_lacks_a_part_is_refused(missing: str, packed: bool, tmp_path: Path) -> None:
+def test_a_file_that_lacks_a_part_is_refused(
+    missing: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gpt_oss(tmp_path / "oss.gguf", leave_out=missing)
+    with pytest.raises(IntegrityError, match="does not fit"):
+        load(tmp_path / "oss.gguf", tmp_path)
+    monkeypatch.setattr(GgufCheckpoint, "_check_sizes", nothing)
     with pytest.raises(IntegrityError, match=r"does not fit|lacks expert"):
         load(tmp_path / "oss.gguf", tmp_path).load_span(1, 2, packed=packed, **FLOAT32)
 
 
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("name", ["blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.bias"])
-def test_parts_that_do_not_fit_together_are_refused(name: str, packed: bool, tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_together_are_refused(
+    name: str, packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gpt_oss(tmp_path / "oss.gguf", **{name: 32})
+    with pytest.raises(IntegrityError, match=r"gate_up_proj"):
+        load(tmp_path / "oss.gguf", tmp_path)
+    monkeypatch.setattr(GgufCheckpoint, "_check_sizes", nothing)
     with pytest.raises(IntegrityError, match=r"gate_up_proj"):
         load(tmp_path / "oss.gguf", tmp_path).load_span(1, 2, packed=packed, **FLOAT32)
 

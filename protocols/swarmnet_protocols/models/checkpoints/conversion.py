@@ -1,0 +1,104 @@
+"""How transformers names and merges the tensors of a checkpoint when it loads them.
+
+``Conversion`` asks transformers' own tables. So it tells from names and shapes alone what loading
+would find.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass
+class Misfits:
+    """What is wrong with tensors for a model."""
+
+    missing: set[str] = field(default_factory=set)
+    """Weights that no tensor gives."""
+    wrong: list[str] = field(default_factory=list)
+    """Descriptions of weights that get another shape."""
+    unused: list[str] = field(default_factory=list)
+    """Tensors that give no weight."""
+
+
+class Conversion:
+    """The conversion of tensors to the weights of one model, which may be on the meta device."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        mapping = get_model_conversion_mapping(model)
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._renamings = [each for each in mapping if not isinstance(each, WeightConverter)]
+        self._of_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._prefix = model.base_model_prefix
+        self._shapes = {name: weight.shape for name, weight in model.state_dict().items()}
+        self._tied = {*getattr(model, "all_tied_weights_keys", {})}
+        self._may_miss = _pattern_of(model._keys_to_ignore_on_load_missing)
+        self._may_have = _pattern_of(model._keys_to_ignore_on_load_unexpected)
+
+    def of(self, name: str) -> tuple[str, Any, str]:
+        """Return the weight that a tensor becomes, or becomes part of.
+
+        With it comes the converter of transformers, and the pattern in it that matches the tensor;
+        None and "" for a tensor that is the whole weight.
+        """
+        from transformers.core_model_loading import rename_source_key
+
+        weight, pattern = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._shapes
+        )
+        if weight not in self._shapes and name in self._shapes:
+            return name, None, ""
+        return weight, self._of_pattern[pattern] if pattern is not None else None, pattern or ""
+
+    def misfits(self, shapes: Mapping[str, Sequence[int]]) -> Misfits:
+        """Compare tensors of these names and shapes with the model.
+
+        Of weights that are made of several tensors, the numbers of values are compared.
+        """
+        needed = {name for name in self._shapes if not self._may_miss.search(name)}
+        found, counts = Misfits(needed - self._tied), Counter[tuple[str, ...]]()
+        for name, shape in shapes.items():
+            weight, converter, _ = self.of(name)
+            if weight not in self._shapes or (converter and _is_beyond(name, self._shapes[weight])):
+                if not self._may_have.search(weight):
+                    found.unused.append(name)
+            elif converter is None:
+                found.missing.discard(weight)
+                if tuple(shape) != self._shapes[weight]:
+                    found.wrong.append(f"{name} is {[*shape]} instead of {[*self._shapes[weight]]}")
+            else:
+                # a tensor may be split into several weights, of which it is renamed to the first
+                first, *others = converter.target_patterns
+                made = (weight, *(weight.replace(first, other) for other in others))
+                found.missing.difference_update(made)
+                counts[made] += math.prod(shape)
+        for made, count in counts.items():
+            expected = sum(math.prod(self._shapes.get(each, (0,))) for each in made)
+            if count != expected:
+                found.wrong.append(f"tensors of {made[0]} have {count} values instead of {expected}")
+        return found
+
+
+def _pattern_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
+    """A pattern for names in which one of some patterns is found; for none if there are none."""
+    return re.compile("|".join(f"({each})" for each in patterns or ()) or "(?!)")
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor belongs to."""
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
+
+
+def _is_beyond(name: str, merged: Sequence[int]) -> bool:
+    """Whether a tensor belongs to an expert that the merged weight of all does not have."""
+    expert = expert_of(name)
+    return expert is not None and len(merged) > 0 and expert >= merged[0]
