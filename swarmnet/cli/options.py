@@ -74,7 +74,7 @@ def _read_p2pd_bytes(text: str) -> int:
 
 
 SwarmPath = Annotated[
-    Path, typer.Argument(metavar="SWARM", help="The swarm.toml of the swarm.", show_default=False)
+    Path, typer.Argument(metavar="SWARM", help="The swarm.toml or its directory.", show_default=False)
 ]
 OwnSwarm = Annotated[
     Path,
@@ -112,7 +112,7 @@ DataDirOption = Annotated[
     typer.Option(
         "--data-dir",
         metavar="DIR",
-        help="Folder for the node's keys, certificates and control socket.",
+        help="Folder for keys, certificates and a node's control socket.",
         default_factory=default_data_dir,
         show_default="per user",
     ),

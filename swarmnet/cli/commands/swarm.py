@@ -70,7 +70,9 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = [],  # noqa: B006
     cache_dir: CacheDirOption,
-    days: Annotated[int | None, typer.Option(min=1, max=36500, help="Days until the file expires.")] = None,
+    days: Annotated[
+        int | None, typer.Option("--days", metavar="N", min=1, max=36500, help="Days until the file expires.")
+    ] = None,
     force: Annotated[
         bool,
         typer.Option("--force", help="Replace an existing swarm.toml. An existing authority key stays."),

@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 REVOCATIONS_NAME = "revocations"
 
 RoleOption = Annotated[
-    list[Role], typer.Option("--role", help="Role of the new members; repeatable.", show_default="client")
+    list[Role],
+    typer.Option(
+        "--role",
+        metavar="ROLE",
+        help="Role of the new members: client, host, trainer, observer or bootstrap; repeatable.",
+        show_default="client",
+    ),
 ]
 KeyOption = Annotated[
     Path | None,
@@ -55,7 +61,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires_s: ExpiresOption,
     uses: Annotated[
-        int, typer.Option("--uses", min=1, max=10_000, help="How many peers the invite admits.")
+        int, typer.Option("--uses", metavar="N", min=1, max=10_000, help="How many peers the invite admits.")
     ] = 1,
     bootstrap: BootstrapOption = [],  # noqa: B006
     key: KeyOption = None,

@@ -45,7 +45,8 @@ app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
 
 JobOption = Annotated[
-    str | None, typer.Option("--job", metavar="JOB", help="The template.", show_default="the newest here")
+    str | None,
+    typer.Option("--job", metavar="JOB", help="The id of the job.", show_default="the newest here"),
 ]
 
 
