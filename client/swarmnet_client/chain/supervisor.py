@@ -194,13 +194,13 @@ class ChainSupervisor:
             standby = self._standbys.of(live) if live.alive and live.leaving else None
             if standby is not None and standby.is_linked:
                 self._report.handovers += 1
-                self.repair.drop(live, Unreachable(f"{live.peer} is about to stop"))
+                self.repair.drop(live, Unreachable(f"{live.peer} leaves its blocks"))
             elif standby is not None and not standby.is_linking and standby.is_ready(self._in_flight.acked):
                 await self._links.link(standby.hops[-1], after)
             elif (
                 live.alive and live.leaving and (self._may_let_go(live) or self._standbys.has_given_up(live))
             ):
-                self.repair.fail(live, Unreachable(f"{live.peer} is about to stop"))
+                self.repair.fail(live, Unreachable(f"{live.peer} leaves its blocks"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
         """Whether a leaving hop may go: no step waits for it, and none has waited for a while."""

@@ -52,7 +52,7 @@ class HostCounters:
         """Count and log that this host refused ``peer``."""
         reason = refusal_pb2.Reason.Name(refusal.reason).removeprefix("REASON_").lower()
         self.refused[reason] += 1
-        _log.info("refused", extra={"reason": reason, "peer": peer})
+        _log.info("a request is refused", extra={"reason": reason, "peer": peer})
 
     def passed(self, pair: Pair, positions: int) -> None:
         """Count positions that flowed through this host from one peer of ``pair`` to the other."""

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,38 @@ PHASES = {
     "middle": f"step {PREFILL_STEPS + TOKENS // 2}",
     "last token": f"step {LAST_STEP}",
 }
+
+
+def test_logs_of_client_and_hosts_name_a_session_alike(
+    reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Read side by side, they tell which host was replaced by which, over which link, and why."""
+
+    async def scenario(lab: Lab) -> list[PeerId]:
+        middle = {lab.peer_id("b"), lab.peer_id("b2")}
+        arrives = arrives_at(middle, PHASES["middle"])
+        await converse(lab, ONE_REPLICA, lambda: lab.once(arrives, hurt(lab, "crash")))
+        return sorted(middle)
+
+    with caplog.at_level("DEBUG", logger="swarmnet_client"), caplog.at_level("DEBUG", logger="swarmnet_node"):
+        middle = simulate(reference, scenario)
+
+    def told(text: str, package: str) -> list[dict[str, Any]]:
+        return [
+            vars(each) for each in caplog.records if each.message == text and each.name.startswith(package)
+        ]
+
+    (replaced,) = told("a host is replaced", "swarmnet_client")
+    (new,) = [each for each in told("a session is open", "swarmnet_client") if each["role"] == "SUCCESSOR"]
+    assert sorted((replaced["peer"], new["peer"])) == middle
+    (choice,) = [each for each in told("a route is chosen", "swarmnet_client") if len(each["chosen"]) == 1]
+    assert new["peer"] in choice["chosen"][0]
+    assert [each for each in choice["others"] if replaced["peer"] in each and "failed 0 s ago" in each]
+    hosted = told("a session is open", "swarmnet_node")
+    assert {replaced["session"], new["session"]} < {each["session"] for each in hosted}
+    links = {(each["session"], each["epoch"]) for each in told("a link is made", "swarmnet_node")}
+    arrived = {(each["session"], each["epoch"]) for each in told("a session is linked", "swarmnet_node")}
+    assert (new["session"], new["epoch"]) in links & arrived
 
 
 @pytest.mark.matrix
