@@ -12,10 +12,8 @@ transformers loads. It also has ``state/optimizer.safetensors``, ``state/outer.s
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,24 +140,17 @@ class CheckpointStore:
             excluded=tuple(map(PeerId, progress["excluded"])),
         )
 
-    def export(self, target: Path) -> None:
-        """Copy the model of the newest valid checkpoint to the new folder ``target``.
+    def copy_model(self, target: Path) -> None:
+        """Copy the model of the newest valid checkpoint into the folder ``target``.
 
-        transformers loads this folder. Raises ``ConfigError`` if there is no checkpoint or
-        ``target`` exists, and ``OutOfResources`` if the disk is full.
+        transformers loads this folder. Raises ``ConfigError`` if there is no checkpoint.
         """
         found = self._newest_valid()
         if found is None:
             raise ConfigError(f"{self._root} has no checkpoint", hint="train for a round first")
-        if target.exists():
-            raise ConfigError(f"{target} already exists", hint="choose another --out")
-        with _disk_errors(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with creating(target) as folder:
-                folder.chmod(0o755)
-                for file in found[0].iterdir():
-                    if file.is_file() and file.name != _PROGRESS:
-                        shutil.copyfile(file, folder / file.name)
+        for file in found[0].iterdir():
+            if file.is_file() and file.name != _PROGRESS:
+                shutil.copyfile(file, target / file.name)
 
     def _folders(self) -> list[Path]:
         """Return the folders of all checkpoints, newest first."""
@@ -193,26 +184,17 @@ def export_model(
         )
     job, _ = load_stored_job(data_dir, job_id)
     tokenizer = load_local_files(data_dir, job_id).applied_to(job.job).data.tokenizer
-    try:
+    with _disk_errors(target, "choose another --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as scratch:
-            made = Path(scratch, "model")
-            CheckpointStore(job_folder(data_dir, job_id)).export(made)
+        with creating(target, overwrite=overwrite) as folder:
+            folder.chmod(0o755)
+            CheckpointStore(job_folder(data_dir, job_id)).copy_model(folder)
             if tokenizer == BYTES:
-                _write_byte_tokenizer(made)
+                _write_byte_tokenizer(folder)
             else:
-                model = resolve(
-                    tokenizer, cache_dir=cache_dir, progress=progress, published=is_published(tokenizer)
-                )
-                model.tokenizer().save_pretrained(made)
-            if target.exists():
-                shutil.rmtree(target)
-            os.rename(made, target)
-    except OSError as error:
-        raise OutOfResources(
-            f"cannot write into {target.parent}: {error.strerror}",
-            hint="make room there, or choose another --out",
-        ) from error
+                published = is_published(tokenizer)
+                model = resolve(tokenizer, cache_dir=cache_dir, progress=progress, published=published)
+                model.tokenizer().save_pretrained(folder)
     return tokenizer
 
 
@@ -297,11 +279,11 @@ def _files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _disk_errors(where: Path) -> Iterator[None]:
+def _disk_errors(where: Path, instead: str = "use another disk") -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise OutOfResources(
-            f"cannot write into {where}: {reason}", hint="make room there, or use another disk"
+            f"cannot write into {where}: {reason}", hint=f"make room there, or {instead}"
         ) from error

@@ -41,17 +41,19 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
 
 
 @contextmanager
-def creating(folder: Path) -> Iterator[Path]:
+def creating(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder that is renamed to ``folder`` if the context ends without an error.
 
     The name of the new folder begins with ``UNFINISHED``. The result survives a loss of power.
-    Raises ``OSError``, also if ``folder`` exists and is not empty.
+    Raises ``OSError``, also if ``folder`` exists, is not empty, and may not be overwritten.
     """
     fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))  # 0700
     try:
         yield fresh
         for path in (*fresh.rglob("*"), fresh):
             sync(path)
+        if overwrite and folder.exists():
+            shutil.rmtree(folder)
         fresh.rename(folder)
         sync(folder.parent)
     finally:

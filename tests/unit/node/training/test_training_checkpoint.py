@@ -48,14 +48,13 @@ def test_transformers_loads_checkpoints_and_exports(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     checkpoints = CheckpointStore(tmp_path / "checkpoints")
     folder = checkpoints.save(WorkerCheckpoint("a job", 1, 1, trainer.parameters(), {}, {}), trainer.write)
-    checkpoints.export(tmp_path / "out" / "model")
-    for path in (folder, tmp_path / "out" / "model"):
+    (copy := tmp_path / "copy").mkdir()
+    checkpoints.copy_model(copy)
+    for path in (folder, copy):
         model: Any = AutoModelForCausalLM.from_pretrained(path)
         values = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         assert torch.equal(values, trainer.parameters())
-    assert not (tmp_path / "out" / "model" / "state").exists()
-    with pytest.raises(ConfigError, match="already exists"):
-        checkpoints.export(tmp_path / "out" / "model")
+    assert not (copy / "state").exists()
 
 
 def test_the_newest_two_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -69,7 +68,7 @@ def test_without_a_checkpoint_none_is_loaded(tmp_path: Path) -> None:
     checkpoints = CheckpointStore(tmp_path / "nothing")
     assert checkpoints.load_newest("a job") is None
     with pytest.raises(ConfigError, match="no checkpoint"):
-        checkpoints.export(tmp_path / "out")
+        checkpoints.copy_model(tmp_path)
 
 
 def test_a_checkpoint_of_another_job_is_refused(tmp_path: Path) -> None:
@@ -164,18 +163,6 @@ def test_a_full_disk_leaves_the_last_checkpoint_valid(tmp_path: Path, limit_byte
     assert _round_of(tmp_path) == 1
     _save(tmp_path, 2)
     assert _round_of(tmp_path) == 2
-
-
-def test_an_export_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
-    _save(tmp_path / "checkpoints", 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OutOfResources):
-            CheckpointStore(tmp_path / "checkpoints").export(tmp_path / "out" / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def _round_of(root: Path) -> int | None:

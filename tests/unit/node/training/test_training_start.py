@@ -3,6 +3,7 @@ exported."""
 
 import asyncio
 import random
+import resource
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -34,7 +35,7 @@ from swarmnet_node.training.start import WorkerConfig, start
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
-from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.clock import wall_clock
@@ -339,6 +340,25 @@ def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
     assert name == str(checkpoint)
     assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(["world", "hello"]) == [2, 1]
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
+
+
+def test_an_export_on_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
+    job = trained(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OutOfResources):
+            export_model(
+                tmp_path,
+                job,
+                tmp_path / "out" / "model",
+                cache_dir=tmp_path / "c",
+                overwrite=False,
+                progress=quiet,
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_only_a_models_folder_is_overwritten_and_only_on_request(tmp_path: Path) -> None:
