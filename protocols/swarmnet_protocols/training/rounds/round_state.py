@@ -51,7 +51,7 @@ from swarmnet_protocols.training.rounds.messages import (
     Vote,
 )
 from swarmnet_protocols.training.rounds.slice_plans import claims, plan, propose, propose_again
-from swarmnet_protocols.training.rounds.slice_state import SliceState
+from swarmnet_protocols.training.rounds.states import MemberState, SliceState
 from swarmnet_protocols.training.rounds.votes import Electorate, Votes
 
 MAX_HELD = 2 * CANDIDATES
@@ -81,29 +81,20 @@ class RoundState:
         self.finished = False
         self._me = electorate.me
         self._order = tuple(order)
-        self._members = range(len(order))
         self._majority = electorate.majority
         self._votes = Votes(electorate)
         self._timing = timing
         self._began = now
         self._effects: list[Effect] = []
         self._slices = [SliceState.first(self._me, reducer, timing, now) for reducer in reducers]
-        # the other members
-        self._linked: set[int] = set()
-        self._lost: dict[int, float] = {}
-        self._begun: set[int] = set()
-        self._refuted: set[int] = set()
+        self._members = [MemberState() for _ in order]
         self._majority_lost_at = math.inf
-        # the vote
         self._attempt = 0
-        self._attempts: dict[int, int] = {}
-        """Other members → their attempts."""
         self._proposed: Proposal | None = None
         """The proposal of the coordinator, which may be this member."""
         self._reported: Report | None = None
-        # as the coordinator
-        self._reports: dict[int, Report] = {}
         self._announced: tuple[Assignment, ...] = ()
+        """The plan that this member has sent as the coordinator."""
 
     @property
     def _coordinator(self) -> int:
@@ -116,21 +107,21 @@ class RoundState:
 
     def link_up(self, member: int, now: float) -> list[Effect]:
         """Report that this member's own stream to ``member`` is open."""
-        self._lost.pop(member, None)
-        self._linked.add(member)
+        self._members[member].is_linked, self._members[member].lost_at = True, None
         self._send_missed(member)
         return self._advance(now)
 
     def link_down(self, member: int, now: float) -> list[Effect]:
         """Report that this member's own stream to ``member`` is lost."""
-        self._linked.discard(member)
-        self._lost.setdefault(member, now)
-        self._reports.pop(member, None)  # the member may have voted since its report
+        lost = self._members[member]
+        lost.is_linked, lost.report = False, None  # it may have voted since its report
+        if lost.lost_at is None:
+            lost.lost_at = now
         return self._advance(now)
 
     def begin(self, member: int, now: float) -> list[Effect]:
         """Report that ``member`` has begun this round: its Hello arrived."""
-        self._begun.add(member)
+        self._members[member].has_begun = True
         return self._advance(now)
 
     def receive(self, member: int, message: Control, now: float) -> list[Effect]:
@@ -186,7 +177,7 @@ class RoundState:
         It must not be held yet. It must be the chosen result or come from the slice's reducer.
         """
         part = self._slices[index]
-        if result in part.held or member in self._refuted:
+        if result in part.held or self._members[member].is_refuted:
             return False
         if self.decision is not None:
             return bool(self.decision) and result == self.decision[index]
@@ -220,7 +211,12 @@ class RoundState:
         self._cast(now)
 
     def _others(self) -> list[int]:
-        return sorted(self._linked)
+        return [number for number, member in enumerate(self._members) if member.is_linked]
+
+    def _reports(self) -> dict[int, Report]:
+        """Return the reports of the members that take this member for the coordinator."""
+        reports = ((number, member.report) for number, member in enumerate(self._members))
+        return {number: report for number, report in reports if report is not None}
 
     def _send(self, member: int, message: Control) -> None:
         if isinstance(message, Decided):
@@ -259,7 +255,7 @@ class RoundState:
             self._report(again=True)
 
     def _receive(self, member: int, message: Control, now: float) -> None:
-        if member in self._refuted:
+        if self._members[member].is_refuted:
             return
         decided, coordinates = self._votes.decided, self._coordinator == member
         match message:
@@ -274,15 +270,15 @@ class RoundState:
             case _ if decided is not None:
                 self._send(member, decided)
             case Report():
-                if member not in self._reports and self._announced:
+                if self._members[member].report is None and self._announced:
                     self._send(member, SlicePlan(self._announced))
-                self._reports[member] = message
+                self._members[member].report = message
                 if message.vote is not None:
                     self._receive_vote(member, message.vote)
                 elif self._coordinator == self._me and self._proposed is not None:
                     self._send(member, self._proposed)
             case Prepare(attempt):
-                self._attempts[member] = attempt
+                self._members[member].attempt = attempt
                 if coordinates:
                     self._report(again=True)
             case SlicePlan(assignments) if coordinates:
@@ -305,13 +301,13 @@ class RoundState:
             if fault.proof is not None:
                 self._broadcast(fault.proof)
         if self._votes.decided is not None and not was_decided:
-            for reporting in self._reports:  # these members take this member for the coordinator
+            for reporting in self._reports():
                 self._send(reporting, self._votes.decided)
 
     def _refute(self, member: int, reason: str, *, is_proven: bool) -> None:
-        if member not in self._refuted or is_proven:
-            self._refuted.add(member)
-            self._reports.pop(member, None)
+        refuted = self._members[member]
+        if not refuted.is_refuted or is_proven:
+            refuted.is_refuted, refuted.report = True, None
             self._effects.append(Refute(member, reason, is_proven))
 
     # ---- the vote -------------------------------------------------------------------------------
@@ -322,7 +318,7 @@ class RoundState:
         Such a coordinator takes part, and a majority of members has not passed over it.
         """
         blocking = len(self._order) - self._majority + 1
-        others = sorted(self._attempts.values(), reverse=True)
+        others = sorted((each.attempt for each in self._members if each.attempt is not None), reverse=True)
         passed_over = others[blocking - 1] if len(others) >= blocking else 0
         attempt = max(self._turn(now), passed_over)
         while not self._takes_part(self._order[attempt % len(self._order)], now):
@@ -342,13 +338,14 @@ class RoundState:
     def _is_late(self, now: float) -> bool:
         return now >= self._began + self._timing.majority_s
 
-    def _is_gone(self, member: int) -> bool:
-        return member in self._lost or member in self._refuted
-
     def _takes_part(self, member: int, now: float) -> bool:
         """Return whether a member is reachable, and has begun this round or may still begin it."""
-        begun = member in self._begun or now < self._began + self._timing.contribution_s
-        return member == self._me or (begun and not self._is_gone(member))
+        state = self._members[member]
+        begun = state.has_begun or now < self._began + self._timing.contribution_s
+        return member == self._me or (begun and not state.is_gone)
+
+    def _present(self, now: float) -> list[int]:
+        return [member for member in range(len(self._members)) if self._takes_part(member, now)]
 
     def _cast(self, now: float) -> None:
         """Vote for the coordinator's proposal, once.
@@ -379,7 +376,7 @@ class RoundState:
 
     def _report(self, *, again: bool = False) -> None:
         report = self._own_report()
-        if self._coordinator in self._linked and (again or report != self._reported):
+        if self._members[self._coordinator].is_linked and (again or report != self._reported):
             self._reported = report
             self._send(self._coordinator, report)
 
@@ -389,7 +386,7 @@ class RoundState:
         part = self._slices[index]
         if member == self._me:
             part.contributed.add(member)
-        elif member in self._linked and member not in part.sending_until and now < until:
+        elif self._members[member].is_linked and member not in part.sending_until and now < until:
             part.sending_until[member] = until
             self._effects.append(SendContribution(member, index))
 
@@ -401,7 +398,7 @@ class RoundState:
                 self._broadcast(RequestContribution(index))
 
     def _reduce(self, now: float) -> None:
-        present = {member for member in self._members if self._takes_part(member, now)}
+        present = {*self._present(now)}
         for index, part in enumerate(self._slices):
             if part.reduces and (present <= part.contributed or now >= part.due):
                 part.is_reduced = True
@@ -415,7 +412,7 @@ class RoundState:
             wanted = self._wanted(index)
             if not wanted or any(result in part.held for _, result in wanted):
                 continue
-            expected = self.decision is None and not self._is_gone(part.assignment.reducer)
+            expected = self.decision is None and not self._members[part.assignment.reducer].is_gone
             if expected and part.progress_at == -math.inf:
                 part.progress_at = now
             others = self._others()
@@ -443,16 +440,15 @@ class RoundState:
             return [(assignment.holder, assignment.chosen)]
         if self._coordinator != self._me:
             return []
-        is_live = not self._is_gone(assignment.reducer)
-        return claims(self._reports, index, assignment.reducer, reducer_is_live=is_live)
+        is_live = not self._members[assignment.reducer].is_gone
+        return claims(self._reports(), index, assignment.reducer, reducer_is_live=is_live)
 
     # ---- as coordinator -------------------------------------------------------------------------
 
     def _coordinate(self, now: float, *, tick: bool) -> None:
-        reports = {member: self._reports[member] for member in sorted(self._reports)}
-        reports[self._me] = self._own_report()
+        reports = self._reports() | {self._me: self._own_report()}
         if len(reports) >= self._majority and self._proposed is None:
-            live = [member for member in self._members if self._takes_part(member, now)]
+            live = self._present(now)
             replaced = [index for index in range(len(self._slices)) if self._must_be_replaced(index, now)]
             likely = self._votes.likely(len(self._members) - len(reports))
             before = [part.assignment for part in self._slices]
@@ -477,20 +473,20 @@ class RoundState:
     def _must_be_replaced(self, index: int, now: float) -> bool:
         """Return whether the reducer of a slice is lost, has not begun the round, or is late."""
         part = self._slices[index]
-        reducer = part.assignment.reducer
-        if reducer in self._refuted:
+        reducer = self._members[part.assignment.reducer]
+        if reducer.is_refuted:
             return True
         arriving = now - part.progress_at < self._timing.streams.silence_s
         # If a member holds the lost reducer's result, it reports that within two heartbeats.
-        if reducer in self._lost:
+        if reducer.lost_at is not None:
             tried = part.requests >= len(self._wanted(index)) and not arriving
-            return now - self._lost[reducer] >= 2 * self._timing.streams.heartbeat_s and tried
-        return not self._takes_part(reducer, now) or (now >= part.late_at and not arriving)
+            return now - reducer.lost_at >= 2 * self._timing.streams.heartbeat_s and tried
+        return not self._takes_part(part.assignment.reducer, now) or (now >= part.late_at and not arriving)
 
     # ---- the end --------------------------------------------------------------------------------
 
     def _conclude(self, now: float) -> None:
-        left = sum(not self._is_gone(member) for member in self._members)
+        left = sum(not member.is_gone for member in self._members)
         self._majority_lost_at = min(self._majority_lost_at, now) if left < self._majority else math.inf
         if self.decision == DISCARD:
             empty = [index for index, part in enumerate(self._slices) if not part.held]

@@ -84,7 +84,7 @@ def lying(patch: pytest.MonkeyPatch, liars: set[PeerId], lie: Lie) -> None:
 
 
 def lies_to_one(state: RoundState, member: int) -> Sequence[Control]:
-    victim = max(each for each in state._members if each != state._me)
+    victim = max(each for each in range(len(state._members)) if each != state._me)
     return [Decided(DISCARD)] if member == victim else []
 
 

@@ -1,10 +1,10 @@
-"""One slice of a round at one member: its reducer, the contributions, and the results. Pure."""
+"""What one member of a round knows of each slice and of each member. Pure."""
 
 import math
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
-from swarmnet_protocols.training.rounds.messages import Assignment
+from swarmnet_protocols.training.rounds.messages import Assignment, Report
 
 
 @dataclass
@@ -62,3 +62,26 @@ class SliceState:
         self.contributed.add(self.me)
         self.due = now + min(timing.contribution_s, left_s / 2)
         return True
+
+
+@dataclass
+class MemberState:
+    """What this member knows of a member."""
+
+    is_linked: bool = False
+    """Whether this member's own stream to it is open."""
+    lost_at: float | None = None
+    """When that stream was lost; None unless it is lost."""
+    has_begun: bool = False
+    """Whether it has begun this round."""
+    is_refuted: bool = False
+    """Whether it is dishonest."""
+    attempt: int | None = None
+    """The attempt that it follows; None until it says so."""
+    report: Report | None = None
+    """Its last report. It takes this member for the coordinator."""
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing more comes from it, unless its stream opens again."""
+        return self.lost_at is not None or self.is_refuted
