@@ -136,8 +136,7 @@ class HostedSession:
         self._log_reservation = self._scope.reserve(Resource.LOG, 0)
         # Charged to the client's limit for logs. This session's limit is for outputs to the next
         # hop.
-        self._received_reservation = stream.scope.reserve(Resource.LOG, 0)
-        self._received = ReceivedDigests(self._received_reservation)
+        self._received = ReceivedDigests(stream.scope.reserve(Resource.LOG, 0))
         self._sequences = SessionSequences(engine, self._stage, adapter, self._scope, self.freed)
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._step_times = HopStepTimes(engine.stopwatch, are_wanted=wanted.timed)
@@ -158,7 +157,6 @@ class HostedSession:
         self._link: Stream | None = None
         self._steps = _ReceivedSteps()
         self._applying = asyncio.Lock()
-        self._counters = parts.counters
         self._times = TokenTimes(parts.counters)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -226,7 +224,7 @@ class HostedSession:
         except Refusal as refusal:
             reason = str(refusal)
             self._free()  # first, because other clients wait for the memory
-            self._counters.refuse(refusal, self.stream.peer)
+            self._parts.counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
         except SwarmnetError as error:
             reason = str(error)
@@ -245,7 +243,7 @@ class HostedSession:
         """Free all memory. Idempotent."""
         self._sequences.release()
         self._log_reservation.release()
-        self._received_reservation.release()
+        self._received.forget()
         self.freed.set()
 
     async def announce_leaving(self, *, moves: bool = False) -> None:
@@ -498,14 +496,17 @@ class HostedSession:
             except Exception as error:  # noqa: BLE001 - an error inside the model ends this session only
                 _log.exception("a step could not be computed")
                 self.end(error)
+            finally:
+                if self.freed.is_set():
+                    self._free()  # the session has ended meanwhile, so nobody else frees this step
 
     def _count(self, step: Step, *, is_rebuilt: bool) -> None:
-        self._counters.rebuilt += is_rebuilt
+        self._parts.counters.rebuilt += is_rebuilt
         pair = self.pair
         if pair is not None and not step.replay:
-            self._counters.passed(pair, sum(row.count for row in step.rows))
+            self._parts.counters.passed(pair, sum(row.count for row in step.rows))
             if self._is_last:
-                self._counters.answered += sum(row.outputs for row in step.rows)
+                self._parts.counters.answered += sum(row.outputs for row in step.rows)
 
     async def _compute(self, step: Step) -> torch.Tensor:
         longest = self._sequences.prefix_positions + max(row.end for row in step.rows)

@@ -28,6 +28,7 @@ from tests.support.attacks.raw_client import (
 )
 from tests.support.attacks.refusals import refusal
 from tests.support.attacks.switched_off import count_only
+from tests.support.network.virtual_time import TimedExecutor
 from tests.support.swarm.swarm_lab import Reference
 
 
@@ -64,6 +65,21 @@ def test_a_session_id_is_used_once(reference: Reference) -> None:
     async def talk(stranger: Stranger) -> None:
         await stranger.send_open()
         await assert_ends(await stranger.send_open())
+
+    with_stranger(reference, talk)
+
+
+def test_a_session_that_ends_during_a_forward_leaves_nothing(reference: Reference) -> None:
+    async def talk(stranger: Stranger) -> None:
+        engine = stranger.lab.nodes["a"].engine
+        assert engine is not None
+        engine._executor = TimedExecutor(2.0)
+        session, link = await stranger.send_open(), await stranger.link()
+        await link_reply(link)
+        await stranger.step(link, a_step(1, 0))
+        await asyncio.sleep(1.0)
+        session.close()
+        await asyncio.sleep(2.0)
 
     with_stranger(reference, talk)
 
