@@ -182,7 +182,7 @@ def _block_bytes(loaded: LoadedModel) -> tuple[int, int]:
 def block_needs(loaded: LoadedModel) -> BlockNeeds:
     """Return the memory needs of a block: the largest of the first, the last and a middle one.
 
-    If weights stay packed, the largest block counts. Only packed weights are read.
+    If weights may stay packed, the largest block counts, and is read.
     """
     config = loaded.model.config
     start, end = loaded.blocks or (0, loaded.model.manifest.blocks)

@@ -351,8 +351,6 @@ class SafetensorsCheckpoint:
                 found[own_name] = quantize_if_wanted(matrix, quantized, own_name).loaded(device)
             elif name in places and (form.experts or (is_packed and kind is not None)):
                 reader.read(name, partial(matrix_of, tensor, places[name]))
-            elif device.type == "meta":  # values would be read for nothing
-                found[hf_name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             else:
                 found[hf_name] = tensor
         return found | reader.finish()
