@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from swarmnet.cli import execute
-from swarmnet.cli.demo import demo
+from swarmnet.cli.demo import demo, experts
 
 PROGRAM = """#!{python} -S
 import json, os, sys
@@ -18,9 +18,12 @@ if command == "join":
     open(os.path.join({folder!r}, str(os.getpid())), "w").close()
 events = {{
     "join": {{"event": "ready", "addresses": ["/ip4/127.0.0.1/tcp/1"]}},
-    "run": {{"token_ids": [1], "text": "Paris"}},
+    "run": {{"token_ids": [1], "text": "Paris", "longest_stall_s": 0.1}},
     "serve": {{"event": "ready", "url": "http://127.0.0.1:1"}},
 }}
+if command == "run":
+    for _ in range({pieces}):
+        print(json.dumps({{"event": "token", "text": "P"}}), flush=True)
 print(json.dumps(events[command]), flush=True)
 if command == "serve":
     sys.exit("no memory")
@@ -30,18 +33,37 @@ sys.stdin.read()
 stdin ends."""
 
 
-def test_a_demo_whose_gateway_ends_says_so_and_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a file for each node that was started, named by its process id."""
     program, started = tmp_path / "program", tmp_path / "started"
     started.mkdir()
-    program.write_text(PROGRAM.format(python=sys.executable, folder=str(started)))
+    program.write_text(
+        PROGRAM.format(python=sys.executable, folder=str(started), pieces=experts.KILLED_AFTER)
+    )
     program.chmod(0o700)
     monkeypatch.setattr(demo, "_count_blocks", lambda *_: 30)
+    monkeypatch.setattr(experts, "_expected", lambda _: [1])
     monkeypatch.setattr(sys, "executable", str(program))
+    return started
+
+
+def test_a_demo_whose_gateway_ends_says_so_and_stops(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert execute(["demo", "--nodes", "2", "--keep", "--json"]) == 1
     error = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "gateway stopped unexpectedly: no memory" in error["message"]
     nodes = [int(path.name) for path in started.iterdir()]
     assert len(nodes) == 2
     assert not any(psutil.pid_exists(node) for node in nodes)
+
+
+def test_a_demo_of_experts_kills_a_peer_and_compares(
+    started: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert execute(["demo", "--experts", "--json"]) == 0
+    events = [json.loads(line)["event"] for line in capsys.readouterr().out.splitlines()]
+    tokens = ["token"] * experts.KILLED_AFTER
+    assert events == [*["ready"] * 4, *tokens, "killed", "answer", "compared"]
+    assert not any(psutil.pid_exists(int(path.name)) for path in started.iterdir())
