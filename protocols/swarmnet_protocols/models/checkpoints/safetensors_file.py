@@ -54,6 +54,8 @@ METADATA_PATTERNS = (
 _METADATA = frozenset({*METADATA_PATTERNS, INDEX_NAME})
 HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensors")
 
+_SAME_TYPES = {"kimi_k2": "deepseek_v3"}
+"""Names that published files have for a ``model_type`` of transformers (MLX LM knows the same)."""
 MAX_BLAMED = 200
 """Settings that are left out in turn, to name the one for which transformers makes no config."""
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
@@ -265,8 +267,13 @@ class SafetensorsCheckpoint:
         settings = json_in(path, MAX_CONFIG_BYTES)
         if "configuration_files" in settings:  # transformers would read those instead
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
+        known = _SAME_TYPES.get(str(settings.get("model_type")))
         try:
-            config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
+            if known is not None:
+                settings["model_type"] = known
+                config = AutoConfig.for_model(**copy.deepcopy(settings))
+            else:
+                config = AutoConfig.from_pretrained(self.root, trust_remote_code=False, local_files_only=True)
             language_config(config)
         except faults as error:
             cause = next(_causes(settings, faults), "")

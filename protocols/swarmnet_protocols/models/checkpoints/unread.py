@@ -49,7 +49,9 @@ tokens, or for what a call returns besides logits; ids of tokens, which the toke
 tensors tell; the longest sequence, which ``max_positions`` reads; ways to compute the same;
 axes of images, since tokens of text have one position; the precision of sums, which is the host's;
 and notes."""
-_NOTES_OF_ROPE = re.compile(r"(rope_)?type|rope_theta|finetuned|original_max_position_embeddings")
+_NOTES_OF_ROPE = re.compile(
+    r"(rope_)?type|rope_theta|finetuned|original_max_position_embeddings|beta_(fast|slow)"
+)
 """Parameters of rotary embeddings that every kind has, or that are notes in some."""
 _HINT = "use a checkpoint whose model_type is that of its own architecture, or a gguf file of it"
 _MIXED = "take config.json and weights from one revision of the model, or download the file again"
@@ -97,6 +99,8 @@ _OBSTACLES = {
 """Settings of a config that, unless they are off, mean that a layer needs more than the earlier
 outputs of the layer before; and what it needs."""
 _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
+_LEGACY = (("gelu", "gelu_pytorch_tanh"),)
+"""Values of published files, and what classes take on purpose instead: Gemma 1."""
 _CHOICES = {"position_embedding_type": ("nope",)}
 """Values of settings that no code names, because they stand for leaving something out."""
 
@@ -185,6 +189,8 @@ class _Reading:
             kept = (usual,) if is_declared else self._neutral.get(name, (value,))
             if value not in kept:
                 raise _fault(name, value, f"which {self.own} of transformers does not read", _HINT)
+        elif (value, made) in _LEGACY:
+            return
         elif made != value and (
             isinstance(value, str) if isinstance(made, str) else _is_number(value) and _is_number(made)
         ):
