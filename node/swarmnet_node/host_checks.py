@@ -214,6 +214,8 @@ class HostChecker:
             for peer, outputs in answered.items()
             if own is not None and self._is_right(peer, Trial(span, inputs, own), outputs)
         ]
+        if not right:
+            _log.info("none of %d hosts computes block %d, which they claim", len(called), block)
         self.sightings.asked(asked.manifest, block, right, now=_now())
 
     async def _outputs(

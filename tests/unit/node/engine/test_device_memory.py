@@ -1,5 +1,7 @@
 """How blocks are fitted to the memory of accelerators, from reports of cards that are not here."""
 
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ from transformers import LlamaConfig
 
 from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.host_checks import Trial, trial_inputs
 from swarmnet_node.loading import fitting
 from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.loading.reading import read_model
@@ -203,3 +207,17 @@ def test_ram_does_not_bound_the_blocks_on_an_accelerator(
     with pytest.raises(OutOfResources, match="a node does not fit into 64 MiB") as refused:
         loaded(tmp_path, monkeypatch, 0, limits=limits)
     assert "--num-blocks" not in refused.value.hint
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_node_with_a_card_loads_a_block_on_the_cpu_to_check_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_packed: bool
+) -> None:
+    found = replace(loaded(tmp_path, monkeypatch, 0), is_packed=is_packed)
+    cpu = torch.device("cpu")
+    stage = found.on_cpu().load(1, 2)
+    assert (stage.device, stage.is_on_accelerator) == (cpu, False)
+    inputs = trial_inputs(stage.hidden_size, random.Random(0))
+    own = Stage.load(found.model, 1, 2, dtype=torch.float32, device=cpu).run_sequences(inputs, (len(inputs),))
+    outputs = stage.run_sequences(inputs, (len(inputs),)).float()
+    assert Trial((1, 2), inputs, own).agrees(outputs)
