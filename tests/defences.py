@@ -54,8 +54,8 @@ def defence(promise: str, *, off: SwitchOff, **arguments: Any) -> Callable[[Test
 def patience_s(most_s: float) -> float:
     """Return how many real seconds a test waits for an event.
 
-    That is ``most_s`` in a first run. A second run, whose event should never come, waits three
-    times as long as the first run took.
+    That is ``most_s`` in a first run. A second run, whose event should never come, waits twice
+    as long as the first run took.
     """
     return min(most_s, _patience_s)
 
@@ -110,7 +110,7 @@ class Defences:
             return outcome
         _take_arguments(pyfuncitem, defence.arguments)
         with Patch.context() as patch:
-            patience_s = max(LEAST_PATIENCE_S, 3 * self._took_s.get(test, math.inf))
+            patience_s = max(LEAST_PATIENCE_S, 2 * self._took_s.get(test, math.inf))
             patch.setattr(f"{__name__}._patience_s", patience_s)
             defence.off(patch)
             try:

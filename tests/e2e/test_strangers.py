@@ -233,14 +233,12 @@ def test_garbage_ends_the_stream_it_came_on(victim: Victim, protocol: ProtocolSp
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize("protocol", INFERENCE, ids=lambda protocol: protocol.id)
-@pytest.mark.parametrize("sizes", [(1 << 31, 0), (0, 1 << 31)], ids=["header", "payload"])
 def test_an_oversized_frame_is_refused_before_it_is_read(
-    victim: Victim, protocol: ProtocolSpec, sizes: tuple[int, int], tmp_path: Path
+    victim: Victim, protocol: ProtocolSpec, tmp_path: Path
 ) -> None:
     async def scenario(transport: P2pdTransport) -> None:
-        await send_oversized(transport, victim.peer, protocol, sizes)
+        await send_oversized(transport, victim.peer, protocol)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
@@ -253,8 +251,7 @@ def test_a_peer_with_experts_survives_garbage_and_oversized_frames(tmp_path: Pat
 
         async def scenario(transport: P2pdTransport) -> None:
             await send_garbage(transport, peer, EXPERTS)
-            for sizes in ((1 << 31, 0), (0, 1 << 31)):
-                await send_oversized(transport, peer, EXPERTS, sizes)
+            await send_oversized(transport, peer, EXPERTS)
 
         before = psutil.Process(node.pid).memory_info().rss
         run_stranger(addresses, scenario, tmp_path)

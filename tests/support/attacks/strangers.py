@@ -68,16 +68,18 @@ async def send_garbage(transport: P2pdTransport, peer: PeerId, protocol: Protoco
             await await_end(stream)
 
 
-async def send_oversized(
-    transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec, sizes: tuple[int, int]
-) -> None:
-    """Send frames that announce a header and a payload of ``sizes``; their streams must end before
-    all of it was sent."""
-    for _ in range(4):
+async def send_oversized(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec) -> None:
+    """Send frames at once that announce a header or a payload of 2 GiB. Their streams must end
+    before all of it was sent.
+
+    Each stream lasts some seconds: the other side waits for the sender to read the refusal.
+    """
+
+    async def send(header: int, payload: int) -> None:
         pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
         reader, writer = pipe.reader, pipe.writer
         with contextlib.suppress(OSError):
-            writer.write(struct.pack(">II", *sizes))
+            writer.write(struct.pack(">II", header, payload))
             for _ in range(64):
                 writer.write(bytes(1 << 20))
                 await writer.drain()
@@ -85,3 +87,5 @@ async def send_oversized(
             with contextlib.suppress(OSError):
                 assert await reader.read() == b""
         writer.close()
+
+    await asyncio.gather(*(send(*sizes) for sizes in 4 * [(1 << 31, 0), (0, 1 << 31)]))
