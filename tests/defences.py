@@ -7,7 +7,7 @@ promises.
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,15 +37,19 @@ class Defence(NamedTuple):
     arguments: dict[str, Any]
 
 
-def defence(promise: str, *, off: SwitchOff, **arguments: Any) -> Callable[[Test], Test]:
+def defence(
+    promise: str, *, off: SwitchOff, cases: Sequence[dict[str, Any]] = ({},), **arguments: Any
+) -> Callable[[Test], Test]:
     """Run the test again with a defence off.
 
     ``arguments`` choose parameters of the test: the first that match. A hypothesis test that gets
-    all of its arguments runs on this one example, because shrinking takes seconds.
+    all of its arguments runs on this one example, because shrinking takes seconds. With ``cases``,
+    which are further arguments, it runs again for each. The promise names a case with ``{name}``.
     """
+    found = [Defence(promise.format(**case), off, arguments | case) for case in cases]
 
     def decorate(test: Test) -> Test:
-        test.defences = [Defence(promise, off, arguments), *getattr(test, "defences", [])]  # type: ignore[attr-defined]
+        test.defences = [*found, *getattr(test, "defences", [])]  # type: ignore[attr-defined]
         return test
 
     return decorate

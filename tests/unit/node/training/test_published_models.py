@@ -47,19 +47,9 @@ NAMING: dict[str, dict[str, dict[str, Any]]] = {
 
 
 @defence(
-    "a published tokenizer opens no file by a vocabulary",
+    "a published tokenizer opens no file by {case}",
     off=replacing(saved_tokenizer, "_is_no_path", yes),
-    case="a vocabulary",
-)
-@defence(
-    "a published tokenizer opens no file by arguments in order",
-    off=replacing(saved_tokenizer, "_is_no_path", yes),
-    case="arguments in order",
-)
-@defence(
-    "a published tokenizer opens no file by special tokens",
-    off=replacing(saved_tokenizer, "_is_no_path", yes),
-    case="special tokens",
+    cases=[{"case": each} for each in NAMING],
 )
 @pytest.mark.parametrize("case", NAMING)
 def test_a_tokenizer_names_no_file_of_this_machine(case: str, tmp_path: Path) -> None:

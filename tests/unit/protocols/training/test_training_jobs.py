@@ -221,25 +221,13 @@ def hostile(section: str, key: str, value: object) -> bytes:
 
 
 @defence(
-    "a job of another peer has no digest None",
+    "a job of another peer has no {key} {value}",
     off=replacing(Job, "check_published", nothing),
-    section="data",
-    key="digest",
-    value=None,
-)
-@defence(
-    "a job of another peer has no checkpoint /models/mine",
-    off=replacing(Job, "check_published", nothing),
-    section="model",
-    key="checkpoint",
-    value="/models/mine",
-)
-@defence(
-    "a job of another peer has no tokenizer ~/model",
-    off=replacing(Job, "check_published", nothing),
-    section="data",
-    key="tokenizer",
-    value="~/model",
+    cases=[
+        {"section": "data", "key": "digest", "value": None},
+        {"section": "model", "key": "checkpoint", "value": "/models/mine"},
+        {"section": "data", "key": "tokenizer", "value": "~/model"},
+    ],
 )
 @pytest.mark.parametrize(("section", "key", "value"), HOSTILE, ids=lambda each: str(each)[:24])
 def test_a_job_of_another_peer_names_no_file_of_this_machine(section: str, key: str, value: object) -> None:
