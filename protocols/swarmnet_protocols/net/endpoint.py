@@ -114,6 +114,7 @@ class Endpoint:
             _, late = await asyncio.wait(flushes, timeout=_FLUSH_S)
             for task in late:
                 task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
     def _stream(
         self,

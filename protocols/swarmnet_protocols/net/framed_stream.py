@@ -215,8 +215,5 @@ class FramedStream:
         """
         try:
             await self._pipe.closed()
-        except asyncio.CancelledError:
-            self._pipe.writer.transport.abort()
-            raise
         finally:
             self._scope.close()

@@ -62,11 +62,14 @@ class Pipe(asyncio.StreamReaderProtocol):
         cast(Any, self.reader)._buffer.clear()
 
     async def closed(self) -> None:
-        """Return once the socket is closed or broken."""
+        """Return once the socket is closed or broken. If cancelled, close it at once."""
         try:
             await self.writer.wait_closed()
         except OSError:
             return
+        except asyncio.CancelledError:
+            self.writer.transport.abort()
+            raise
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)

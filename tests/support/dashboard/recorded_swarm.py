@@ -275,8 +275,8 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
             ):
                 times = range(int(now_s - kept_s), int(now_s), step_s)
                 for model in ("", *(each.manifest.hex() for each in snapshot.models)):
-                    samples = [_model_sample(model, at_s, step_s, swarm, rng) for at_s in times]
-                    _add_samples(history, samples, step_s)
+                    history.add(models=[_model_sample(model, at_s, step_s, swarm, rng) for at_s in times])
+                history.downsample(now_s)
             peers = [seen.peer for seen in snapshot.peers][:40]
             of_peers = [
                 PeerSample(
@@ -310,15 +310,6 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
             )
         history.downsample(now_s)
         yield history
-
-
-def _add_samples(history: History, samples: list[ModelSample], step_s: int) -> None:
-    if step_s == MODELS.fine_s:
-        history.add(models=samples)
-        return
-    with history._lock, history._db:
-        for sample in samples:
-            history._add_model(sample, step_s)
 
 
 def _model_sample(
