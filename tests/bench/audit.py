@@ -43,6 +43,7 @@ from swarmnet_client.audit.verdict import (
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.quantize import PRECISIONS
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -219,6 +220,7 @@ def main() -> None:
                                 verdict = judge(said, seconds[second][first], third, read=read)
                                 missed[lie] += verdict is not Verdict.WRONG
                 before = states
+            return_freed_memory()  # small results lie between the logits of many pairs
         for (wire_name, names), pair in pairs.items():
             pair.report({"bench": "audit", "span": span, "wire": wire_name, "pair": names})
         print(json.dumps({"bench": "audit", "span": span, "forged": forged, "missed": missed}), flush=True)
