@@ -153,11 +153,11 @@ def choose_method(
     layers = LlamaLayers(model, rules, backend, devices)
     if not layers.rotates_whole_heads(next(model.parameters()).new_empty(0)):
         return chosen
-    faster = [ForwardMethod(layers)]
+    faster = [(ForwardMethod(layers), [[TRIAL_POSITIONS]])]
     if step := _decode_step(layers, backend):
-        faster.append(ForwardMethod(layers, step))
-    for method in faster:
-        if not agree(attempt(method, [[2], [2], [1]]), expected):
+        faster.append((ForwardMethod(layers, step), [[2], [2], [1]]))
+    for method, steps in faster:
+        if not agree(attempt(method, steps), expected):
             break
         chosen = method
     return chosen

@@ -7,6 +7,7 @@ import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -336,9 +337,11 @@ class SafetensorsCheckpoint:
             matrix = PackedTensor.of(numbers_formats[tensor.kind], numbers.view(torch.uint8))
             return quantize_if_wanted(matrix, quantized, place.weight)
 
+        # with known places, experts are read again and again
+        tensor_of = partial(self._tensor, is_mapped=form.places is None)
         found: dict[str, Any] = {}
         plain = set(names)
-        for stored in self._scheme.weights(names, self._tensor) if self._scheme is not None else ():
+        for stored in self._scheme.weights(names, tensor_of) if self._scheme is not None else ():
             plain.difference_update(stored.tensors)
             hf_name = self.naming.renumbered(stored.name, first_block)
             own_name = packable_weight(model, hf_name) if form.packed else None
@@ -350,7 +353,7 @@ class SafetensorsCheckpoint:
             else:
                 found[hf_name] = stored
         for name in sorted(plain):
-            hf_name, tensor = self.naming.renumbered(name, first_block), self._tensor(name)
+            hf_name, tensor = self.naming.renumbered(name, first_block), tensor_of(name)
             own_name = packable_weight(model, hf_name) if is_packed else None
             kind = formats.get(tensor.kind)
             if own_name is not None and kind is not None:
@@ -362,7 +365,7 @@ class SafetensorsCheckpoint:
                 found[hf_name] = tensor
         return found | reader.finish()
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def _tensor(self, name: str, *, is_mapped: bool) -> StoredTensor:
         """Return a tensor of the language model. The header of a file is read again only when the
         file has changed."""
         file = self._file_of[name]
@@ -376,7 +379,7 @@ class SafetensorsCheckpoint:
         found = self._headers[file][1].get(name)
         if found is None:
             raise IntegrityError(f"{path} lacks tensor {name[:200]!r}")
-        return found
+        return replace(found, is_mapped=is_mapped)
 
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"

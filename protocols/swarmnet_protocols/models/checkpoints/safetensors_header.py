@@ -1,6 +1,7 @@
 """The header of a safetensors file, and its tensors, whose values are read when needed."""
 
 import math
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,8 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. ``tensor[...]`` reads its values, as transformers does with lazy slices.
-
-    The values have memory of their own: a change to the file does not change them.
+    """A tensor in a file. ``tensor[...]`` reads its values, as slices of
+    safetensors do.
     """
 
     path: Path
@@ -38,6 +38,12 @@ class StoredTensor:
     kind: str
     """The type of its elements: ``BF16``."""
     shape: tuple[int, ...]
+    is_mapped: bool = True
+    """Whether values stay in the file, mapped into memory, until they are changed.
+
+    That reads faster, and processes share the memory. Otherwise values have memory of their own:
+    mapped pages count as memory of the process for as long as values are kept.
+    """
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -56,14 +62,24 @@ class StoredTensor:
         rows, *widths = self.shape or (1,)
         first, end, _ = (slice(None) if index is ... else index).indices(rows)
         row_bytes = (self.span[1] - self.span[0]) // max(rows, 1)
-        data = torch.empty((end - first) * row_bytes, dtype=torch.uint8)
+        start, size = self.span[0] + first * row_bytes, (end - first) * row_bytes
         try:
             with self.path.open("rb") as file:
-                file.seek(self.span[0] + first * row_bytes)
-                if file.readinto(data.numpy().data) != len(data):
-                    raise IntegrityError(f"{self.path} is truncated")
+                if self.is_mapped and size:
+                    skipped = start % mmap.ALLOCATIONGRANULARITY
+                    mapped = mmap.mmap(
+                        file.fileno(), skipped + size, access=mmap.ACCESS_COPY, offset=start - skipped
+                    )
+                    data = torch.frombuffer(mapped, dtype=torch.uint8, offset=skipped)
+                else:
+                    data = torch.empty(size, dtype=torch.uint8)
+                    file.seek(start)
+                    if file.readinto(data.numpy().data) != size:
+                        raise ValueError("the file ends before")
         except OSError as error:
             raise IntegrityError(f"{self.path} cannot be read: {error.strerror}") from error
+        except ValueError as error:
+            raise IntegrityError(f"{self.path} is truncated") from error
         return data.view(self.dtype).view((end - first, *widths) if self.shape else ())
 
 
