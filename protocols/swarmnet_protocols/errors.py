@@ -24,7 +24,7 @@ class NotAuthorised(SwarmnetError):
 
 
 class Unreachable(SwarmnetError):
-    """No peer that is needed answers."""
+    """None of the peers that are needed answers."""
 
 
 class NetworkStopped(SwarmnetError):
@@ -95,7 +95,7 @@ class HostsOverloaded(NoRoute):
 
 
 class MissingExperts(Unreachable):
-    """No peer within reach of a block's hosts has some of its routed experts."""
+    """Some routed experts of a block are on no peer that its hosts can reach."""
 
 
 class OutOfResources(SwarmnetError):

@@ -44,7 +44,7 @@ SEQUENCES_PER_CHAIN = 32
 RETRIES = 2
 """Times that an answer may be moved to another chain without a new token in between."""
 EXPECTED_TOKENS = 1024
-"""Most tokens that are reserved for an answer: few are longer."""
+"""At most this many tokens are reserved for an answer. Few answers are longer."""
 SMOOTHING = 0.2
 """Weight of the newest answer in the running mean of their durations."""
 
@@ -76,7 +76,7 @@ class BatchLimits:
 class Load:
     """The present load of a batcher.
 
-    - ``active``: answers being computed, with ``positions`` in all.
+    - ``active``: answers being computed, which need ``positions`` positions together.
     - ``waiting``: queued requests.
     - ``room``: answers that recently fitted into the hosts' memory.
     - ``answer_s``: mean seconds of an answer.
@@ -90,7 +90,7 @@ class Load:
 
 
 def may_start(load: Load, limits: BatchLimits, positions: int) -> bool:
-    """Whether an answer of ``positions`` may start now. One may always be active."""
+    """Whether an answer of ``positions`` may start now. If none is active, any may."""
     return load.active == 0 or (
         load.active < min(limits.active, load.room) and load.positions + positions <= limits.positions
     )

@@ -57,8 +57,8 @@ class HopSessions:
 
         - ``after``, ``epoch``: in this epoch each session links to the next, and the last to
           ``after``.
-        - ``begun`` is called with the first session while it opens. Links that arrive there wait
-          for it.
+        - ``begun`` is called with the first session while it opens. A link that reaches its host
+          early waits until the session is open.
         - ``failed`` is called for each session that did not open.
         - ``role``: the role of the last session; the others are of role ``HOP``. With
           ``SUCCESSOR``, all sessions have this role.
@@ -150,7 +150,7 @@ class HopSessions:
             await stream.send(request)
             reply, _ = await stream.receive()
             if not reply.HasField("opened"):
-                raise ProtocolViolation("a session is answered with Opened")
+                raise ProtocolViolation("the host did not answer with Opened")
         except BaseException:
             stream.close()
             raise
@@ -177,7 +177,7 @@ class HopSessions:
             await asyncio.wait([improved, receiving], return_when=asyncio.FIRST_COMPLETED)
             if receiving.done():
                 return False
-            # The host then ends the stream before with Moved.
+            # The host then ends the old stream with Moved.
             request = pb.SessionRequest(resume=pb.Resume(session=live.session))
             live.stream = await self._ask(live.hop, request)
         except SwarmnetError as error:
@@ -205,7 +205,7 @@ class HopSessions:
                     self.handle(live, reply, payload)
             except SwarmnetError as error:
                 self.ended(live, error)
-            except Exception as error:  # noqa: BLE001 - the message or a bug: the chain finds out
+            except Exception as error:  # noqa: BLE001 - the message or a bug may be the cause: the chain decides
                 _log.exception("a message of %s cannot be handled", live.peer)
                 self.ended(live, UnhandledMessage(live.peer, error))
             finally:

@@ -16,10 +16,10 @@ from swarmnet_protocols.wire import report_pb2 as pb
 _log = logging.getLogger(__name__)
 
 MAX_PAIRS = 1024
-"""Most pairs of neighbours whose positions are counted. Beyond this, the longest idle pair is
-dropped, so many strangers cannot fill the memory."""
+"""Positions are counted for at most this many pairs of neighbours. Beyond this, the longest idle
+pair is dropped, so many strangers cannot fill the memory."""
 MAX_SEQUENCES = 1024
-"""Most sequences of one session whose times are measured."""
+"""Times are measured for at most this many sequences of one session."""
 
 
 class Pair(NamedTuple):

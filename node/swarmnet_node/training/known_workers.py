@@ -26,15 +26,15 @@ REFRESH_S = 5.0
 """Seconds between two reads of the directory."""
 NEW_S = 60.0
 """Seconds during which a worker without a checkpoint is new (``catch_up.join``). If workers need
-longer to find each other, they stay in several groups. With more, a majority
-of strangers can replace the weights of a worker that has trained so long."""
+longer to find each other, they stay in several groups. With a larger value, a
+majority of strangers can replace the weights of a worker that has trained for that time."""
 LOOK_AGAIN = 4
-"""A worker reads the directory again after its time in the job divided by this, at most
-``REFRESH_S``. Workers that start together look for each other often; later each read would take
-time from the inner steps."""
+"""A worker pauses between two reads of the directory for its time in the job divided by this, at
+most ``REFRESH_S``. Workers that start together look for each other often; later each read would
+take time from the inner steps."""
 NEW_DISTRUST_S = 5.0
-"""Seconds that a new worker ignores a worker that alone claimed a later round. Short, because that
-worker may be in a smaller group, which will join this one."""
+"""Seconds that a new worker ignores a worker that alone claimed a later round. The time is short,
+because that worker may be in a smaller group, which will join this worker's group."""
 
 Ask = Callable[[Sequence[RoundMember]], Awaitable[dict[PeerId, WorkerPosition]]]
 """Asks workers for their positions."""
@@ -45,7 +45,7 @@ class KnownWorkers:
 
     Workers come from the directory and from each roster.
 
-    - Voters: the members of the last roster that had more than half of the voters before it. A
+    - Voters: the members of the newest roster that had more than half of the previous voters. A
       majority of voters decides whether this worker is behind, so newcomers cannot outvote them.
     - Mates: the members of the last roster.
     - Excluded workers are neither known nor voters.
@@ -138,7 +138,7 @@ class KnownWorkers:
     def sources(self, peers: Collection[PeerId], *, only: bool) -> list[RoundMember]:
         """Return the workers to download a state of ``peers`` from.
 
-        ``peers`` come first. Then follow all others alive, unless ``only``.
+        ``peers`` come first. Unless ``only``, all other live workers follow.
         """
         known = self._voters | self._known
         others = [] if only else [each.peer for each in self.alive() if each.peer not in peers]

@@ -4,9 +4,9 @@
 round:
 
 1. Train: run the inner steps on this worker's slot of the data. With overlap, the exchange of the
-   last round ends during these steps.
-2. Finish the exchange of the last round: apply its average, publish the new shared state, evaluate
-   and save a checkpoint.
+   previous round ends during these steps.
+2. Finish the exchange of the previous round: apply its average, publish the new shared state,
+   evaluate and save a checkpoint.
 3. Match: form a group with the other workers in this round (``matchmaking``). Its roster has the
    slots of the next round.
 4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
@@ -127,7 +127,7 @@ class Worker:
         self._last_exchange = 0
         self._step_s = 0.0
         """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
-        times as long."""
+        times this long."""
         self._rates = ArrivalRates()
         self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
         self._job_hash = bytes.fromhex(self.job_id)
@@ -232,7 +232,7 @@ class Worker:
             verdict = await self._compare()
             if isinstance(verdict, CatchUp):
                 await self._move(verdict)
-        # out of sync: the contribution belongs to another state than the group's
+        # Without a slot, the contribution was computed from a state that the group does not have.
         if self._slot is None:
             contribution, report = None, NO_STEPS
         start_s = self._now()
@@ -320,7 +320,7 @@ class Worker:
         self._rates.add(outcome.arrivals)
         if outcome.behind:
             # The others may have committed without this worker. Matchmaking for the same round,
-            # without a slot, tells.
+            # without a slot, shows whether they did.
             self.round, self._slot = pending.round, None
             self._emit("behind", round=pending.round, reason=outcome.reason)
             return
@@ -424,7 +424,7 @@ class Worker:
         if self.round and there.round > self.round + 2:
             await self._save()
             await self._compute(self._checkpoints.set_aside)
-        # Workers that ask meanwhile learn where this one will be, and wait for it.
+        # Workers that ask for the position during the download get the new one, and wait.
         await self._matchmaking.set_position(there)
         try:
             data, dropped = await fetch_state(

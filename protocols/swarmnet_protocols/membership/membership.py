@@ -145,8 +145,8 @@ class Membership:
     def open(self, sealed: bytes) -> Certificate | None:
         """Open the certificate that a peer shows; None for an empty one.
 
-        Where members need no certificate, an expired or untrusted one counts as none. A damaged one
-        never does. Raises ``NotAuthorised`` for an invalid certificate.
+        Where members need no certificate, an expired or untrusted one counts as none, but a damaged
+        one is always an error. Raises ``NotAuthorised`` for an invalid certificate.
         """
         if not sealed:
             return None

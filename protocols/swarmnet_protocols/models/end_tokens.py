@@ -14,9 +14,9 @@ _QUESTION, _ANSWER = "question", "answer"
 def end_ids(tokenizer: Any, stated: Iterable[int | list[int] | None], vocabulary: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, in ascending order.
 
-    ``stated``: what the config, the generation config and the header of a gguf file name. The
-    tokenizer's own end and its special tokens of well-known names are added, and the end of a turn
-    in its chat template. Ids outside the ``vocabulary`` are left out.
+    ``stated``: what the config, the generation config and the header of a gguf file name. To these
+    are added the tokenizer's end token, its special tokens with well-known names, and the token
+    that ends a turn in its chat template. Ids outside the ``vocabulary`` are left out.
     """
     found = {each for value in (*stated, tokenizer.eos_token_id) for each in _as_list(value)}
     special = _special_tokens(tokenizer)
@@ -44,7 +44,7 @@ def _known_ends(special: Iterable[str]) -> frozenset[str]:
 def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
     """The special token that the chat template writes after an answer.
 
-    Nothing if it is clear that this is one of ``ends``.
+    Nothing if the template clearly writes one of ``ends``.
 
     The template is rendered only where none of the known ends occurs in it: rendering starts a
     process.

@@ -38,7 +38,7 @@ class Refusal(SwarmnetError):
 
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
-        """Return the refusal that tells the other side of ``error``; itself if it is one."""
+        """Return ``error`` as a refusal for the other side. A ``Refusal`` is returned unchanged."""
         if isinstance(error, Refusal):
             return error
         if isinstance(error, OutOfResources):

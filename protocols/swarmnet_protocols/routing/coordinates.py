@@ -14,7 +14,7 @@ When peer i measures this delay as ``delay_s``, it moves as if a spring connecte
     x_i <- x_i + C w r unit(x_i - x_j)                            and h_i in proportion
 
 Three details come from serf (hashicorp/serf, coordinate/client.go). A peer uses the median of its
-last three delays to each peer. It adds a share of its recent residuals as ``a``. It is drawn
+last three delays to each peer. It adds a share of its recent residuals: the term ``a``. It is drawn
 towards the origin, so that the coordinates of all peers do not drift together.
 
 Peers may announce false coordinates and delay their answers. Four bounds limit how far this moves
@@ -49,7 +49,7 @@ MIN_ERROR, MAX_ERROR = 0.1, 1.5
 GAIN = 0.25
 """C in the equations: the largest share of a residual that one measurement corrects."""
 MAX_STEP_S = 0.003
-"""Most seconds of distance that one measurement moves a peer."""
+"""One measurement moves a peer by at most this many seconds."""
 RECENT = 20
 """Number of recent residuals. The adjustment is half of their median."""
 FILTERED = 3
@@ -57,8 +57,8 @@ FILTERED = 3
 MAX_FILTERED_PEERS = 256
 """Peers whose last delays are remembered."""
 GRAVITY = 0.001
-"""Pull of each measurement towards the origin: this times the squared distance from it. At 100 ms
-that is 10 microseconds."""
+"""Each measurement also pulls a peer towards the origin, by this times its squared distance from
+the origin. At 100 ms that is 10 microseconds."""
 
 _NEAR_S = 1e-6
 """Positions nearer than this have no direction from one to the other. Shorter delays count as this

@@ -5,16 +5,16 @@ and renew them for ever. So a peer calls a few of the announced hosts, and its d
 answers:
 
 1. **Whom to call** (``Sightings.to_call``). Each block should have ``LEAST_SEEN`` hosts that this
-   peer has seen. One more host is drawn at each look. The number of calls does not grow with the
-   number of records.
+   peer has seen. Each look calls one more host, drawn at random. The number of calls does not grow
+   with the number of records.
 2. **Who counts** (``Sightings.counted``). A host that does not answer does not count. A host that
    was not called counts, unless most called hosts of one of its blocks do not answer.
 3. **Places.** Identities are free, networks are not. Hosts in one subnet count as one host when the
    question is who else has a block (``throughput.holders``). Together they have the speed of one
    host (``sharing``).
 4. **Whom to ask to compute** (``Sightings.block_to_try``). A machine without any block can answer
-   calls. So this peer asks the hosts of a block to compute it, if it could fill the gap that they
-   may hide. A block that none of them computes has no host (``Sightings.stands``).
+   calls. So this peer asks the hosts of a block to compute it, if this peer could host the block
+   itself. A block that none of them computes counts as one without hosts (``Sightings.stands``).
 """
 
 import math
@@ -30,8 +30,8 @@ from swarmnet_protocols.routing.spans import clipped
 from swarmnet_protocols.routing.throughput import Claim, holders
 
 SEEN_S = 300.0
-"""Seconds that an answer counts. A machine that answers once and leaves counts that long, if
-somebody renews its record. With a smaller value, peers call each other more often."""
+"""Seconds that an answer counts. A machine that answers once and then leaves still counts for that
+time, if somebody renews its record. With a smaller value, peers call each other more often."""
 LEAST_SEEN = 2
 """Hosts of each block that a peer wants to have seen. With one, the end of that host would look
 like a block without hosts."""
@@ -39,9 +39,9 @@ MAX_CALLS = 8
 """Most calls at one look. With more, a live host among invented ones is found sooner. But a liar
 may choose where each call goes."""
 DOUBTS = 3
-"""Hosts of a block that may fail within ``SEEN_S``, beyond the hosts that answer. With more
-failures, hosts that were not called do not count there. After an outage, honest hosts leave about
-that many stale records."""
+"""If more hosts of a block have failed within ``SEEN_S`` than have answered, by more than this,
+then its hosts that were not called do not count. After an outage, honest hosts leave about that
+many stale records."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 60.0, 3600.0
 """Seconds until a silent host is called again: the first pause, doubled each time, and the
 longest."""
@@ -51,16 +51,18 @@ PROVEN_S = 3600.0
 """Seconds that right outputs count. A host that stops computing keeps its blocks that long. With a
 smaller value, hosts load blocks of others more often to check them."""
 PATIENCE_S = 900.0
-"""Seconds until a block that nobody computes has no host. Its hosts may still load it, or may be
-overloaded. With a smaller value, other hosts take blocks that are about to be served. With a larger
-one, a liar keeps blocks longer."""
+"""Seconds until a block that nobody computes counts as one without hosts. Its hosts may still load
+it, or may be overloaded. With a smaller value, other hosts take blocks that are about to be served.
+With a larger one, a liar keeps blocks longer."""
 LEAST_ASKS = 3
-"""Times that the hosts of a block are asked before it has no host. One answer may get lost."""
+"""Least times that the hosts of a block are asked before it counts as one without hosts. One answer
+may get lost."""
 RARER = 64
-"""How much more rarely a block is tried for each further place of its hosts. Liars in two places
-are found in half an hour. With a smaller value, hosts of a large swarm load a block an hour."""
+"""A block whose hosts are in one place more is tried this many times less often. Liars in two
+places are found in half an hour. With a smaller value, hosts of a large swarm load a block an
+hour."""
 MAX_KNOWN = 4096
-"""Most hosts that a peer remembers. It forgets the one it called longest ago."""
+"""A peer remembers at most this many hosts. It forgets the one it called longest ago."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,8 @@ class Sightings:
         self._remember(peer, replace(self.of(peer), refuted_at=now))
 
     def asked(self, manifest: bytes, block: int, right: Collection[PeerId], *, now: float) -> None:
-        """Note that hosts were asked to compute ``block``. Those of ``right`` did."""
+        """Note that hosts were asked to compute ``block``, and that the hosts in ``right`` computed
+        it correctly."""
         for peer in right:
             self._remember(peer, replace(self.of(peer), computed=(manifest, block), computed_at=now))
         before = self._silent.pop((manifest, block), Silence(now, 0))
@@ -191,8 +194,7 @@ class Sightings:
         for claim in model.claims:
             sighting = self.of(claim.peer)
             if sighting.has_failed(now):
-                # Older failures are known one by one. They say nothing about the hosts that are
-                # left.
+                # An older failure counts only against its own host.
                 failed += [claim] if now < sighting.failed_at + SEEN_S else []
             elif sighting.shows(claim, model.manifest, now):
                 proven = sighting.proves(claim, model.manifest, now)
@@ -220,8 +222,8 @@ class Sightings:
     def block_to_try(self, outlook: Outlook, mine: Claim, manifest: bytes, rng: random.Random) -> int | None:
         """Return a block that the host of ``mine`` should ask others to compute. None for no block.
 
-        Nobody has shown that they compute the block. If nobody does, the host of ``mine`` could
-        fill the gap. Of all hosts that could, about one asks between two looks. ``outlook``
+        No host has shown that it computes the block. If none does, the host of ``mine`` could host
+        it. The draw lets about one of all hosts that could do so ask between two looks. ``outlook``
         includes ``mine``.
         """
         places = holders((claim for claim in outlook.placed if claim.seen), outlook.blocks)
@@ -241,8 +243,8 @@ class Sightings:
     def to_call(
         self, model: ModelClaims, *, now: float, rng: random.Random, most: int = MAX_CALLS, extra: int = 1
     ) -> list[PeerId]:
-        """Return up to ``most`` hosts to call, so that each block gets ``LEAST_SEEN`` hosts, and
-        ``extra`` more.
+        """Return the hosts to call: those that give each block ``LEAST_SEEN`` hosts, and ``extra``
+        others. At most ``most`` in all.
 
         Hosts that have answered before come first, then one host of each announced subnet in turn.
         """
@@ -263,7 +265,8 @@ class Sightings:
 
 
 def _may_fill(outlook: Outlook, mine: Claim, block: int, lot: float) -> bool:
-    """Tell whether the host of ``mine`` could fill ``block`` if its unproven claims did not count.
+    """Tell whether the host of ``mine`` could host ``block`` if the unproven claims to it did not
+    count.
 
     ``lot``, drawn from [0, 1), chooses one of the hosts that the plan of repairs does not name.
     """
@@ -284,9 +287,8 @@ def _may_fill(outlook: Outlook, mine: Claim, block: int, lot: float) -> bool:
 
 
 def sharing(claims: Sequence[Claim]) -> list[Claim]:
-    """Return ``claims`` with the speeds that count: all hosts of one place share the mean speed of
-    one.
-    """
+    """Return ``claims`` with the speeds that count: the speed of each host, divided by the number
+    of hosts at its place."""
     hosts = defaultdict[str, set[PeerId]](set)
     for claim in claims:
         if claim.place:
@@ -298,7 +300,8 @@ def sharing(claims: Sequence[Claim]) -> list[Claim]:
 
 
 def covering(claims: Iterable[Claim], counts: Sequence[int], *, least: int, most: int) -> list[PeerId]:
-    """Return the first hosts of ``claims`` that give each block ``least`` hosts, at most ``most``.
+    """Return hosts in the order of ``claims``, until each block has ``least`` hosts or ``most``
+    hosts are found.
 
     ``counts`` is the number of hosts that each block already has.
     """

@@ -92,8 +92,9 @@ def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tupl
 def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
     """Decode a peer's header and payload into a tensor [positions, hidden_size].
 
-    Its dtype is ``decoded_dtype``. The payload is in memory and bounded by its frame, and a claim
-    in the header allocates nothing. Raises ``ProtocolViolation`` for any other shape or size.
+    Its dtype is ``decoded_dtype``. The payload is in memory and bounded by its frame. No memory is
+    allocated for sizes that the header claims. Raises ``ProtocolViolation`` for any other shape or
+    size.
     """
     wire = wire_dtype(header.dtype)
     _check_shape(header, [positions, hidden_size])

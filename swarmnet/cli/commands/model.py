@@ -59,7 +59,7 @@ def remove(
     if as_json:
         print_json({"name": model, "freed_bytes": freed})
     else:
-        print_text(f"{model} is removed: {show_size(freed)} are free")
+        print_text(f"{model} is removed, which freed {show_size(freed)}")
 
 
 @app.command("pull")

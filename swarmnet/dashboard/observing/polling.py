@@ -29,14 +29,14 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import report_pb2
 
 MAX_PEERS = 2000
-"""Most peers that are polled."""
+"""At most this many peers are polled."""
 MAX_OPENS = 32
 """Streams that are being opened at the same time."""
 MIN_POLL_S = 2.0
 MAX_POLL_S = 4.0
 """Longest interval between two polls of a peer."""
 POLLS_PER_S = 125
-"""Polls a second of all peers together. With more peers than this allows, the interval grows up to
+"""Polls per second, over all peers. With more peers than this allows, the interval grows up to
 ``MAX_POLL_S``."""
 REOPEN_S = 0.2
 """Delay before a stream that has carried reports is opened again."""
@@ -86,8 +86,8 @@ class Polls:
         return min(max(MIN_POLL_S, len(self.trackers) / POLLS_PER_S), MAX_POLL_S)
 
     def select(self, addresses: Mapping[PeerId, tuple[str, ...]]) -> None:
-        """Start and stop polls so that those ``MAX_PEERS`` of the announced and known peers that
-        ``select_peers`` chooses are polled."""
+        """Poll those of the announced and known peers that ``select_peers`` chooses: at most
+        ``MAX_PEERS``."""
         candidates = [self._candidate(peer, addresses.get(peer)) for peer in {*addresses, *self.trackers}]
         selected = select_peers(candidates, MAX_PEERS, self._salt)
         self._failures = Counter({each.peer: each.failures for each in candidates if each.failures})

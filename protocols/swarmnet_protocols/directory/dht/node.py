@@ -46,7 +46,7 @@ _LOST_AT_ONCE = 2
 """Lost peers that are called in each period. A call to a dead peer costs a few packets."""
 _MAX_LOST = 64
 _LOST_S = 3600.0
-"""Seconds until a lost peer is no longer called. Its contact, with its addresses, has expired."""
+"""Seconds until a lost peer is no longer called. By then its stored addresses have expired."""
 _PARALLEL_RPC = 64
 
 
@@ -112,7 +112,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.lost: OrderedDict[PeerID, float] = OrderedDict()
-        """Peers that left the routing table because they did not answer → loop time of that.
+        """Loop time at which each peer left the routing table because it did not answer.
 
         Keeps the latest ``_MAX_LOST``.
         """

@@ -31,8 +31,8 @@ Read = TypeVar("Read")
 class Scheme:
     """A way to store quantised weights.
 
-    The weight ``X`` + ``weight`` of the model is in the tensors ``X`` + part, for each of
-    ``parts``.
+    The model's weight ``X`` + ``weight`` is stored as one tensor for each of ``parts``, named
+    ``X`` + part.
     """
 
     precision: str
@@ -45,11 +45,11 @@ class Scheme:
     is_expanded: bool = False
     """Whether no packed format holds its groups, so that weights become float32."""
     is_transposed: bool = False
-    """Whether a weight of three dimensions has its last two in the other order in the model."""
+    """Whether files store weights of three dimensions with the last two swapped."""
 
     def weights(self, names: Iterable[str], slice_of: Callable[[str], Any]) -> "list[StoredWeight]":
-        """The quantised weights among tensors. ``slice_of`` returns the slice of a safetensors file
-        that has a tensor."""
+        """The quantised weights among tensors. ``slice_of`` returns the tensor with a name, whose
+        values are read when it is indexed."""
         known = set(names)
         found = []
         for name in sorted(known):
@@ -85,7 +85,7 @@ class StoredWeight:
     """Slices of its tensors, by name, in the order of the parts of its scheme."""
 
     def packed(self, index: slice = slice(None)) -> PackedTensor:
-        """The matrix; of a weight of three dimensions, the matrix in a slice of the first.
+        """The matrix. Of a weight of three dimensions, ``index`` selects along the first.
 
         Raises ``IntegrityError`` if the tensors are not a weight of the scheme.
         """
@@ -174,8 +174,8 @@ def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTenso
 
 
 def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
-    """Codes [experts, rows, blocks, 16], two a byte, the first in the low digits, and exponents
-    [experts, rows, blocks]: the experts' rows."""
+    """One matrix with the rows of all experts, of codes [experts, rows, blocks, 16] and exponents
+    [experts, rows, blocks]. A byte has two codes, the first in the low four bits."""
     codes, exponents = tensors
     if codes.dtype != torch.uint8 or exponents.dtype != torch.uint8 or codes.shape != (*exponents.shape, 16):
         raise ValueError(f"codes {tuple(codes.shape)} and exponents {tuple(exponents.shape)}")
