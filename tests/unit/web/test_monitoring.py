@@ -147,7 +147,7 @@ def test_refusals_are_counted_by_reason_and_logged(tmp_path: Path, caplog: pytes
         seen = simulate(reference, scenario)
     assert seen["swarmnet_node_refusals_total reason=leaving"] >= 1
     assert [record.__dict__["blocks"] for record in caplog.records if record.msg == "online"] == ["0:6"]
-    refused = [record.__dict__ for record in caplog.records if record.msg == "refused"]
+    refused = [record.__dict__ for record in caplog.records if record.msg == "a request is refused"]
     assert {(each["reason"], each["levelname"]) for each in refused} == {("leaving", "INFO")}
 
 
