@@ -181,7 +181,7 @@ def measure_pause(folder: Path, cache_dir: Path) -> None:
         "bench": "limits",
         "part": "pause",
         "before_mib": round(before / MIB),
-        "weights_and_caches_mib": round((held.weight_bytes + held.cache_bytes) / MIB),
+        "weights_and_caches_mib": round((held.weight_bytes + held.host.cache_bytes) / MIB),
         "after_mib": round(settled / MIB),
         "paused_s": round(paused_s, 2),
         "freed_s": round(freed_s, 2),

@@ -11,8 +11,9 @@ import pytest
 
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.directory.host_announcements import host_announcement
-from swarmnet_protocols.joining.network import Network, connect
+from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.timing import Timing
@@ -30,10 +31,8 @@ TAKEN_S = 8 * LOOK_S
 async def idle_host(lab: Swarm, manifest: bytes, span: tuple[int, int]) -> AsyncIterator[None]:
     """A machine that answers for blocks that it does not have, and claims to be fast."""
     rules = load_valid(lab.file, wall_clock()).rules()
-    network = Network(
-        rules, lab.directory / "idle.key", tuple(lab.bootstrap), listen=("/ip4/127.0.0.1/tcp/0",)
-    )
-    async with connect(network) as (transport, directory):
+    peer = P2pdConfig(lab.directory / "idle.key", LOOPBACK, bootstrap=tuple(lab.bootstrap))
+    async with connect(Network(rules, peer)) as (transport, directory):
         await transport.serve(PING, partial(answer_as_host, manifest, *span))
         await transport.serve(PASS, partial(answer_passes, constant))
 

@@ -159,7 +159,7 @@ def test_a_command_enters_the_swarm_of_the_local_node_by_its_name(tmp_path: Path
         entered = await asyncio.to_thread(client_network, approved["invite"], (), tmp_path / "carol")
         assert await reads(entered)
         assert await reads(client_network("lab", (), tmp_path / "carol"))
-        assert carol.identity_path != entered.identity_path
+        assert carol.identity_path != entered.peer.identity_path
 
     run(tmp_path, scenario)
 
