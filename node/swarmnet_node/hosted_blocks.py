@@ -95,7 +95,7 @@ class Hosting(Hosted):
     model_reason: str = ""
     """The reason why the node switched, for its owner."""
     memory: Remembered = field(default_factory=Remembered)
-    """What the node remembers of the swarm and of its relocations."""
+    """Memory of the swarm and of earlier relocations."""
 
     @property
     def is_chosen(self) -> bool:

@@ -74,8 +74,8 @@ class Node(RunningNode):
         self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
         self.memory = hosting.memory
         self.relocation: Relocation | None = None
-        """What the node announces that it will do. None if it stays. If the node ends for it, its
-        supervisor carries on."""
+        """The relocation that the node has announced, or None. If the node ends for it, its
+        supervisor completes it."""
         self.limits_changed = asyncio.Event()
         """Set when the owner has changed the limits."""
         self._step_s = 0.0

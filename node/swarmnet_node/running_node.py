@@ -109,7 +109,7 @@ class RunningNode(Ending, ABC):
         """Set when the node begins to leave."""
         self._leaving: asyncio.Task[None] | None = None
         self._contexts = AsyncExitStack()
-        """What ends with the run of the node, after its services."""
+        """Contexts that end with the run of the node, after its services."""
         directory, rng, timing = dependencies.directory, dependencies.rng, dependencies.timing
         self._announcer = Announcer(
             directory,

@@ -205,7 +205,7 @@ class HopSessions:
                     self.handle(live, reply, payload)
             except SwarmnetError as error:
                 self.ended(live, error)
-            except Exception as error:  # noqa: BLE001 - the message or a bug may be the cause: the chain decides
+            except Exception as error:  # noqa: BLE001 - a bad message, or a bug
                 _log.exception("a message of %s cannot be handled", live.peer)
                 self.ended(live, UnhandledMessage(live.peer, error))
             finally:

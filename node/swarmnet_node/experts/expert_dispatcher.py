@@ -100,7 +100,7 @@ class _Ask:
 
 @dataclass(eq=False)
 class _Needed:
-    """What one forward needs from peers for one block.
+    """A request of one forward to peers, for the experts of one block.
 
     ``hidden`` [T, D]: the inputs of all rows. ``rows``: the rows of each expert.
     """

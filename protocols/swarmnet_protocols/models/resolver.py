@@ -294,7 +294,7 @@ def _open(
 ) -> LocalModel:
     """The model at ``path``. Its manifest is cached until a file changes.
 
-    Other checks than those that the files passed run once, without hashing the files again.
+    If the checks have changed since the files passed, they run again, without hashing the files.
     """
     checkpoint = _checkpoint(path, hub, cache_dir)
     stamps = _stamps(checkpoint.root, (each for each in checkpoint.files if each not in checkpoint.known))

@@ -243,8 +243,10 @@ class Sightings:
     def to_call(
         self, model: ModelClaims, *, now: float, rng: random.Random, most: int = MAX_CALLS, extra: int = 1
     ) -> list[PeerId]:
-        """Return the hosts to call: those that give each block ``LEAST_SEEN`` hosts, and ``extra``
-        others. At most ``most`` in all.
+        """Return hosts to call, at most ``most``.
+
+        With them, each block has ``LEAST_SEEN`` hosts that this peer has seen. ``extra`` more are
+        called besides.
 
         Hosts that have answered before come first, then one host of each announced subnet in turn.
         """

@@ -125,8 +125,11 @@ def page_access(
     key_option: str = "--api-key-file FILE",
     port_option: str = "--port",
 ) -> "AccessPolicy":
-    """Who may see the page. Raises ``ConfigError`` for an invalid address or a missing key, before
-    the swarm is searched, which takes seconds."""
+    """Return who may see the page.
+
+    Raises ``ConfigError`` for an invalid address or a missing key. A caller checks this before it
+    searches the swarm, which takes seconds.
+    """
     from swarmnet.web.middleware import AccessPolicy, ApiKeys, check_exposed
     from swarmnet.web.server import listen
 
@@ -137,7 +140,8 @@ def page_access(
 
 
 def node_page_access(address: tuple[str, int], key_file: Path | None) -> "AccessPolicy":
-    """Who may see the page of a node. Raises ``ConfigError`` if it cannot be served there."""
+    """Return who may see the page of a node. Raises ``ConfigError`` if ``address`` cannot serve
+    it."""
     key_option = "--dashboard-key-file FILE"
     return page_access(address, _key_in(key_file), key_option=key_option, port_option="--dashboard")
 

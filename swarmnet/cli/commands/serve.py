@@ -116,8 +116,11 @@ class EndpointOptions:
     stop_on_eof: StopOnEofFlag = False
 
     def access(self) -> "AccessPolicy":
-        """Who may use the endpoint. Raises ``ConfigError`` if other machines reach it without a
-        key, or if a key or an origin is invalid."""
+        """Return who may use the endpoint.
+
+        Raises ``ConfigError`` if other machines reach it without a key, or if a key or an origin is
+        invalid.
+        """
         from swarmnet.web.middleware import AccessPolicy, check_exposed
 
         keys = _keys(self.api_key_file)

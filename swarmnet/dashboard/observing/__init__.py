@@ -1,1 +1,1 @@
-"""What the observer of a swarm learns from the directory, and from the reports of its peers."""
+"""Observes a swarm: reads its directory, and the reports of its peers."""

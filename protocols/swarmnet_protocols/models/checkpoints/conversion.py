@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 @dataclass
 class Misfits:
-    """What is wrong with tensors for a model."""
+    """Reasons why tensors do not fit a model."""
 
     missing: set[str] = field(default_factory=set)
     """Weights that no tensor gives."""
@@ -75,7 +75,7 @@ class Conversion:
                 if tuple(shape) != self._shapes[weight]:
                     found.wrong.append(f"{name} is {[*shape]} instead of {[*self._shapes[weight]]}")
             else:
-                # a tensor may be split into several weights, of which it is renamed to the first
+                # a tensor may be split into several weights: then it is renamed to the first one
                 first, *others = converter.target_patterns
                 made = (weight, *(weight.replace(first, other) for other in others))
                 found.missing.difference_update(made)

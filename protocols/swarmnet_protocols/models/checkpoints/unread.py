@@ -156,7 +156,7 @@ def _is_off(name: str, settings: Mapping[str, Any]) -> bool:
 
 
 class _Reading:
-    """What a class of transformers reads of a config.
+    """The settings of a config that a class of transformers reads.
 
     A setting is read if the code of the class or of its config names it. If a class declares a
     setting and does not read it, its own value is what it computes.

@@ -110,7 +110,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RoundContext:
-    """What all rounds of a job have in common at one worker.
+    """The parts of a worker that all rounds of a job share.
 
     - ``job``: the job's id, 32 bytes.
     - ``sign`` signs with the key of ``transport``'s peer id.

@@ -1,4 +1,4 @@
-"""What one member of a round knows of each slice and of each member. Pure."""
+"""The knowledge of one member of a round: a state of each slice and of each member. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from swarmnet_protocols.training.rounds.messages import Assignment, Report
 
 @dataclass
 class SliceState:
-    """What member ``me`` knows of a slice."""
+    """The state of a slice, as member ``me`` knows it."""
 
     me: int
     first_reducer: int
@@ -19,7 +19,7 @@ class SliceState:
     late_at: float
     """When the reducer is late. Until then it must deliver a result."""
     contributed: set[int] = field(default_factory=set)
-    """The members whose contributions arrived, and those that stated to make none."""
+    """The members whose contributions arrived, and the members that said they make none."""
     sending_until: dict[int, float] = field(default_factory=dict)
     """Member → until when it can use this member's contribution."""
     held: tuple[bytes, ...] = ()
@@ -66,7 +66,7 @@ class SliceState:
 
 @dataclass
 class MemberState:
-    """What this member knows of a member."""
+    """The state of another member, as this member knows it."""
 
     is_linked: bool = False
     """Whether this member's own stream to it is open."""

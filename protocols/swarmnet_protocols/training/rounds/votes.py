@@ -30,7 +30,7 @@ _DECISION_DOMAIN = b"swarmnet-round-decision-1"
 
 @dataclass(frozen=True)
 class Fault:
-    """What a dishonest member did, and the proof of it that convinces others; None without one."""
+    """A dishonest act of a member. ``proof`` convinces others of it; None if there is no proof."""
 
     member: int
     reason: str
