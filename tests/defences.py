@@ -59,7 +59,7 @@ def patience_s(most_s: float) -> float:
     """Return how many real seconds a test waits for an event.
 
     That is ``most_s`` in a first run. A second run, whose event should never come, waits twice
-    as long as the first run took.
+    as long as the first run took in this process, but at least ``LEAST_PATIENCE_S``.
     """
     return min(most_s, _patience_s)
 

@@ -12,6 +12,7 @@ import pytest
 from swarmnet.swarm_file import load_valid
 from swarmnet_protocols.directory.host_announcements import host_announcement
 from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.protocol_ids import PASS, PING
@@ -50,12 +51,8 @@ async def idle_host(lab: Swarm, manifest: bytes, span: tuple[int, int]) -> Async
                 await host_announcement(record, transport, Timing().record_s).publish(directory)
                 await asyncio.sleep(Timing().announce_s)
 
-        renewing = asyncio.create_task(renew())
-        try:
+        async with in_background(renew()):
             yield
-        finally:
-            renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
 
 
 def test_nodes_take_the_blocks_of_a_machine_with_false_outputs(tmp_path: Path) -> None:

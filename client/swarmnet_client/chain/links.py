@@ -66,7 +66,7 @@ class ChainLinks:
         """Have a sender send to ``target``, a session on ``hop``. ``opened``: None while that
         session is being opened."""
         sender.linked_to(opened, target.epoch)
-        _log.debug("a hop is linked", extra=target.log_fields | {"sender": sender.peer or "client"})
+        _log_link("a hop is linked", target, sender)
         if isinstance(sender, LiveHop):
             record = self.hosts.record_of(target.peer)
             await sender.relink(target.epoch, target, record, self.steps.outbox.log.lengths)
@@ -80,7 +80,7 @@ class ChainLinks:
         sends.
         """
         target = standby.target(epoch)
-        _log.debug("a standby is fed", extra=target.log_fields | {"sender": sender.peer or "client"})
+        _log_link("a standby is fed", target, sender)
         if not isinstance(sender, LiveHop):
             return self.tasks.create_task(self._send_steps(standby.hop, target, is_standby=True))
         await sender.tee(target, self.hosts.record_of(target.peer))
@@ -91,10 +91,7 @@ class ChainLinks:
     ) -> None:
         """Make the link that feeds a standby the sender's only one. If the sender is a hop, the
         next ``make`` tells it."""
-        _log.debug(
-            "a standby takes over",
-            extra=standby.target(epoch).log_fields | {"sender": sender.peer or "client"},
-        )
+        _log_link("a standby takes over", standby.target(epoch), sender)
         sender.next, sender.epoch = standby, epoch
         if isinstance(sender, LiveHop):
             sender.promoted_next = True
@@ -111,3 +108,7 @@ class ChainLinks:
             await sender.run(target, is_standby=is_standby)
         except SwarmnetError as error:
             await self.lost(target, error)
+
+
+def _log_link(event: str, target: NextHop, sender: Sender) -> None:
+    _log.debug(event, extra=target.log_fields | {"sender": sender.peer or "client"})

@@ -144,7 +144,7 @@ class ChainRepair:
         try:
             async with self.deadline.running():
                 if missing := self._gaps():
-                    self._log("a chain has gaps", blocks=missing, reason=str(self.last_error or "")[:200])
+                    self._log("a chain has gaps", blocks=missing, reason=_short(self.last_error))
                     self.report.failovers += bool(self.report.route)
                     is_idle = self.in_flight.is_empty
                     if self._retries.is_given_up(clock(), self.last_error, idle=is_idle):
@@ -196,7 +196,7 @@ class ChainRepair:
     def drop(self, live: LiveHop, error: SwarmnetError) -> None:
         """Replace a hop."""
         if live.alive:
-            fields = live.log_fields | {"chain": self.number, "reason": str(error)[:200]}
+            fields = live.log_fields | {"chain": self.number, "reason": _short(error)}
             _log.info("a host is replaced", extra=fields)
         live.end(error)
         self.last_error = error
@@ -290,8 +290,8 @@ class ChainRepair:
 
     async def _look_again(self, failures: Sequence[Unfilled]) -> None:
         pause_s, directory_s = before_attempt(failures)
-        error = str(self.last_error or "")[:200]
-        self._log("a chain is not filled", failure=failures[-1].name, attempts=len(failures), reason=error)
+        reason = _short(self.last_error)
+        self._log("a chain is not filled", failure=failures[-1].name, attempts=len(failures), reason=reason)
         if pause_s:
             await asyncio.sleep(pause_s)
         with contextlib.suppress(SwarmnetError, TimeoutError):
@@ -391,3 +391,7 @@ class ChainRepair:
         self.last_error = error
         self.deadline.extend(error.retry_after_s)
         await asyncio.sleep(error.retry_after_s)
+
+
+def _short(error: SwarmnetError | None) -> str:
+    return str(error or "")[:200]

@@ -22,7 +22,7 @@ from swarmnet_protocols.directory.catalog import Catalog, CatalogModel, read_cat
 from swarmnet_protocols.directory.expert_announcements import ExpertSample
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
-from swarmnet_protocols.machine.aio import all_of, cancel, persist
+from swarmnet_protocols.machine.aio import all_of, in_background, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.training.catch_up import WorkerPosition
@@ -86,13 +86,10 @@ class Observer:
         are ignored. Without it, all models of the catalog are observed.
         """
         observer = cls(dependencies, swarm, model_names or {})
-        crawling = asyncio.create_task(
-            persist("the crawl of the directory", observer._keep_crawling), name="observer"
-        )
         try:
-            yield observer
+            async with in_background(persist("the crawl of the directory", observer._keep_crawling)):
+                yield observer
         finally:
-            await cancel(crawling)
             await observer._polls.stop()
 
     def snapshot(self) -> Snapshot:

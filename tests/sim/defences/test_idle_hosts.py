@@ -9,6 +9,7 @@ import pytest
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.host import Host
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.routing.sightings import PATIENCE_S, PROVEN_S, Sightings
@@ -97,9 +98,8 @@ def test_new_names_of_an_idle_machine_win_it_no_time(reference: Reference) -> No
                 async with invented_hosts(lab, [(3, 6)], name=f"name {number}", answers=refuse):
                     await asyncio.sleep(5 * LOOK_S)
 
-        renaming = asyncio.create_task(rename())
-        await stay_served(lab, REFUSED_S + 10 * LOOK_S, 2 * REFUSED_S)
-        renaming.cancel()
+        async with in_background(rename()):
+            await stay_served(lab, REFUSED_S + 10 * LOOK_S, 2 * REFUSED_S)
 
     simulate(reference, scenario, limit_s=HOURS_S)
 

@@ -16,12 +16,7 @@ from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.session.expert_rows import TrunkStream, encode_rows, split_rows
 from swarmnet_protocols.wire import refusal_pb2, session_pb2
 from tests.defences import Patch, defence, nothing, replacing
-from tests.support.swarm.expert_lab import (
-    LAN,
-    ExpertLab,
-    attach,
-    open_experts,
-)
+from tests.support.swarm.expert_lab import LAN, ExpertLab, attach, open_experts
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 

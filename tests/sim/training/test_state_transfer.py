@@ -14,7 +14,7 @@ from swarmnet_protocols.fetching.download import REPEAT_S
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import STATE
 from swarmnet_protocols.training import state_transfer
-from swarmnet_protocols.training.state_transfer import CHUNK_BYTES, PackedState, fetch_state
+from swarmnet_protocols.training.state_transfer import CHUNK_BYTES, STREAMS, PackedState, fetch_state
 from swarmnet_protocols.wire import workers_pb2 as pb
 from tests.defences import defence, replacing
 from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork
@@ -95,12 +95,17 @@ def test_chunks_of_a_lost_source_come_from_the_others(fault: str) -> None:
         for worker in workers[1:]:
             worker.states.offer(PACKED)
 
+        chunks: list[PeerId] = []
+
         def watch(delivery: Delivery) -> None:
-            if delivery.source == lost and len(delivery.message.payload) > 1000:
-                getattr(network, fault)(lost)
+            if len(delivery.message.payload) > 1000:
+                chunks.append(delivery.source)
+                if delivery.source == lost:
+                    getattr(network, fault)(lost)
 
         network.observers.append(watch)
         assert (await fetch(*workers))[0] == DATA
+        assert len(chunks) <= 6 + STREAMS, "only chunks in flight are sent again"
 
     simulate(3, scenario)
 

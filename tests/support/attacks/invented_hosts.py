@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.net.refusal import Refusal
@@ -67,20 +68,15 @@ async def invented_hosts(
             await asyncio.sleep(RENEW_S)
 
     transports = [lab.network.transport(identity.peer_id) for identity in identities]
-    for transport, identity, (start, end) in zip(transports, identities, spans, strict=True):
-        await transport.__aenter__()  # its records are seen while it is on the network
-        if answers is not None:
-            lab.network.move(identity.peer_id, "/ip4/192.168.0.7/tcp/4001")
-            await transport.serve(PING, partial(answer_as_host, lab.manifest, start, end))
-            await transport.serve(PASS, partial(answer_passes, answers))
-    task = asyncio.create_task(renew())
-    try:
+    async with AsyncExitStack() as stack:
+        for transport, identity, (start, end) in zip(transports, identities, spans, strict=True):
+            await stack.enter_async_context(transport)  # its records are seen while it is there
+            if answers is not None:
+                lab.network.move(identity.peer_id, "/ip4/192.168.0.7/tcp/4001")
+                await transport.serve(PING, partial(answer_as_host, lab.manifest, start, end))
+                await transport.serve(PASS, partial(answer_passes, answers))
+        await stack.enter_async_context(in_background(renew()))
         yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        for transport in transports:
-            await transport.__aexit__(None, None, None)
 
 
 async def answer_as_host(manifest: bytes, start: int, end: int, stream: Stream) -> None:

@@ -35,7 +35,6 @@ IDENTITIES = {
     for identity in (Identity.from_seed(f"worker {index}".encode()) for index in range(16))
 }
 PEERS = tuple(IDENTITIES)
-RULES = AggregationRules()
 
 Outcomes = dict[PeerId, Outcome]
 
@@ -47,13 +46,13 @@ def terms_of(
     exchange_number: int = 0,
     index: int = 0,
     members: int = 4,
-    rules: AggregationRules = RULES,
 ) -> RoundTerms:
     """The terms of a round whose slice ``index`` has ``count`` values."""
     peers = tuple(RoundMember(peer, weight=1.0) for peer in sorted(PEERS[:members]))
     keys = tuple(IDENTITIES[member.peer].public_key for member in peers)
     slices = tuple((number * count, (number + 1) * count) for number in range(index + 1))
     reducers = tuple(range(index + 1))
+    rules = AggregationRules()
     return RoundTerms(JOB, exchange_number, peers, slices, reducers, get_codec(codec), keys, rules)
 
 
