@@ -206,14 +206,13 @@ class HostChecker:
         answered = {
             host.peer: outputs for host, outputs in zip(called, answers, strict=True) if outputs is not None
         }
-        own = await compute(block, inputs) if answered else None
-        if answered and own is None:
-            return  # nobody can say who is right
-        right = [
-            peer
-            for peer, outputs in answered.items()
-            if own is not None and self._is_right(peer, Trial(span, inputs, own), outputs)
-        ]
+        right: list[PeerId] = []
+        if answered:
+            own = await compute(block, inputs)
+            if own is None:
+                return  # nobody can say who is right
+            trial = Trial(span, inputs, own)
+            right = [peer for peer, outputs in answered.items() if self._is_right(peer, trial, outputs)]
         if not right:
             _log.info("none of %d hosts computes block %d, which they claim", len(called), block)
         self.sightings.asked(asked.manifest, block, right, now=_now())

@@ -65,7 +65,7 @@ class Hosting(Hosted):
 
     load: Callable[[int, int], Stage]
     load_on_cpu: Callable[[int, int], Stage] | None = None
-    """Loads blocks into the machine's memory, to check other hosts. None if ``load`` does that."""
+    """Loads blocks into the machine's memory, to check other hosts. None for ``load``."""
     num_blocks: int = 0
     may_move: bool = False
     """Whether the node may serve other blocks when the swarm needs them more, and fewer when its

@@ -151,8 +151,8 @@ class Relocator:
 
         None if the memory has no room for it, or if it cannot be fetched.
         """
-        hosting, engine = self._node.hosting, self._node.engine
-        if engine is None or not hosting.has_room(engine.stage.weight_bytes // engine.stage.blocks):
+        hosting = self._node.hosting
+        if not self._has_room_for(1, on_cpu=True):
             return None
 
         def outputs() -> torch.Tensor:
@@ -254,13 +254,13 @@ class Relocator:
         node.finish(drain_s)
         return True
 
-    def _has_room_for(self, blocks: int) -> bool:
+    def _has_room_for(self, blocks: int, *, on_cpu: bool = False) -> bool:
         """Return whether the memory has room for ``blocks`` more blocks next to the current ones.
 
-        False on an accelerator: the caches take all its memory.
+        False on an accelerator, unless ``on_cpu``: the caches take all its memory.
         """
         engine = self._node.engine
-        if engine is None or engine.stage.is_on_accelerator:
+        if engine is None or (engine.stage.is_on_accelerator and not on_cpu):
             return False
         return self._node.hosting.has_room(blocks * engine.stage.weight_bytes // engine.stage.blocks)
 

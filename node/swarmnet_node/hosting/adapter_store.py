@@ -173,7 +173,7 @@ class AdapterStore:
         try:
             yield
         except ResourceLimitReached as error:
-            raise Refusal.out_of_resources(error) from error
+            raise Refusal.of(error) from error
 
     def _make_room(self, scope: Scope, nbytes: int, number: int) -> None:
         """Drop idle adapters, the owner's first, until ``number`` more with ``nbytes`` fit.

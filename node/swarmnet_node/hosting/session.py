@@ -226,8 +226,8 @@ class HostedSession:
             self._free()  # first, because other clients wait for the memory
             self._parts.counters.refuse(refusal, self.stream.peer)
             self._client.refuse(refusal)
-        except SwarmnetError as error:
-            reason = str(error)
+        except Exception as error:
+            reason = str(error) or type(error).__name__
             raise
         finally:
             # Free before the first await: a second cancellation may end this task there.

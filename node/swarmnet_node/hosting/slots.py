@@ -37,7 +37,6 @@ class Slot:
     has_worked: bool = False
     at_work: bool = False
     """Whether it waits for a computation of this host. Then it is not evicted."""
-    reservation: Reservation | None = None
     new_s: float = NEW_S
     """Seconds until its first work must arrive."""
     stands_by: bool = False
@@ -105,7 +104,7 @@ class Slots:
     def __init__(self, system: Scope, resource: Resource) -> None:
         self._system = system
         self._resource = resource
-        self._slots: dict[Slot, None] = {}
+        self._slots: dict[Slot, Reservation] = {}
 
     @contextmanager
     def acquire(self, slot: Slot, scope: Scope) -> Iterator[None]:
@@ -116,17 +115,16 @@ class Slots:
         """
         if self._system.available(self._resource) < 1 <= scope.available(self._resource):
             evicted = slot_to_evict(self._slots, asyncio.get_running_loop().time(), lambda _: 1)
-            if evicted is not None and evicted.reservation is not None:
-                del self._slots[evicted]
-                evicted.reservation.release()
+            if evicted is not None:
+                self._slots.pop(evicted).release()
                 evicted.evict()
         try:
-            slot.reservation = scope.reserve(self._resource)
+            reservation = scope.reserve(self._resource)
         except ResourceLimitReached as error:
             raise Refusal.of(error) from error
-        self._slots[slot] = None
+        self._slots[slot] = reservation
         try:
             yield
         finally:
             self._slots.pop(slot, None)
-            slot.reservation.release()
+            reservation.release()

@@ -86,8 +86,7 @@ class CheckpointStore:
             folders = self._folders()
             number = int(folders[0].name.rpartition("-")[2]) + 1 if folders else 1
             target = self._root / f"checkpoint-{number:08d}"
-            with creating(target) as folder:
-                folder.chmod(0o755)
+            with creating(target, mode=0o755) as folder:
                 write_model(folder, checkpoint.parameters)
                 (folder / _STATE).mkdir()
                 for name in ("optimizer", "outer"):
@@ -186,8 +185,7 @@ def export_model(
     tokenizer = load_local_files(data_dir, job_id).applied_to(job.job).data.tokenizer
     with _disk_errors(target, "choose another --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with creating(target, overwrite=overwrite) as folder:
-            folder.chmod(0o755)
+        with creating(target, mode=0o755, overwrite=overwrite) as folder:
             CheckpointStore(job_folder(data_dir, job_id)).copy_model(folder)
             if tokenizer == BYTES:
                 _write_byte_tokenizer(folder)

@@ -41,14 +41,15 @@ def replacing(path: Path, *, prefix: str = ".", mode: int = 0o600, durable: bool
 
 
 @contextmanager
-def creating(folder: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def creating(folder: Path, *, mode: int = 0o700, overwrite: bool = False) -> Iterator[Path]:
     """Yield a new folder that is renamed to ``folder`` if the context ends without an error.
 
     The name of the new folder begins with ``UNFINISHED``. The result survives a loss of power.
     Raises ``OSError``, also if ``folder`` exists, is not empty, and may not be overwritten.
     """
-    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))  # 0700
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=UNFINISHED))
     try:
+        fresh.chmod(mode)
         yield fresh
         for path in (*fresh.rglob("*"), fresh):
             sync(path)

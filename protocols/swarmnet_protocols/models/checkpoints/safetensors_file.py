@@ -111,6 +111,8 @@ class SafetensorsCheckpoint:
                 for name in self.known:
                     if self._whole(name) is None:
                         hub.read_head(name, lambda path: read_header(path).head_bytes)
+        self._headers: dict[str, tuple[dict[str, int], Mapping[str, StoredTensor]]] = {}
+        """By file that was read, its stamp and its tensors."""
         holders = {name: weight for weight in weights for name in self._names_in(weight)}
         if missing := self._index.keys() - holders.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
@@ -125,14 +127,12 @@ class SafetensorsCheckpoint:
         metadata = [name for name in (*METADATA_PATTERNS, INDEX_NAME) if file_of(root, name) is not None]
         self.files = (*metadata, *weights)
         self.tensor_names = tuple(self._file_of)
-        self._headers: dict[str, tuple[dict[str, int], Mapping[str, StoredTensor]]] = {}
-        """By file that was read, its stamp and its tensors."""
 
     def _names_in(self, weight: str) -> Iterable[str]:
         """The tensors in a file: by its header, or by the index while it is not on disk."""
         if weight in self.known and self._index and self._whole(weight) is None:
             return [name for name, file in self._index.items() if file == weight]
-        return read_header(self.path_of(weight)).spans
+        return self._tensors(weight)
 
     def _whole(self, weight: str) -> Path | None:
         """The path of a weight file that is on disk as a whole."""
@@ -225,12 +225,11 @@ class SafetensorsCheckpoint:
     def _shapes(self, names: Iterable[str]) -> dict[str, Sequence[int]]:
         """The shapes of tensors by transformers' names, as far as headers are here. Parts of
         quantised weights, which have other shapes than the weights, are left out."""
-        paths = map(self.path_of, self.holders(names))
         found = {
-            name: shape
-            for path in paths
-            if path.is_file()
-            for name, shape in read_header(path).shapes.items()
+            name: tensor.shape
+            for file in self.holders(names)
+            if self.path_of(file).is_file()
+            for name, tensor in self._tensors(file).items()
         }
         quantized = self._scheme.weights(names, lambda name: name) if self._scheme is not None else []
         parts = {part for weight in quantized for part in weight.tensors if part != weight.name}
@@ -366,9 +365,15 @@ class SafetensorsCheckpoint:
         return found | reader.finish()
 
     def _tensor(self, name: str, *, is_mapped: bool) -> StoredTensor:
-        """Return a tensor of the language model. The header of a file is read again only when the
-        file has changed."""
+        """Return a tensor of the language model."""
         file = self._file_of[name]
+        found = self._tensors(file).get(name)
+        if found is None:
+            raise IntegrityError(f"{self.path_of(file)} lacks tensor {name[:200]!r}")
+        return replace(found, is_mapped=is_mapped)
+
+    def _tensors(self, file: str) -> Mapping[str, StoredTensor]:
+        """Return the tensors of a file. Its header is read again only when the file has changed."""
         path = self.path_of(file)
         try:
             stamp = stamp_of(path)
@@ -376,10 +381,7 @@ class SafetensorsCheckpoint:
             raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
         if file not in self._headers or self._headers[file][0] != stamp:
             self._headers[file] = stamp, read_tensors(path)[1]
-        found = self._headers[file][1].get(name)
-        if found is None:
-            raise IntegrityError(f"{path} lacks tensor {name[:200]!r}")
-        return replace(found, is_mapped=is_mapped)
+        return self._headers[file][1]
 
     def expert_places(
         self, names: Iterable[str], first_block: int, model: "PreTrainedModel"

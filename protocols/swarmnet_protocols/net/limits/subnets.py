@@ -148,18 +148,20 @@ class SubnetLimits:
         self._streams.add(place)
         scope.on_close = lambda: self._streams.remove(place)
         if peer_scope.is_unknown:
-            if self._silent.amount_of(place.subnet) >= MAX_SILENT_PER_SUBNET:
-                self._evict_from(self._silent, place.subnet)
-            elif self._silent.total >= MAX_SILENT:
+            is_full = self._silent.amount_of(place.subnet) >= MAX_SILENT_PER_SUBNET
+            made_room = is_full and self._evict_from(self._silent, place.subnet)
+            if not made_room and self._silent.total >= MAX_SILENT:
                 self._evict_from(self._silent)
             self._silent.add(place)
             scope.on_first_message = lambda: self._silent.remove(place)
         return scope
 
-    def _evict_from(self, streams: Occupancy[StreamScope], subnet: str | None = None) -> None:
+    def _evict_from(self, streams: Occupancy[StreamScope], subnet: str | None = None) -> bool:
+        """Evict a stream of an unknown peer. Return whether there was one."""
         victim = streams.victim(lambda scope: scope.peer_scope.is_unknown, subnet)
         if victim is not None:
             victim.evict()
+        return victim is not None
 
 
 class SubnetSlots:

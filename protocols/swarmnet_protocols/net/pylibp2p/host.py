@@ -225,8 +225,8 @@ class PyLibp2p(P2pd):
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for each in self._sockets:
-                listener = trio.SocketListener(trio.socket.from_stdlib_socket(each))
-                nursery.start_soon(trio.serve_listeners, self._accept, [listener])
+                accepting = trio.SocketListener(trio.socket.from_stdlib_socket(each))
+                nursery.start_soon(trio.serve_listeners, self._accept, [accepting])
             self._started.set_result(None)
             await trio.sleep_forever()
 
@@ -261,7 +261,7 @@ class PyLibp2p(P2pd):
             try:
                 connection = await self._reach(peer, address)
             except Exception as error:  # noqa: BLE001 - noise raises what the peer's bytes lead to
-                errors.append(f"{address}: {error or type(error).__name__}")
+                errors.append(f"{address}: {str(error) or type(error).__name__}")
             else:
                 self._add(connection)
                 scope.cancel()

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import all_of, race
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
 from swarmnet_protocols.net.refusal import Refusal
@@ -58,8 +58,7 @@ class Averager:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self._open = False
-        for runner in self._runners.values():
-            await runner.close()
+        await all_of(*(runner.close() for runner in self._runners.values()))
         async with self._begun:
             self._begun.notify_all()
 

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
-from swarmnet_protocols.machine.aio import race
+from swarmnet_protocols.machine.aio import all_of, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
@@ -254,8 +254,7 @@ class RoundRunner:
         for stream in self._incoming.values():
             stream.close()
         self._results.clear()
-        for link in self._links.values():
-            await link.close()
+        await all_of(*(link.close() for link in self._links.values()))
 
     # ---- effects --------------------------------------------------------------------------------
 
