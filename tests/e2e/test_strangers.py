@@ -51,6 +51,8 @@ from tests.support.attacks.strangers import (
     Scenario,
     await_end,
     opened,
+    raw_streams,
+    read_to_end,
     run_stranger,
     send_garbage,
     send_oversized,
@@ -264,17 +266,12 @@ def test_a_peer_with_experts_survives_garbage_and_oversized_frames(tmp_path: Pat
 def test_large_messages_that_never_come_cost_nothing(victim: Victim, tmp_path: Path) -> None:
     async def scenario(transport: P2pdTransport) -> None:
         announced = struct.pack(">II", 10, SESSION.max_payload_bytes)
-        streams = [
-            await transport._daemon.open_stream(victim.peer, SESSION.id, deadline_s=DEADLINE_S)
-            for _ in range(100)
-        ]
-        for pipe in streams:
-            pipe.writer.write(announced)
-        # a first message is not waited for longer than a first answer may take
-        for pipe in streams:
-            async with asyncio.timeout(DEADLINE_S):
-                await pipe.reader.read()
-            pipe.writer.close()
+        async with raw_streams(transport, victim.peer, SESSION, 100) as pipes:
+            for pipe in pipes:
+                pipe.writer.write(announced)
+            # a first message is not waited for longer than a first answer may take
+            for pipe in pipes:
+                await read_to_end(pipe)
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
 
@@ -401,18 +398,11 @@ def test_two_thousand_silent_streams_are_ended(victim: Victim, tmp_path: Path) -
     descriptors = psutil.Process(victim.node.pid).num_fds()
 
     async def scenario(transport: P2pdTransport) -> None:
-        streams = [
-            await transport._daemon.open_stream(victim.peer, PING.id, deadline_s=DEADLINE_S)
-            for _ in range(2000)
-        ]
-        most = PEER_LIMITS[Resource.INBOUND_STREAMS] + MAX_LINGERING + descriptors + 16
-        assert psutil.Process(victim.node.pid).num_fds() <= most
-        async with asyncio.timeout(DEADLINE_S):
-            for pipe in streams:
-                with contextlib.suppress(OSError):
-                    assert (await pipe.reader.read())[:4] in (b"", struct.pack(">I", REFUSED))
-        for pipe in streams:
-            pipe.writer.close()
+        async with raw_streams(transport, victim.peer, PING, 2000) as pipes:
+            most = PEER_LIMITS[Resource.INBOUND_STREAMS] + MAX_LINGERING + descriptors + 16
+            assert psutil.Process(victim.node.pid).num_fds() <= most
+            for pipe in pipes:
+                assert (await read_to_end(pipe))[:4] in (b"", struct.pack(">I", REFUSED))
 
     assert attack(victim, scenario, tmp_path) < GROWTH_BYTES
     assert psutil.Process(victim.node.pid).num_fds() <= descriptors + 16

@@ -3,7 +3,8 @@ last messages when they close."""
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import ExitStack
 from typing import Any
 
 from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec
@@ -42,6 +43,7 @@ class Endpoint:
         self.flushes: set[asyncio.Task[None]] = set()
         """Closed streams whose last messages are being delivered."""
         self._refused: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self.forwarded: dict[str, str] = {}
         """For connections that this process forwards: the loopback address that the transport sees
         → the multiaddr of the peer itself."""
@@ -63,6 +65,24 @@ class Endpoint:
     def start(self, coroutine: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run a task that ends with this endpoint."""
         return self._start(coroutine, self._tasks)
+
+    def accept(self, serve: Callable[[], Awaitable[None]], close: Callable[[], object]) -> None:
+        """Run ``serve`` as a task for a new connection, which it closes.
+
+        If it never runs, ``close`` is called: when the endpoint is closed, or closes before the
+        task's first step.
+        """
+        unserved = ExitStack()
+        unserved.callback(close)
+
+        async def run() -> None:
+            unserved.pop_all()
+            await serve()
+
+        if self._is_closed:
+            unserved.close()
+        else:
+            self.start(run()).add_done_callback(lambda _: unserved.close())
 
     def open(
         self, pipe: Pipe, peer: PeerId, protocol: ProtocolSpec, link: LinkLimiter | None = None
@@ -104,6 +124,7 @@ class Endpoint:
     async def close(self) -> None:
         """End every task and stream, once the last messages are delivered or ``_FLUSH_S`` is
         over."""
+        self._is_closed = True
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

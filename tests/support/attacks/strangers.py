@@ -13,6 +13,7 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
+from swarmnet_protocols.net.pipe import Pipe
 
 DEADLINE_S = 60.0
 GROWTH_BYTES = 48 << 20
@@ -48,6 +49,30 @@ async def opened(transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec)
         stream.close()
 
 
+@contextlib.asynccontextmanager
+async def raw_streams(
+    transport: P2pdTransport, peer: PeerId, protocol: ProtocolSpec, count: int
+) -> AsyncIterator[list[Pipe]]:
+    """Streams whose bytes are not framed."""
+    with contextlib.ExitStack() as stack:
+        pipes = []
+        for _ in range(count):
+            pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
+            stack.callback(pipe.writer.close)
+            pipes.append(pipe)
+        yield pipes
+
+
+async def read_to_end(pipe: Pipe) -> bytes:
+    """The bytes that come until the other side ends the stream: none if the end discards what this
+    side has sent."""
+    async with asyncio.timeout(DEADLINE_S):
+        try:
+            return await pipe.reader.read()
+        except OSError:
+            return b""
+
+
 async def await_end(stream: Stream) -> None:
     """Wait until the other side ends the stream; earlier messages are ignored."""
     async with asyncio.timeout(DEADLINE_S):
@@ -76,16 +101,12 @@ async def send_oversized(transport: P2pdTransport, peer: PeerId, protocol: Proto
     """
 
     async def send(header: int, payload: int) -> None:
-        pipe = await transport._daemon.open_stream(peer, protocol.id, deadline_s=DEADLINE_S)
-        reader, writer = pipe.reader, pipe.writer
-        with contextlib.suppress(OSError):
-            writer.write(struct.pack(">II", header, payload))
-            for _ in range(64):
-                writer.write(bytes(1 << 20))
-                await writer.drain()
-        async with asyncio.timeout(DEADLINE_S):
+        async with raw_streams(transport, peer, protocol, 1) as (pipe,):
             with contextlib.suppress(OSError):
-                assert await reader.read() == b""
-        writer.close()
+                pipe.writer.write(struct.pack(">II", header, payload))
+                for _ in range(64):
+                    pipe.writer.write(bytes(1 << 20))
+                    await pipe.writer.drain()
+            assert await read_to_end(pipe) == b""
 
     await asyncio.gather(*(send(*sizes) for sizes in 4 * [(1 << 31, 0), (0, 1 << 31)]))

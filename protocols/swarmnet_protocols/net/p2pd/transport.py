@@ -318,7 +318,7 @@ class P2pdTransport:
             await self._bootstrap(replace(self._config, require_bootstrap=False))
 
     def _accept(self, pipe: Pipe) -> None:
-        self.endpoint.start(self._handle(pipe))
+        self.endpoint.accept(lambda: self._handle(pipe), pipe.writer.close)
 
     async def _handle(self, pipe: Pipe) -> None:
         from hivemind.p2p import PeerID

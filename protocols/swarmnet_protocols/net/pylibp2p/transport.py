@@ -69,15 +69,10 @@ class PyLibp2pTransport(P2pdTransport):
             stack.enter_context(identity_in_use(config.identity_path, alone=not config.only_dials))
 
             def accept(ours: socket.socket, peer: PeerId, protocol_id: str, address: str) -> None:
-                unused = contextlib.ExitStack()
-                unused.enter_context(ours)
-
                 async def handle() -> None:
-                    unused.pop_all()  # from now on, the pipe closes the socket
                     await transport.endpoint.handle(await adopt(ours), peer, protocol_id, address)
 
-                # If the task is cancelled before its first step, handle() never runs.
-                transport.endpoint.start(handle()).add_done_callback(lambda _: unused.close())
+                transport.endpoint.accept(handle, ours.close)
 
             host: PyLibp2p = PyLibp2p(identity.peer_id, config.announce, accept)
             transport = cls(identity.peer_id, host, Path(), config)
