@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 ADDRESSES_NAME = "addresses"
 FOLLOW_S = 10.0
-"""Seconds between two looks at this peer's addresses. The file may be wrong for as long."""
+"""Seconds between two checks of this peer's addresses. The file may be outdated for that long."""
 MAX_ADDRESSES = 64
 """Most addresses read from the `addresses` file of a data directory."""
 
@@ -63,8 +63,8 @@ def read_addresses(data_dir: Path) -> tuple[str, ...]:
 
 
 async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]]) -> None:
-    """Keep the file ``addresses`` like the ``current`` ones, until cancelled: networks come and
-    go."""
+    """Write the ``current`` addresses to the file ``addresses`` whenever they change, until
+    cancelled."""
     written = None
     while True:
         addresses = list(current())
@@ -84,7 +84,7 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
     After a restart, the addresses that other peers know remain valid.
     """
     last: dict[tuple[int, str], int] = {}
-    own = {host for host, _ in own_interfaces()}  # relays and routers have other ports
+    own = {host for host, _ in own_interfaces()}  # ports at relays and routers are not this machine's
     for each in parse_multiaddrs(read_addresses(data_dir)):
         if str(each.ip) in own and not each.is_relayed:
             last[each.ip.version, each.kind] = each.port
@@ -125,7 +125,7 @@ def check_peer_address(address: str) -> None:
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port of ``[HOST:]PORT``; without a host, this machine's own address.
+    """Return host and port of ``[HOST:]PORT``. The default host is 127.0.0.1.
 
     Raises ``ConfigError`` for anything else.
     """
@@ -157,7 +157,7 @@ def _check(parts: list[str], address: str, *, hint: str) -> None:
     if parts[2] not in {"tcp", "udp"} or not re.fullmatch(r"[0-9]{1,5}", parts[3]) or int(parts[3]) > 65535:
         raise ConfigError(f"the address {address!r} has no valid port", hint=hint)
     if not all(_PART.fullmatch(part) for part in parts):
-        raise ConfigError(f"the address {address!r} has a part that no multiaddr has", hint=hint)
+        raise ConfigError(f"the address {address!r} has an invalid part", hint=hint)
 
 
 def _is_host(kind: str, host: str) -> bool:

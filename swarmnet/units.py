@@ -90,8 +90,8 @@ def show_duration(seconds: float) -> str:
 
 
 def _figures(number: float, digits: int = 3) -> str:
-    """``number`` rounded to that many significant digits, but never within its integer part and
-    never with an exponent."""
+    """Return ``number`` with that many significant digits, and never fewer than its integer part
+    has. No exponent."""
     return f"{number:.{digits}g}" if number < 10**digits - 0.5 else f"{number:.0f}"
 
 

@@ -165,7 +165,7 @@ def main() -> NoReturn:
     # spinning longer would take the core that the displaced thread needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
     for stream in (sys.stdout, sys.stderr):
-        # letters that its encoding lacks must not end an answer
+        # an answer may have letters that the encoding of stdout lacks
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     signal.signal(signal.SIGTERM, _terminate)

@@ -56,7 +56,7 @@ class Foreground:
             monitor = await self._monitor(stack)
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
-                # A node may wait long for experts that peers have, and these may enter the swarm
+                # A node may wait long for experts of peers, and those peers may enter the swarm
                 # through it.
                 await stack.enter_async_context(control.serve(node, self.data_dir))
                 write_addresses(self.data_dir, list(node.status().addresses))

@@ -1,5 +1,5 @@
-"""What commands take beyond typer's own types: dataclasses whose fields are options, and values
-that are read from what users type."""
+"""Options beyond typer's own types: dataclasses whose fields are options, and values parsed from
+text."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +15,9 @@ from typer.models import ParameterInfo
 
 @dataclass(frozen=True)
 class From:
-    """Says in the ``Annotated`` type of an option that ``read`` makes its value.
+    """Marks an ``Annotated`` option whose value ``read`` returns.
 
-    Typer hands ``read`` a value of type ``typed``, which is no list. ``read`` may raise
+    Typer calls ``read`` with a value of type ``typed``, which is not a list. ``read`` may raise
     ``ValueError``. ``default`` is written as users type it. Without a default, an option that
     nobody gives is None.
     """

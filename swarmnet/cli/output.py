@@ -40,8 +40,8 @@ def note(text: str) -> None:
 
 
 def note_if_first(addresses: Sequence[str], *, mdns: bool, as_json: bool) -> None:
-    """Note that a peer without a bootstrap peer is the first of its swarm, because two such peers
-    find each other only by mDNS."""
+    """Tell the user that this peer is the first of its swarm, if it knows no bootstrap peer. Two
+    first peers find each other only by mDNS."""
     if addresses or as_json:
         return
     where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"

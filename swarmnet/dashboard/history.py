@@ -21,7 +21,7 @@ MAX_JOB_POINTS = 2000
 """Most points of one job; beyond that, every second one is deleted."""
 MAX_JOBS = 64
 MAX_PEERS = 4096
-"""Most peers with a history; those seen last are kept."""
+"""Most peers with a history. The peers seen last are kept."""
 DAY_S = 24 * 3600
 MONTH_S = 30 * DAY_S
 _VERSION = 1

@@ -88,15 +88,15 @@ class BootstrapPeer:
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A model, and what its weights take in memory on a CPU."""
+    """A model, and the memory that its weights take on a CPU."""
 
     name: str
     memory_bytes: int = 0
-    """Bytes of all weights; 0 if headers do not tell."""
+    """Bytes of all weights; 0 if the headers do not say."""
     notice: str = ""
-    """Why that is more than the files have; empty if it is not."""
+    """Why the weights take more memory than their files; empty if they do not."""
     error: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Why the model cannot be used; empty if it can."""
     hint: str = ""
 
 

@@ -8,8 +8,8 @@ from typing import Any
 MAX_HELD_TOKENS = 4
 """Most tokens held back for an incomplete character, which has at most four bytes in UTF-8."""
 MAX_WINDOW = 64
-"""Most tokens without valid text that are decoded again with the next one. More would take more
-time; with fewer, a character after so much invalid text is lost."""
+"""Most tokens without valid text that are decoded again together with the next token. More would
+take more time. With fewer, a character after that much invalid text would be lost."""
 PROMPT_TOKENS = 16
 """Last tokens of a prompt that decide how the text after it begins."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -30,7 +30,7 @@ class IncrementalDetokenizer:
         self._prefix_start = 0
         self._prefix_end = len(self._ids)
         self._shown = len(self._decode(0)) if self._ids else 0
-        """Characters of the decoded text that were returned, or are the prompt's."""
+        """Number of characters of the decoded text that were returned, or belong to the prompt."""
 
     def push(self, token_id: int) -> str:
         """Return the text that ``token_id`` completes; empty while its last character is
@@ -67,8 +67,8 @@ class IncrementalDetokenizer:
 
 
 class TokenBytes:
-    """The bytes that each token of a tokenizer adds to a text. Of a part of a character, these are
-    no text."""
+    """The bytes that each token of a tokenizer adds to a text. The bytes of a partial character are
+    not valid text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

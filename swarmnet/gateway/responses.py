@@ -76,8 +76,8 @@ class CompletionFormatter:
         }
 
     def _alternatives(self, token: Token) -> dict[str, float]:
-        """Return the log probability of each alternative by its text. One with the text of another
-        has its id, too."""
+        """Return the log probability of each alternative by its text. If two alternatives have the
+        same text, the second one's id is added to its key."""
         found: dict[str, float] = {}
         for one, value in token.top:
             name = _name(self._bytes.of(one))

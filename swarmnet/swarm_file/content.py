@@ -64,7 +64,7 @@ class Authority:
         return True
 
     def continues(self, other: "Authority") -> bool:
-        """Whether the keys equal ``other``, or continue it with more rotations."""
+        """Whether the keys equal ``other``, or continue ``other`` with more rotations."""
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
     def trusted_keys(self) -> dict[bytes, float]:

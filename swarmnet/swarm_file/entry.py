@@ -83,8 +83,8 @@ class Entry:
     def network(
         self, listen: Sequence[str], announce: Sequence[str] = (), issuer: Path | None = None
     ) -> Network:
-        """The configuration of a connection to the swarm; with the key file ``issuer``, that of an
-        issuer of certificates.
+        """Return the configuration of a connection to the swarm. With the key file ``issuer``, the
+        peer also issues certificates.
 
         The environment variable ``TRANSPORT_VARIABLE`` chooses the transport.
         """
@@ -212,7 +212,7 @@ def _distinct(*lists: Iterable[str]) -> tuple[str, ...]:
 def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
     """The entry of a second peer on this machine to a swarm that ``beside`` has entered.
 
-    Raises as :func:`enter`.
+    Raises the errors of :func:`enter`.
     """
     from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
     from swarmnet_protocols.net.identity import Identity

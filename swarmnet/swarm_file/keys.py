@@ -1,5 +1,5 @@
-"""Files that hold secrets: keys of authorities and issuers (Ed25519 in PEM), and API keys. Files
-that others can read are refused."""
+"""Files that hold secrets: keys of authorities and issuers (Ed25519 in PEM), and API keys. A key
+file that other users can read is refused."""
 
 import os
 import stat

@@ -32,7 +32,7 @@ class KnownPeers:
     """Addresses that peers announced. They are dialled as far as ``net/dialling.py`` allows."""
 
     def named_too(self, addresses: Iterable[str]) -> "KnownPeers":
-        """These peers and ``addresses``, which the owner has just given. They come first."""
+        """Return these peers and, before them, ``addresses``, which the owner has just given."""
         return KnownPeers(tuple(dict.fromkeys((*addresses, *self.named)))[:MAX_PEERS], self.seen)
 
     def after(self, answered: Sequence[str]) -> "KnownPeers":

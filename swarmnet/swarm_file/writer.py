@@ -80,8 +80,8 @@ class NewSwarm:
     """Whether the swarm has no authority. Otherwise admission is that of ``like``, or by
     certificate."""
     mdns: bool | None = None
-    """Whether peers find each other in local networks. None: as in ``like``, or without it only if
-    there is an authority."""
+    """Whether peers find each other in local networks. None: as in ``like``; without ``like``, only
+    if there is an authority."""
     like: Path | None = None
     """A swarm file whose admission, policy and other tables are copied."""
     models: tuple[ListedModel, ...] = ()

@@ -96,7 +96,7 @@ class Screen:
     as_json: bool = False
     pieces: bool = False
     notices: list[str] = field(default_factory=list)
-    """What the user should know about the model. Every answer in JSON has it."""
+    """Notices about the model. Every answer in JSON repeats them."""
 
     def notice(self, text: str) -> None:
         """Print a notice at once, or keep it for the answers in JSON."""

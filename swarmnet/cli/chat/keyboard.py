@@ -79,8 +79,8 @@ def not_text(error: UnicodeDecodeError) -> typer.BadParameter:
 
 @contextmanager
 def keyboard(history: Path | None, words: Sequence[str]) -> Iterator[Keyboard]:
-    """Input from the terminal, or from stdin if that is none. At a terminal ``words`` are
-    completed, and input is stored in ``history`` (0600).
+    """Yield the input from the terminal, or from stdin if it is not a terminal. At a terminal
+    ``words`` are completed, and input is stored in ``history`` (0600).
 
     On Windows the terminal itself edits lines, and no history is stored.
     """

@@ -270,7 +270,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _facts(config: "NodeConfig", file: "SwarmFile") -> dict[str, str]:
-    """What the owner of this machine is shown before it is shared for the first time."""
+    """Return the facts that the owner sees before this machine is shared for the first time."""
     others = ", or another model of the swarm," if config.may_switch and len(file.models) > 1 else ""
     return rows(config.limits) | {
         "disk": f"{config.model}{others} and its cache in {config.cache_dir}",

@@ -123,7 +123,7 @@ def verify(
 
 
 def _memory_notice(local: "LocalModel") -> str:
-    """Return what the model takes in memory on a CPU, if that is more than its files."""
+    """Return a sentence on the model's memory on a CPU; empty unless it exceeds the files' size."""
     import torch
 
     return local.sizes(*local.manifest.tensors).notice("all weights", torch.float32)

@@ -207,8 +207,7 @@ def open_model(
 
 
 def _question(prompt: str | None) -> str:
-    """Return the prompt; without one, all of stdin, without the mark that some editors begin a file
-    with."""
+    """Return the prompt, or else all of stdin without a byte order mark."""
     try:
         text = sys.stdin.read(MAX_MESSAGE_CHARS + 2).removeprefix("\ufeff") if prompt is None else prompt
         text.encode()

@@ -58,7 +58,7 @@ _DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """Where the endpoint is, who may use it and how much, and how it computes."""
+    """The options of the endpoint: its address, its users and their quotas, and how it computes."""
 
     host: HostOption = "127.0.0.1"
     port: PortOption = 8000
@@ -116,7 +116,7 @@ class EndpointOptions:
     stop_on_eof: StopOnEofFlag = False
 
     def access(self) -> "AccessPolicy":
-        """Return who may use the endpoint.
+        """Return the access rules of the endpoint.
 
         Raises ``ConfigError`` if other machines reach it without a key, or if a key or an origin is
         invalid.
@@ -158,8 +158,7 @@ def serve(
 
 
 def check_origin(text: str) -> str:
-    """Return an origin as clients send it: of a page, or with a scheme of its own of an app or
-    extension."""
+    """Return an origin as clients send it. Apps and extensions have schemes of their own."""
     found = _ORIGIN.fullmatch(text)
     if found is None or int(found["port"] or 0) > 65535:
         raise typer.BadParameter(

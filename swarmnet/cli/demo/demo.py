@@ -114,8 +114,8 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
 
 
 async def _start_nodes(swarm: DemoSwarm, spans: Sequence[tuple[int, int]], report: Progress) -> str:
-    """Start a node for each span. The first node starts alone, as the bootstrap peer of the others;
-    returns its address."""
+    """Start a node for each span, and return the address of the first. It starts alone, as the
+    bootstrap peer of the others."""
     title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
     address = await _start_node(swarm, spans[0], "")

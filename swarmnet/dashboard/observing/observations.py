@@ -155,11 +155,11 @@ class PeerTracker:
         self._update(announced=announced, announced_at_s=now_s, experts=host.experts)
 
     def on_experts_absent(self) -> None:
-        """The directory has no record of experts of the peer."""
+        """Note that the directory has no record of the peer's experts."""
         self._update(announced=self.observation.announced if self.hosts_blocks else None, experts={})
 
     def on_record_absent(self) -> None:
-        """The directory has no record of the peer."""
+        """Note that the directory has no record of the peer."""
         self._update(announced=None, experts={})
 
     def on_report(self, report: report_pb2.NodeReport, now_s: float, totals: Totals) -> None:

@@ -1,4 +1,4 @@
-"""Which peers the observer polls when more are announced than it has slots for.
+"""Chooses the peers to poll when more peers are announced than the observer has slots.
 
 Identities cost nothing, so a flood of them must not displace other peers:
 
@@ -23,8 +23,8 @@ UNKNOWN_SHARE = 8
 
 @dataclass(frozen=True)
 class PollCandidate:
-    """A peer that may be polled, with what its rank depends on. ``since_s``: Unix time at which it
-    was first seen."""
+    """A peer that may be polled, with the facts that decide its rank. ``since_s``: Unix time at
+    which it was first seen."""
 
     peer: PeerId
     addresses: tuple[str, ...]
