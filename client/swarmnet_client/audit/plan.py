@@ -21,8 +21,8 @@ SHARE = 0.03
 blocks."""
 NEWCOMER_POSITIONS = 4
 """Positions of a host's first audit. With more, the budget would not cover every host of a chain
-within 200 positions. With fewer, hosts that repeat earlier outputs would pass: the first position
-has none."""
+within 200 positions. With fewer, a host that repeats its earlier outputs would pass more often: at
+the first position it has none to repeat."""
 MAX_REMEMBERED = 4096
 """Most audited hosts that are remembered."""
 
@@ -41,7 +41,8 @@ class AuditPlan:
 
 
 class Ledger:
-    """The audit budget of a client, and the hosts it has audited. All its chains share one."""
+    """The audit budget of a client, and the hosts it has audited. All chains of the client share
+    one."""
 
     def __init__(self, rng: random.Random) -> None:
         """Hosts must not be able to predict ``rng``."""
@@ -52,8 +53,7 @@ class Ledger:
         self._audited: dict[PeerId, None] = {}
 
     def earn(self, work: int) -> None:
-        """Hosts have computed ``work`` positions times blocks: a share of it may be spent on
-        audits."""
+        """Credit a share of the ``work``, in positions times blocks, that hosts have computed."""
         self._credit += SHARE * work
 
     def may_spend(self, cost: int) -> bool:
@@ -61,19 +61,18 @@ class Ledger:
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:
-        """Spend ``cost`` on an audit; a negative cost is given back. The budget may be overdrawn:
-        after a mismatch, a third host computes the same in any case."""
+        """Spend ``cost`` on an audit. A negative cost is a refund. The budget may be overdrawn,
+        because every mismatch needs a third host."""
         self._credit -= cost
 
     def plan(self, hops: Sequence[Hop]) -> AuditPlan:
-        """Return the next audit: of a host that was never audited, if there is one among
-        ``hops``."""
+        """Return the next audit. Hosts that were never audited come first."""
         new = [hop for hop in hops if hop.peer not in self._audited]
         drawn = min(int(1 / (1 - self.rng.random())), MAX_DIGEST_POSITIONS)
         return AuditPlan(self.rng.choice(new or list(hops)), NEWCOMER_POSITIONS if new else drawn)
 
     def passed(self, peer: PeerId) -> None:
-        """A host was audited and found right."""
+        """Note that an audit found the outputs of ``peer`` right."""
         self._audited.pop(peer, None)
         self._audited[peer] = None
         if len(self._audited) > MAX_REMEMBERED:
@@ -83,8 +82,8 @@ class Ledger:
 def witnesses(
     hosts: Sequence[HostInfo], audited: Hop, without: frozenset[PeerId], rng: random.Random
 ) -> list[Hop]:
-    """Random hosts outside of ``without`` that together have the blocks of ``audited`` in its
-    precision; empty if there are none."""
+    """Return random hosts that together have the blocks of ``audited``, in the precision of
+    ``audited``. Hosts in ``without`` are left out. Empty if no hosts have all of these blocks."""
     able = [
         host
         for host in hosts

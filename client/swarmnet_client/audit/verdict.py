@@ -6,13 +6,13 @@ Honest hosts differ, because they round differently. Outputs are compared in two
 2. after a norm, which is what the next block reads: a few huge channels shrink all others there;
 3. the last hop's outputs also as logits, which is what the client makes of them.
 
-In each view, a position as a whole and its most different number have a bound of their own. A bound
-on the whole alone would allow anything in a few channels.
+In each view there are two bounds: one for a position as a whole, and one for its most different
+number. The first alone would allow anything in a few channels.
 
 Some positions are ill-conditioned: there any rounding changes the outputs much. Two hosts of one
 kind then agree exactly, and an honest host of another kind differs. So a third host, which decides
-between two, gets nudged inputs. A host is wrong at a position only if its outputs are several times
-as far off as such a nudge moves them.
+between two, gets nudged inputs. A host is wrong at a position only if its error is several times
+the change that the nudge causes there.
 
 The functions are pure.
 """
@@ -35,16 +35,15 @@ token."""
 class Bound:
     """The largest differences of a position between two honest hosts.
 
-    ``whole``: root mean square of the relative errors. ``part``: the largest difference of a
-    number, in units of the smaller of the two or of the position's median, whichever is larger.
+    ``whole``: root mean square of the relative errors. ``part``: the largest relative error of a
+    number. See ``differences``.
     """
 
     whole: float
     part: float
 
     def ratio(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """Return the differences of each position in units of the bounds, the larger of the two
-        [P]."""
+        """Return the larger of each position's two differences, in units of the bounds [P]."""
         return torch.maximum(whole / self.whole, part / self.part)
 
 
@@ -53,14 +52,16 @@ STATES = Bound(whole=0.25, part=4.0)
 honest hosts. Even these bounds are exceeded now and then by a host that computes dozens of blocks
 in bfloat16 (decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
-"""For logits. A host that moves one token's logit further is found."""
+"""For logits. A host that moves the logit of one token by more than ``part`` is found."""
 
 NUDGE = 2.0**-5
-"""Relative change of each input of a third host. Smaller nudges move outputs less than dozens of
-blocks in bfloat16 do, and ill-conditioned positions stay hidden. Larger ones excuse lies."""
+"""Relative change of each input of a third host. Smaller nudges would change outputs less than the
+rounding of dozens of bfloat16 blocks does, so ill-conditioned positions would stay hidden. Larger
+nudges would excuse lies."""
 MARGIN = 4.0
-"""How many times as far as a nudge moves a position a host may be off. A larger margin excuses
-larger lies. With a smaller one, bfloat16 would come close to it."""
+"""Largest error of an honest host at a position, as a multiple of the change that the nudge causes
+there. A larger margin would excuse larger lies. A smaller margin would come close to the errors of
+bfloat16."""
 
 
 def nudged(inputs: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +82,9 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, t
 
     A number's size is its own or, where that is small, the median of the position's sizes.
     Transformers have a few channels that are thousands of times larger than the rest. In a plain
-    norm, a lie in all other channels would vanish next to them. In the whole, no channel counts
-    more than as wholly wrong, so that no channel with a large rounding error accuses a host.
+    norm, a lie in all other channels would vanish next to them. In the whole, a channel counts as
+    at most 100 % wrong, so that a single channel with a large rounding error does not accuse a
+    host.
     """
     one, other = one.double(), other.double()
     off, sizes = (one - other).abs(), torch.maximum(one.abs(), other.abs())
@@ -93,7 +95,7 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def after_norm(states: torch.Tensor) -> torch.Tensor:
-    """Return hidden states [P, D] as a norm without a gain leaves them (RMSNorm, arXiv:1910.07467).
+    """Return hidden states [P, D] after RMSNorm without a gain (arXiv:1910.07467).
 
     Only hosts know the gain of the next block's norm. It scales the channels of both hosts alike.
     """
@@ -136,7 +138,8 @@ def views(
 
 
 def _centred(logits: torch.Tensor) -> torch.Tensor:
-    """Logits without what is common to all tokens, which changes no probability."""
+    """Return logits without the part that is common to all tokens. Probabilities do not depend on
+    it."""
     return logits - logits.mean(dim=1, keepdim=True)
 
 

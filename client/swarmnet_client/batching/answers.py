@@ -39,7 +39,7 @@ class Answer:
         self.reused = 0
         """Positions of the prompt whose KV caches were reused."""
         self.precisions: list[str] = []
-        """Precisions of the hosts of its chains so far; one if they had the same."""
+        """Precisions of the hosts that have computed the answer so far; one if all had the same."""
         self.finish_reason: str | None = None
         """``stop`` or ``length``, once the answer is complete."""
         self.trips = 0

@@ -56,7 +56,8 @@ class RunningSequence:
         return common(self.held, request.ids[:-1]) if self.owner == request.owner else 0
 
     def will_share(self, request: Request) -> int:
-        """``shared`` once all of a prompt that is being sent has been sent."""
+        """Return what ``shared`` will return once the prompt that is being sent has been sent
+        completely."""
         is_sending = self.answer is not None and self.has_begun and self.owner == request.owner
         return common([*self.held, *self.todo], request.ids[:-1]) if is_sending else 0
 

@@ -40,7 +40,7 @@ hops idle."""
 KEPT_POSITIONS = 1 << 13
 """Positions of all KV caches of one chain; above this, caches of finished answers are dropped.
 
-On three hosts, this is half of what one client of the default model may use by default.
+By default, one client has room for twice as many on three hosts of the default model.
 """
 IDLE_S = 60.0
 """Seconds that a chain without answers stays open for the next turn of a chat."""
@@ -61,8 +61,8 @@ class _Part:
 def _draws(answer: Answer, draft: Sequence[int]) -> list[Draw]:
     """Return the choices of one answer after each token of a step.
 
-    A choice is made only if the whole draft before it was right, so those draft tokens count as
-    part of the answer.
+    A choice is used only if all draft tokens before it were right. So its penalties count those
+    draft tokens as part of the answer.
     """
     sampling, counts = answer.request.sampling, answer.counts
     draws = [Draw(sampling, len(answer.ids), counts)]
@@ -85,7 +85,7 @@ def share(room: int, wanted: Sequence[int]) -> list[int]:
     return given
 
 
-def _taken(part: _Part) -> int:
+def _gained(part: _Part) -> int:
     """Return how many positions a sequence gains or loses when an answer begins, before its first
     row.
     """
@@ -117,7 +117,7 @@ class SequenceGroup:
         self._kept = kept
         self._turn = 0
         self._origins: Counter[int] = Counter()
-        """Sequences that steps being sent start from."""
+        """For each sequence, the number of steps in flight that start from its KV caches."""
         self._times = StepTimes()
         self._arrived = asyncio.Event()
         self._ready = asyncio.Event()
@@ -221,8 +221,7 @@ class SequenceGroup:
         return [
             _Part(sequence, 1, draft)
             for sequence, answer, draft in zip(turn, answers, drafts, strict=True)
-            if sequence.answer
-            is answer  # else it left while drafts were computed, and another one may have come
+            if sequence.answer is answer  # an answer may have left while its draft was computed
         ]
 
     def _drafts(self, turn: Sequence[RunningSequence]) -> list[tuple[int, ...]]:
@@ -249,7 +248,7 @@ class SequenceGroup:
     async def _step(self, chain: Chain, parts: Sequence["_Part"]) -> None:
         """Send one step, and choose the next tokens of the answers whose newest token was in it."""
         rows, ids, asking = [], [], []
-        coming = sum(part.count + len(part.draft) + _taken(part) for part in parts)
+        coming = sum(part.count + len(part.draft) + _gained(part) for part in parts)
         used_now = {part.origin.number for part in parts if part.origin is not None}
         for sequence in to_drop(self._sequences, chain.lengths, coming, self._kept, used_now):
             row, sent = sequence.drop()

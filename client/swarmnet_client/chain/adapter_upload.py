@@ -30,7 +30,8 @@ A host that still lacks it drops adapters too fast to be of use.
 
 
 class AdapterUploader:
-    """Uploads one adapter: its part for a hop once to each host. Without an adapter, nothing."""
+    """Uploads one adapter: once to each host, the part for the hop there. Without an adapter it
+    uploads nothing."""
 
     def __init__(
         self, hosts: ModelHosts, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None

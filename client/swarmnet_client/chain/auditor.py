@@ -138,7 +138,7 @@ class Auditor:
         )
 
     def step_sent(self, rows: tuple[Row, ...]) -> SequenceVersion:
-        """A step is about to be sent. Pass the result to ``step_done``."""
+        """Note that a step is about to be sent. Pass the result to ``step_done``."""
         for row in rows:
             self._lengths[row.sequence] = row.end
             watched = self._watched

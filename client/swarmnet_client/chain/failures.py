@@ -3,7 +3,7 @@
 A host may refuse with good reason, for example inputs that are too long or not finite. Then the
 client or the host that computed those inputs is at fault. Or the refusing host lies.
 
-All hosts refuse a client at fault. A lying host cannot make hosts refuse that did not use its
+All hosts refuse a client at fault. A lying host cannot make a host refuse that has not used its
 outputs. So the client is blamed if independent hosts refuse for the same reason. In the same way,
 messages of independent hosts that the client cannot handle show a bug of the client.
 """
@@ -150,7 +150,7 @@ class RetryPolicy:
     """Counts repairs and waits for overloaded hosts since a chain last answered. Pure."""
 
     def __init__(self, recover_s: float) -> None:
-        """``recover_s``: seconds that a chain is tried at least."""
+        """``recover_s``: least seconds before a chain is given up."""
         self._recover_s = recover_s
         self._attempts = 0
         self._since = 0.0
@@ -195,11 +195,11 @@ class RetryPolicy:
         return now + wait_s <= self._overloaded_since + most_s
 
     def repaired(self, now: float) -> None:
-        """The chain was repaired at ``now``."""
+        """Note that the chain was repaired at ``now``."""
         self._repaired_at = now
 
     def answered(self) -> None:
-        """The chain has answered a step."""
+        """Note that the chain has answered a step."""
         self._attempts, self._overloaded_since = 0, None
 
 

@@ -245,7 +245,7 @@ class LiveHop:
             self.showing.set_result(HopTranscript.read(shown, payload))
 
     def target(self, epoch: int) -> NextHop:
-        """What the previous hop needs to know of this one."""
+        """Return this hop as the target of the previous hop's link."""
         return NextHop(self.hop.peer, self.hop.addresses, self.session, epoch)
 
     async def send_heartbeats(self, stream: SessionStream, period_s: float) -> None:
@@ -255,8 +255,8 @@ class LiveHop:
             await stream.send_heartbeats(period_s, lambda: pb.SessionRequest(heartbeat=pb.Heartbeat()))
 
     async def relink(self, epoch: int, target: NextHop | None, record: bytes, needed: Iterable[int]) -> None:
-        """Have the hop send to ``target``, whose announcement is ``record``, from now on; None: to
-        the client. If ``target`` is fresh, it is sent only the ``needed`` sequences."""
+        """Have the hop send to ``target`` from now on, or with None to the client. ``record`` is
+        the announcement of the target's host. A fresh target gets only the ``needed`` sequences."""
         relink = pb.Relink(
             epoch=epoch,
             next=target.to_wire(record) if target else None,

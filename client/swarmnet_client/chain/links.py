@@ -89,8 +89,8 @@ class ChainLinks:
     def promote(
         self, sender: Sender, standby: LiveHop, epoch: int, feeding: asyncio.Task[None] | None
     ) -> None:
-        """Make the link that feeds a standby the sender's only one. If the sender is a hop, the
-        next ``make`` tells it."""
+        """Make the link that feeds a standby the only link of its sender. If the sender is a hop,
+        the next ``make`` tells it."""
         _log_link("a standby takes over", standby.target(epoch), sender)
         sender.next, sender.epoch = standby, epoch
         if isinstance(sender, LiveHop):

@@ -62,7 +62,7 @@ Each attempt reads the directory, because a host with more room may have joined.
 
 
 class RepairDeadline:
-    """The time that one repair may take: ``recover_s`` after it began or last got on."""
+    """The deadline of one repair: ``recover_s`` after its start or its last progress."""
 
     def __init__(self, recover_s: float) -> None:
         self._recover_s = recover_s
@@ -78,7 +78,7 @@ class RepairDeadline:
             self._running = None
 
     def extend(self, wait_s: float = 0.0) -> None:
-        """Start the deadline of the running repair, if any, again after ``wait_s``."""
+        """Note progress that the running repair, if any, makes after ``wait_s`` more seconds."""
         if self._running is not None and not self._running.expired():
             self._running.reschedule(asyncio.get_running_loop().time() + wait_s + self._recover_s)
 
@@ -104,7 +104,7 @@ class ChainRepair:
     positions: int = 0
     """Positions of all sequences, including positions about to be sent."""
     last_error: SwarmnetError | None = None
-    """Why a hop was replaced last, or could not be."""
+    """Why the last hop was replaced, or could not be."""
     number: int = field(default_factory=count(1).__next__)
     """The chain's number in the logs of this client."""
 
@@ -382,7 +382,7 @@ class ChainRepair:
         """Wait until hosts may have room. Raises ``error`` if that is longer than this chain may
         wait.
 
-        A chain that has answered is worth the time of a repair.
+        A chain that has answered may wait as long as a repair takes.
         """
         most_s = max(self.spec.wait_s, self.hosts.timing.recover_s if self.continues else 0.0)
         now = asyncio.get_running_loop().time()

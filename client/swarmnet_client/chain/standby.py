@@ -44,11 +44,11 @@ LATE_STEPS = 2
 The number is known from heartbeats, so it is as old as the last one.
 """
 ATTEMPTS = 3
-"""Standbys that fail before a leaving hop is replaced without one."""
+"""Number of standbys of a leaving hop that may fail. After that, the hop is replaced without a
+standby."""
 SPARE_POSITIONS = 512
-"""Positions of a session before its hops get spare standbys. Fewer are replayed within about a
-second.
-"""
+"""Positions of a session from which on its hops get spare standbys. Fewer positions are replayed
+within about a second."""
 
 
 @dataclass(eq=False)
@@ -280,7 +280,7 @@ class Standbys:
     async def _open(self, place: _Place, route: Sequence[Hop]) -> None:
         opened: list[LiveHop] = []
         try:
-            with contextlib.suppress(ConfigError):  # the chain's own hops fail with it, too
+            with contextlib.suppress(ConfigError):  # an adapter that the chain's own hops refuse, too
                 role = SessionRole.SPARE if place.is_spare else SessionRole.STANDBY
                 opened = await self.sessions.open(
                     route, None, self.links.next_epoch(), self._failed, role=role
@@ -300,13 +300,13 @@ class Standbys:
                     live.stream.close()
 
     def _failed(self, hop: Hop, error: SwarmnetError) -> None:
-        """Ban a host that did not open a session or ended it. Not if the only reason is that it has
-        no room for a standby."""
+        """Ban a host that did not open a session or ended it, unless it only has no room for a
+        standby."""
         if not isinstance(error, Refused) or error.reason != refusal_pb2.REASON_IDLE:
             self.hosts.failed(hop.peer)
 
     def session_ended(self, standby: Standby, live: LiveHop, error: SwarmnetError) -> None:
-        """The session on one of a standby's hosts ended."""
+        """Handle the end of the session on one of a standby's hosts."""
         if live.alive:
             self._failed(live.hop, error)
             self.discard(standby)

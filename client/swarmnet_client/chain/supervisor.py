@@ -63,11 +63,12 @@ NOTICE_S = 0.1
 Usually the receiving hop died, and its session ends within this time.
 """
 RESTS_S = 0.8
-"""Seconds of rest after which a leaving hop is let go before its standby is ready.
+"""Seconds without a step in flight after which a leaving hop is let go, even before its standby is
+ready.
 
-They count from the last step in flight and from the host's request to leave. With fewer, the next
-token of an answer would wait for a replay, and most standbys would not be ready. With more, a host
-that is asked to stop would wait longer for its sessions.
+They begin when the last step is answered and when the host asks to leave, whichever is later. With
+fewer, the next token of an answer would wait for a replay, and most standbys would not be ready.
+With more, a host that is asked to stop would wait longer for its sessions.
 """
 
 
@@ -141,8 +142,7 @@ class ChainSupervisor:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RESTS_S if leaves else self._hosts.timing.stall_s / 4):
                     await self._trouble.wait()
-            # Cleared before anything is looked at, so that what happens meanwhile is seen in the
-            # next turn.
+            # Clear the event before reading any state, so that later changes cause another turn.
             self._trouble.clear()
             self._drop_stuck_hop()
             await self._hand_over()
@@ -187,8 +187,8 @@ class ChainSupervisor:
         1. The standby links to the next hop.
         2. The standby becomes the hop.
 
-        A chain without a step in flight soon lets such a hop go. Its standby, or a new hop, is then
-        rebuilt from the previous hop's log.
+        If no step is in flight for ``RESTS_S``, the hop is dropped at once. Its standby, or a new
+        hop, then gets the missing steps from the previous hop's log.
         """
         for live, after in zip(self.repair.hops, [*self.repair.hops[1:], None], strict=False):
             standby = self._standbys.of(live) if live.alive and live.leaving else None
@@ -210,8 +210,8 @@ class ChainSupervisor:
     # ---- failures -------------------------------------------------------------------------------
 
     def _session_ended(self, live: LiveHop, error: SwarmnetError) -> None:
-        """The session on a hop ended with ``error``. If the error is a refusal, the fault may be
-        that of an earlier hop or of the client. If no code foresaw it, it may be a bug."""
+        """The session on a hop ended with ``error``. A refusal may be the fault of an earlier hop
+        or of the client. An ``UnhandledMessage`` may be a bug of this client."""
         if (standby := self._standbys.with_hop(live)) is not None:
             self._standbys.session_ended(standby, live, error)
         elif isinstance(error, Refused | UnhandledMessage):
@@ -231,8 +231,8 @@ class ChainSupervisor:
         if reason == refusal_pb2.REASON_LOG_GONE:
             self.repair.drop(live, error)
             return
-        # An honest hop may have been sent bad inputs, so the hops whose outputs led to them are
-        # suspects too.
+        # An honest hop may have received bad inputs, so the hops that computed these inputs are
+        # suspects, too.
         before = upstream(self.repair.hops, live)
         made_by = [each.hop for each in before]
         try:
@@ -325,7 +325,7 @@ class ChainSupervisor:
 
     def _receiver_lost(self, live: LiveHop, epoch: int) -> LiveHop | None:
         """Return the receiver of the link that a hop has lost, or None if it does not matter."""
-        # The lost link may also be the one to the standby of the next hop.
+        # The hop may have lost its second link, which feeds the standby of the next hop.
         if (fed := self._standbys.fed_by(live, epoch)) is not None:
             return fed.hops[0]
         if epoch != live.epoch:

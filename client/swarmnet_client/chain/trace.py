@@ -27,8 +27,8 @@ MAX_STEPS = 20_000
 LATE_S = 1.0
 """Seconds that a client waits at the end of an answer for times that hops have yet to send."""
 SLACK_S = 1.0
-"""Seconds by which a hop may report a longer stay than the client waited. Clocks do not run equally
-fast."""
+"""Seconds by which a hop's report may exceed the time that the client waited. Clocks do not run
+equally fast."""
 CLIENT_MOMENTS = (
     Moment.ASKED,
     Moment.TAKEN,
@@ -91,7 +91,7 @@ class TracedStep:
 
 
 class Slice(NamedTuple):
-    """Something that took from ``start_s`` to ``end_s``."""
+    """An activity from ``start_s`` to ``end_s``."""
 
     name: str
     start_s: float
@@ -155,7 +155,7 @@ class Trace:
                     await self._told.wait()
 
     def write(self, file: TextIO) -> None:
-        """Write what was recorded."""
+        """Write the recorded steps."""
         events = trace_events(self.trips, self.steps)
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 

@@ -90,9 +90,8 @@ class ModelHosts:
         self._directory = directory
         self._announced = HostSample(directory, manifest, rng)
         self._sought: tuple[int, int] | None = None
-        """Blocks [start, end) of which some have no known host. The next refresh looks for hosts of
-        these.
-        """
+        """Blocks [start, end) to look for at the next refresh, because some of them have no known
+        host."""
         self._rng = rng
         self._hosts: dict[PeerId, HostInfo] = {}
         self._rooms: dict[tuple[int, int], float] = {}
@@ -295,7 +294,8 @@ class ModelHosts:
         return self._rooms[span]
 
     def check_room(self, positions: int, span: tuple[int, int]) -> None:
-        """Raise ``NoRoom`` if all hosts of a block of ``span`` announce less room."""
+        """Raise ``NoRoom`` if all hosts of some block of ``span`` announce room for fewer
+        ``positions``."""
         if positions > (room := self.room(span)):
             raise NoRoom(positions, int(room))
 
@@ -311,12 +311,12 @@ class ModelHosts:
     # ---- what chains report ---------------------------------------------------------------------
 
     def measured(self, chain: Sequence[Hop], step_s: float) -> None:
-        """A decode step took ``step_s`` through ``chain``, from the client and back."""
+        """Note that a decode step took ``step_s`` through ``chain``, from the client and back."""
         now = self._now()
         self._speeds.measured(credible(self._view()), chain, step_s, now)
 
     def chain_opened(self, first: PeerId, last: PeerId) -> None:
-        """A chain with these first and last hops was opened."""
+        """Note that a chain with these first and last hops was opened."""
         if not self._trust.first_and_last:
             self._guards.used(first, last, self._hosts)
 

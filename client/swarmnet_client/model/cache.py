@@ -24,7 +24,7 @@ class NewPositions:
     """The positions of one forward.
 
     - ``columns``: the [first, end) of each row that hold tokens.
-    - ``outputs``: how many columns, the last ones, need outputs.
+    - ``outputs``: number of columns at the end that need outputs.
     - ``unpadded``: removes the holes of the batch first; None for a batch without holes.
     """
 
@@ -94,8 +94,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self.truncate(length)
 
     def truncate(self, length: int) -> None:
-        """Keep the first ``length`` columns, as ``rewind`` does within ``generate``, where the
-        adapter does not change."""
+        """Keep the first ``length`` columns. Unlike ``rewind``, expect the same adapter:
+        ``generate`` calls this."""
         self._length = length
         if self.tokens is not None:
             self.tokens = self.tokens[:, :length]
@@ -141,9 +141,9 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     ) -> torch.Tensor:
         """Return hidden states [B, n, D] after all blocks. The placeholder of block 0 calls this.
 
-        Without gradients, they extend the cache: as ``ids`` [B, n], where these are given and the
-        cache does not hold embeddings. Gradients flow through passes if ``learns``, or if
-        ``hidden_states`` requires them.
+        Without gradients, the inputs extend the cache: ``ids`` [B, n] if given, unless the cache
+        holds embeddings. With gradients (``learns``, or ``hidden_states`` requires them), they go
+        through passes.
 
         Raises ``ValueError`` for gradients through a cache that outlives this forward, and what
         ``extend`` and ``RemoteBlocks.pass_through`` raise.
@@ -165,7 +165,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
         Only the last ``new.outputs`` columns are filled in; padding and other columns are zero.
         Raises ``ValueError`` if the cached columns were computed with another adapter than
-        ``client_adapter``, or from ids where these are embeddings, or the reverse.
+        ``client_adapter``, or if one of the cache and ``new`` has ids and the other embeddings.
 
         Autograd does not count changes by fused optimizers. Such a change is noticed at the next
         call with more than one column, or after ``rewind``.

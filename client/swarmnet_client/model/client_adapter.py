@@ -42,8 +42,8 @@ class ClientAdapter:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Differs after other LoRA parameters, or other values of them. It does not see values that
-        a fused optimizer has written."""
+        """Changes when LoRA parameters are replaced or their values change, but not when a fused
+        optimizer writes values."""
         return tuple(
             (name, id(tensor), 0 if tensor.is_inference() else tensor._version, part.scaling)
             for name, parts in self.pairs.items()

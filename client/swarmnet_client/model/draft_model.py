@@ -19,7 +19,7 @@ FEW = 32
 """Up to this many new tokens are read when the next draft begins. More are read in the
 background."""
 _SMOOTHING = 0.2
-"""Weight of the newest measurement of the seconds of a token."""
+"""Weight of the newest measurement in the mean seconds of a token."""
 
 
 class DraftModel:
@@ -99,7 +99,7 @@ class DraftModelSequence:
             yield coming[0], float(probability)
 
     def _read_ahead(self) -> None:
-        """Read in the background what is too long to read during a draft.
+        """Read new tokens in the background if they are too many to read during a draft.
 
         The last token is left: its forward gives the first token of a draft.
         """

@@ -60,8 +60,9 @@ class LoadOptions:
         wire: str = "auto",
         **others: Any,
     ) -> "LoadOptions":
-        """From command-line options. ``only_generates``: nothing is trained. ``others`` are taken
-        as they are. Raises ``ConfigError`` for an unknown device or precision."""
+        """Return the options that these command-line options mean. ``only_generates``: nothing is
+        trained. ``others`` become fields unchanged. Raises ``ConfigError`` for an unknown device or
+        precision."""
         if wire not in _WIRES:
             raise ConfigError(f"{wire!r} is not a wire format", hint=f"use one of {', '.join(_WIRES)}")
         place = pick_device(device)
@@ -70,14 +71,14 @@ class LoadOptions:
 
 
 def memory_notice(local: LocalModel, options: LoadOptions) -> str:
-    """Return a sentence on the memory of local layers that should stay packed but cannot; empty if
-    there are none."""
+    """Return a sentence on local layers that should stay packed but cannot, and their memory. Empty
+    if all stay packed."""
     sizes = local.sizes("local_layers")
     return sizes.notice("the embeddings and the head", options.dtype) if options.packed else ""
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
-    """An instance of the architecture's class with placeholders for its blocks, and a packed
+    """Return an instance of the architecture's class with placeholders for its blocks, and a packed
     ``lm_head`` where possible.
 
     Its ``forward`` takes ``swarm_call``, a function from embedded inputs [B, n, D] to the outputs
@@ -121,7 +122,8 @@ def _no_mask(*_: Any, **__: Any) -> None:
 def logits(model: Any, forward: Callable[..., Any], hidden: torch.Tensor) -> torch.Tensor:
     """Return logits [N, V], float32, of outputs [N, D] of the last block of ``model``.
 
-    ``forward`` is that of its architecture. A classifier has a logit for each label.
+    ``forward`` is the architecture's own ``forward``, without the swarm. A classifier has a logit
+    for each label.
     """
     states = hidden.to(model.device, model.dtype)[:, None]
     output = forward(
@@ -167,7 +169,7 @@ class LmHead:
         self._computing = computing
 
     async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
-        """The next token for each of the hidden states [N, D], one draw for each."""
+        """Return the next token after each of the hidden states [N, D], chosen by its draw."""
         return await self.compute(partial(self._choose, hidden, draws))
 
     async def compute(self, work: Callable[[], T]) -> T:

@@ -138,7 +138,7 @@ class PackedHead(nn.Linear):
         return self._packed.times(input.reshape(rows, -1)).view(*input.shape[:-1], -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """A plain layer: a copy is made to be changed."""
+        """Return a plain layer, because whoever copies the layer may change the copy."""
         copy = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         copy.weight = nn.Parameter(self.weight.detach().clone(), requires_grad=self.weight.requires_grad)
         return copy.train(self.training)

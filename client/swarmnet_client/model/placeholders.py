@@ -108,14 +108,14 @@ def stand_ins(layers: nn.ModuleList, device: torch.device) -> nn.ModuleList:
 
 @torch.inference_mode()
 def match_layers(model: Any) -> None:
-    """Let the placeholders of a model return hidden states as the layers of its family do, which is
-    found by trying."""
+    """Find out by a trial whether the layers of a model's family return a tuple, and have its
+    placeholders do the same."""
     stack = model.base_model
     inputs = torch.zeros(1, 2, model.config.hidden_size, dtype=model.dtype, device=model.device)
     try:
         outputs = stack(inputs_embeds=inputs, use_cache=False, swarm_call=lambda states: states)
         is_tuple = outputs.last_hidden_state.shape != inputs.shape
-    except (IndexError, RuntimeError):  # it took the first of two positions, and of that the first number
+    except (IndexError, RuntimeError):  # the model unpacked a tensor in place of a tuple
         is_tuple = True
     for layer in stack.layers:
         layer.is_tuple = is_tuple

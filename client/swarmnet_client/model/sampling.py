@@ -125,7 +125,8 @@ def _sample(row: torch.Tensor, draw: Draw) -> int:
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens that have ``top_p`` together, and their probabilities. At least one."""
+    """Return the fewest likeliest tokens, at least one, that together have probability ``top_p``.
+    Also return their probabilities."""
     kept, tokens = probabilities.topk(min(NUCLEUS, len(probabilities)))
     if float(kept.sum()) < top_p:
         kept, tokens = probabilities.sort(descending=True)

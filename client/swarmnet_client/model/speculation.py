@@ -23,7 +23,7 @@ MAX_MATCH = 16
 MAX_PLACES = 64
 """Most earlier occurrences of a token that are compared. A frequent token has thousands."""
 MIN_GAIN = 1.05
-"""A draft position is sent if it multiplies the expected tokens per second by this at least. A
+"""Least factor by which a draft position must raise the expected tokens per second to be sent. A
 smaller gain is within the noise of measurements."""
 _PRIOR_RATES = (0.2, 0.4, 0.6, 0.8, 0.9)
 """Acceptance rates before any draft was checked: for matches of 1, 2-3, 4-7, 8-15 and 16 tokens,
@@ -37,7 +37,7 @@ TRUSTED_MATCH = 4
 The model costs time, and does not know the names and numbers of the text.
 """
 _PRIOR_DRAFTS = 4.0
-"""Number of checked tokens that the prior rates count for."""
+"""Weight of the prior rates, as a number of checked tokens."""
 _KEPT = 0.95
 """Factor by which each new measurement reduces the weight of the older ones. Acceptance rates
 change within a text, and step times change within a chain."""

@@ -99,8 +99,8 @@ class SpeculativeDecoding:
 
 
 def may_speculate(model: Any, ids: torch.Tensor | None, options: Mapping[str, Any]) -> bool:
-    """Whether ``generate`` with these options is decoding of one sequence that returns only tokens,
-    with a model whose cache can go back."""
+    """Return whether speculation supports this call of ``generate``: it decodes one sequence,
+    returns only tokens, and the model's cache can go back."""
     config = options.get("generation_config") or model.generation_config
 
     def option(name: str) -> Any:
@@ -115,6 +115,6 @@ def may_speculate(model: Any, ids: torch.Tensor | None, options: Mapping[str, An
         and not any(option(name) for name in _OTHER_LOOPS)
         and all((option(name) or 1) == 1 for name in ("num_beams", "num_return_sequences", "guidance_scale"))
         and option("use_cache") is not False
-        # those of a config need the tokenizer, which this loop does not get
+        # stop strings need the tokenizer, which this loop does not get
         and not config.stop_strings
     )
