@@ -59,7 +59,7 @@ class Dependencies:
 
 @dataclass(frozen=True, kw_only=True)
 class Hosted:
-    """The model that a node hosts a part of, and what others see of the node."""
+    """The model of a node, and the facts about the node that others see."""
 
     model: str
     """The name that the owner gave. Others see it without its path."""
@@ -263,7 +263,7 @@ class RunningNode(Ending, ABC):
 
     @abstractmethod
     def _log_fields(self) -> dict[str, object]:
-        """Return what the log says about the hosted part."""
+        """Return the description of the hosted part for the log."""
 
 
 class Services(TransportWrapper):

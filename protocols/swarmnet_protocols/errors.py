@@ -62,16 +62,16 @@ class NoRoute(Unreachable):
           ``block:experts``.
         - ``message``: replaces the message that no host serves these blocks.
         """
-        whose = "no trusted host" if among_trusted else "no host"
-        what = message or f"{whose} serves blocks {_spans(missing)}"
+        nobody = "no trusted host" if among_trusted else "no host"
+        message = message or f"{nobody} serves blocks {_spans(missing)}"
         if missing_experts:
-            what += f"; hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
+            message += f"; hosts wait for experts {missing_experts} (block:experts), which no peer within their reach has"
             wanted = "auto" if missing_experts.endswith("…") else f"'{missing_experts}'"
             hint = hint or f"host these experts: swarmnet join SWARM --experts {wanted}"
         if among_trusted:
             hint = hint or "name more hosts with --hosts, or start a trusted node for these blocks"
         super().__init__(
-            what,
+            message,
             hint=hint
             or f"start a node for them: swarmnet join SWARM --blocks {missing[0][0]}:{missing[0][1]}",
         )

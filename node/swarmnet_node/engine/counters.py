@@ -13,8 +13,8 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Upper bounds of the buckets for batch sizes."""
 BUSY_S = 5.0
-"""Seconds to average the busy share of time. Shorter than most steps, it would jump; longer than
-most sessions, clients would not see what others have begun."""
+"""Seconds to average the busy share of time. With fewer than most steps take, the share would jump.
+With more than most sessions last, clients would not notice what others have begun."""
 LOAD_S = 120.0
 """Seconds to average the load that a host announces. Hosts may switch models for load that lasts
 for minutes, so short bursts must not count."""

@@ -31,8 +31,8 @@ OPENING_TOKENS = 256
 MAX_WAIT_SHARE = 0.4
 """Longest wait for one more sequence, as a share of the forward's duration."""
 MAX_WAIT_S = 0.004
-"""Longest wait for one more sequence, in seconds. Messages that were sent together arrive within
-less."""
+"""Longest wait for one more sequence, in seconds. Messages that were sent together arrive within a
+shorter time."""
 MAX_WAIT_BEHIND_S = 0.02
 """Longest wait, in seconds, while all waiting clients are ahead of another one. That client's next
 step comes only after it got an answer."""

@@ -390,7 +390,7 @@ class ExpertDispatcher:
 
     def _describe(self, missing: BlockExperts) -> str:
         """Describe the missing experts, and count the peers with experts that are too far away."""
-        far = self.links.far
+        far = self.links.far_peers
         limit = f"{1000 * self.links.max_round_trip_s:.0f} ms"
         note = f"; {far} peers that have experts are farther than a round trip of {limit}" if far else ""
         return f"{format_experts(missing)[:200]} (block:experts){note}"

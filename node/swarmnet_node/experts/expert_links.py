@@ -38,8 +38,8 @@ MAX_ROUND_TRIP_S = 0.02
 a token waits for one round trip. A longer limit slows every token; a shorter one leaves fewer
 peers."""
 MAX_LINKS = 64
-"""Most open links. Beyond this, the host closes a link in the most crowded subnet, if other links
-have its experts."""
+"""Most open links. Beyond this, the host closes a link that no expert depends on, in the most
+crowded subnet."""
 MAX_TRIED = 32
 """Most links that are being tried. With fewer, many dead peers would delay an honest one. With
 more, strangers could make this host dial more of the addresses that they name."""
@@ -71,8 +71,8 @@ class ExpertLinks:
         self._links: dict[PeerId, ExpertLink] = {}
         self._keeping: dict[PeerId, asyncio.Task[NoReturn]] = {}
         self._tried_at: dict[PeerId, float] = {}
-        """Loop time of the last try of each known peer. A peer that may not be tried yet has the
-        time when it may."""
+        """Loop time of the last try of each known peer or, for a peer that must rest, the end of
+        its rest."""
         self._changed = asyncio.Event()
 
     @asynccontextmanager
@@ -96,7 +96,7 @@ class ExpertLinks:
         return tuple(self._links.values())
 
     @property
-    def far(self) -> int:
+    def far_peers(self) -> int:
         """The number of peers with wanted experts that are farther away than the host allows."""
         return sum(link.is_far for link in self._links.values())
 

@@ -98,7 +98,7 @@ class ExpertService:
         self._changed = asyncio.Condition()
         """Notified when ``streams`` or ``_changes`` changes."""
         self._changes = 0
-        """Changes of what hosts can ask for, since the start."""
+        """Number of changes of the offered experts since the start."""
         self._told: tuple[int, pb.ExpertsReply] | None = None
         """The encoded message for hosts, with the value of ``_changes`` that it describes."""
 
@@ -228,7 +228,7 @@ class ExpertService:
         stream.silence_s = math.inf
 
     async def _tell(self, stream: ExpertsStream) -> NoReturn:
-        """Tell the host what it can ask for, whenever that changes."""
+        """Tell the host which experts it can ask for, now and after each change."""
         while True:
             told = self._changes
             await stream.send(self._attached())
@@ -247,7 +247,7 @@ class ExpertService:
             )
 
     def _attached(self) -> pb.ExpertsReply:
-        """Return what hosts can ask for, encoded once for all streams."""
+        """Return the message that names the offered experts, encoded once for all streams."""
         if self._told is None or self._told[0] != self._changes:
             attached = pb.Attached(experts=encode_experts(self.experts), leaving=self._is_leaving)
             self._told = self._changes, pb.ExpertsReply(attached=attached)

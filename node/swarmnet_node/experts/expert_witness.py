@@ -1,4 +1,4 @@
-"""What a peer with experts checks itself: who answers, and whose outputs equal its own.
+"""Checks other peers with experts: which of them answer, and whose outputs equal this peer's.
 
 An announcement is only a claim. If a peer dropped experts because others announce them, nobody
 might hold them any more. So before it drops an expert, the peer has others compute that expert for

@@ -181,7 +181,7 @@ def _describe(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
         lacks=describe_experts({block: experts for block, experts in dispatcher.wanted.items() if experts}),
         missing=describe_experts(links.missing()),
         round_trips_s=sorted(link.round_trip_s for link in links.every if link.is_open),
-        far=links.far,
+        far=links.far_peers,
         rows=counters.rows,
         failed=counters.failed,
         hedged=counters.hedged,

@@ -26,7 +26,7 @@ lost."""
 
 @dataclass(frozen=True)
 class ClientLimits:
-    """What the clients of one host may use; None means no limit.
+    """Limits for the clients of one host. None means no limit.
 
     The engine limits the KV caches of all clients together.
     """

@@ -72,6 +72,16 @@ class HostCounters:
         ]
 
 
+class _LastStep(NamedTuple):
+    """The last step of a sequence that reached this host."""
+
+    at_s: float
+    """When the step arrived; for a part of a prompt, when the first part arrived."""
+    is_prompt: bool
+    goes_on: bool
+    """Whether more of the same prompt follows."""
+
+
 class TokenTimes:
     """Measures how long a client waits for its tokens, at the first hop of its chain.
 
@@ -81,20 +91,19 @@ class TokenTimes:
 
     def __init__(self, counters: HostCounters) -> None:
         self._counters = counters
-        self._last: dict[int, tuple[float, bool, bool]] = {}
-        """By sequence: arrival of its last step, whether it was part of a prompt, and whether the
-        prompt goes on."""
+        self._last: dict[int, _LastStep] = {}
+        """The last step of each sequence."""
 
     def arrived(self, rows: Iterable[Row], now_s: float) -> None:
         """Count a step that arrived at ``now_s`` on any monotonic clock."""
         for row in rows:
             last = self._last.get(row.sequence)
             if row.count > 1 or row.start == 0:
-                began_s = last[0] if last is not None and last[2] else now_s
-                self._last[row.sequence] = began_s, True, row.outputs == 0
+                began_s = last.at_s if last is not None and last.goes_on else now_s
+                self._last[row.sequence] = _LastStep(began_s, is_prompt=True, goes_on=row.outputs == 0)
             elif last is not None:
-                times = self._counters.first_tokens if last[1] else self._counters.token_times
-                times.observe(now_s - last[0])
-                self._last[row.sequence] = now_s, False, False
+                times = self._counters.first_tokens if last.is_prompt else self._counters.token_times
+                times.observe(now_s - last.at_s)
+                self._last[row.sequence] = _LastStep(now_s, is_prompt=False, goes_on=False)
         while len(self._last) > MAX_SEQUENCES:
             del self._last[next(iter(self._last))]

@@ -67,8 +67,8 @@ from swarmnet_protocols.wire import session_pb2 as pb
 _log = logging.getLogger(__name__)
 
 QUEUED_STEPS = 4
-"""Most steps of a link in memory. Beyond this the sender waits. More hold more memory per
-session."""
+"""Most steps of a link in memory. Beyond this the sender waits. With more, each session could hold
+more memory."""
 
 
 class _ReceivedSteps(asyncio.Queue[tuple[Step, int]]):
@@ -89,15 +89,16 @@ class SessionParts:
     """The dependencies that all sessions of a host share."""
 
     log_bytes: int
-    """Bytes of one session's log at most."""
+    """Most bytes of one session's log."""
     timing: Timing
     counters: HostCounters
     introductions: Introductions
     next_hop: Callable[[pb.Peer, int], NextHop]
-    """Takes the next hop that a client names, and its epoch. Adds the addresses that this hop has
-    signed."""
+    """Turns the next hop that a client names, and the epoch of the link, into a ``NextHop`` with
+    the addresses that the next hop has signed."""
     make_room: Callable[[Scope, int], Awaitable[None]]
-    """Ends idle sessions until this many more bytes of KV caches fit in the scope of a session."""
+    """Ends idle sessions until a session, given by its scope, has room for this many more bytes of
+    KV caches."""
     check_wait: Callable[[PeerId, "HostedSession"], None]
     """Raises ``Refusal`` if the first step of a client's session would wait too long."""
 
@@ -263,7 +264,7 @@ class HostedSession:
         await client.send(pb.SessionReply(opened=pb.Opened()))
         _log.debug("a session goes on over another stream", extra=self.log_fields)
         before, self._client = self._client, client
-        with contextlib.suppress(StreamEnded, DeadlineExceeded):  # the client notices that, too
+        with contextlib.suppress(StreamEnded, DeadlineExceeded):  # the client notices it, too
             await before.send(pb.SessionReply(moved=pb.Moved()))
         await self.freed.wait()
 
@@ -354,7 +355,8 @@ class HostedSession:
         """Become the last hop: send the client the outputs that it lacks, and all later ones."""
         if not self.slot.stands_by:
             raise ProtocolViolation("only a standby becomes the last hop")
-        # Between two steps, so that none is answered twice or not at all.
+        # Wait until no step is being applied. Otherwise a step could be answered twice, or not at
+        # all.
         async with self._applying:
             self._take_over()
             self._is_last = True
@@ -364,22 +366,23 @@ class HostedSession:
         await self._client.send(pb.SessionReply(link_made=pb.LinkMade(epoch=epoch)))
 
     async def _send_to_standby(self, wanted: pb.Tee) -> None:
-        """Send steps to this standby of the next hop too, instead of an earlier standby."""
+        """Send steps to a standby of the next hop, too. It replaces an earlier standby."""
         if self._downstream.target is None:
             raise ProtocolViolation("a hop without a next hop has no standby to feed")
         standby = self._parts.next_hop(wanted.standby, wanted.epoch) if wanted.HasField("standby") else None
         await self._downstream.feed(standby)
 
     async def _tell(self, reply: pb.SessionReply) -> None:
-        """Tell the client, unless it is gone or does not read: its stream ends the session."""
+        """Send the client a message. Errors are ignored here, because the client's stream ends the
+        session."""
         with contextlib.suppress(StreamEnded, DeadlineExceeded):
             await self._client.send(reply)
 
     # ---- upstream -------------------------------------------------------------------------------
 
     async def accept(self, link: LinkStream, epoch: int) -> None:
-        """Apply the steps of this link until it ends or another replaces it. Raises ``Refusal`` if
-        it is older."""
+        """Apply the steps of this link until it ends or another link replaces it. Raises
+        ``Refusal`` for a link that is older than the current one."""
         if epoch < self._link_epoch:
             raise Refusal(refusal_pb2.REASON_STALE_EPOCH, f"epoch {epoch} after {self._link_epoch}")
         self._link_epoch = epoch
@@ -433,8 +436,8 @@ class HostedSession:
             # Waiting here, not in ``_apply``, stops reading. Flow control then slows the sender.
             if wait_s := self._scope.charge(Rate.POSITIONS, step.positions, clock()):
                 await asyncio.sleep(wait_s)
-            # Count it before it waits for room below: the expected wait of other sessions includes
-            # it.
+            # Count the step before it waits for room below, because it delays other sessions
+            # already.
             steps.positions += step.positions
             size_bytes = step.values.nbytes
             try:
@@ -532,7 +535,7 @@ class HostedSession:
 
     async def _answer(self, step: Step) -> None:
         self._step_times.mark(step.seq, Moment.TAKEN)
-        tensor, payload = encode_tensor(step.wanted())
+        tensor, payload = encode_tensor(step.wanted_values())
         self._step_times.mark(step.seq, Moment.ENCODED)
         await self._client.send(pb.SessionReply(output=pb.Output(step=step.seq, tensor=tensor)), payload)
         self._step_times.mark(step.seq, Moment.SENT)

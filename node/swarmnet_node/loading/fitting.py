@@ -1,7 +1,7 @@
 """How many blocks and experts of a model fit into the memory that a node may use.
 
 1. Experts beyond ``--expert-memory`` stay on disk.
-2. Blocks take no more bytes than those before a switch of models.
+2. After a switch of models, blocks take no more bytes than the former model's blocks.
 3. On accelerators they fit into the free memory of the cards.
 4. On a CPU, blocks or experts fit into the owner's memory limit.
 """

@@ -1,4 +1,4 @@
-"""What a node hosts of the model that it has read, for its supervisor."""
+"""The blocks or experts that a node hosts of the model it has read, for its supervisor."""
 
 from collections.abc import Callable
 from importlib.metadata import version

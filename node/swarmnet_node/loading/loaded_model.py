@@ -1,4 +1,4 @@
-"""The model that a node has read, and what it loads of it."""
+"""The model that a node has read, and the parts of it that the node loads."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace

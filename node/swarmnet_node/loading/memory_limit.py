@@ -28,7 +28,7 @@ from swarmnet_protocols.net.limits.resources import ResourceManager
 GOVERN_S = 0.5
 """Seconds between two measurements of resident memory, if it is limited."""
 UNLIMITED_S = 5.0
-"""Seconds between two looks at whether the memory is limited."""
+"""Seconds between two checks whether the owner has limited the memory."""
 RELEASE_ABOVE = 0.97
 """Share of the memory limit at which freed memory is returned to the system."""
 SPARE_BYTES = 256 << 20
@@ -55,7 +55,7 @@ class MemoryLimit:
         return self._limits().max_ram_bytes
 
     def check(self, limits: OwnerLimits, engine: Engine | None, *, may_drop: bool) -> None:
-        """Raise ``OutOfResources`` if the node cannot keep the memory limit of other ``limits``.
+        """Raise ``OutOfResources`` if the node could not keep the memory limit in new ``limits``.
 
         ``may_drop``: the node may drop blocks to keep it.
         """
@@ -98,14 +98,14 @@ class MemoryLimit:
             raise RuntimeError("the node does not serve")
         hosting = node.hosting
         cache = hosting.experts.cache if hosting.experts is not None else None
-        footprint = self._footprint = footprint_beside(node.engine.stage, self._machine.ram_bytes())
+        footprint = self._footprint = footprint_of(node.engine.stage, self._machine.ram_bytes())
         bare_bytes = footprint.runtime_bytes + P2PD_BYTES + (0 if cache is None else cache.max_bytes)
         governor = Governor(node.dependencies.transport.resources, hosting, bare_bytes)
         while True:
             limit_bytes = self.max_ram_bytes
             if limit_bytes is not None:
-                # The node drops blocks beyond the limit once their sessions have left. Do not count
-                # them until then.
+                # Blocks that the node is about to drop stay in memory until their sessions have
+                # left. Until then they are allowed on top of the limit.
                 limit_bytes += node.blocks_to_drop * footprint.block_bytes
             rss_bytes = 0 if limit_bytes is None else self._machine.ram_bytes()
             if node.engine is not None:
@@ -117,7 +117,7 @@ class MemoryLimit:
             await asyncio.sleep(UNLIMITED_S if limit_bytes is None else GOVERN_S)
 
 
-def footprint_beside(stage: Stage, ram_bytes: int) -> Footprint:
+def footprint_of(stage: Stage, ram_bytes: int) -> Footprint:
     """Return the memory needs of the blocks of ``stage``.
 
     ``ram_bytes``: resident memory of this process, including p2pd and these blocks.
@@ -134,8 +134,8 @@ class Governor:
     """
 
     def __init__(self, resources: ResourceManager, hosting: Hosting, bare_bytes: int) -> None:
-        """``bare_bytes``: resident memory without clients and blocks, with all experts that will be
-        loaded."""
+        """``bare_bytes``: resident memory without clients and blocks. All experts that will be
+        loaded count, even if they are not in memory yet."""
         self._resources = resources
         self._configured: Mapping[Resource, int] = {
             Resource.CACHE: hosting.max_cache_bytes,
@@ -160,7 +160,7 @@ class Governor:
             return
         stage = engine.stage
         is_elsewhere = stage.is_on_accelerator
-        footprint = footprint_beside(stage, rss_bytes)
+        footprint = footprint_of(stage, rss_bytes)
         fixed_bytes = self._bare_bytes + stage.blocks * footprint.block_bytes
         held = dict(self._resources.system.used)
         held[Resource.CACHE] = held.get(Resource.CACHE, 0) + engine.graph_cache.nbytes

@@ -56,12 +56,6 @@ class Speeds:
         Estimates of hosts that are gone are kept for ``MEMORY_S``.
         """
         self._measured = {
-            peer: (block_s, at)
-            for peer, (block_s, at) in self._measured.items()
-            if peer in hosts or now - at < MEMORY_S
+            peer: (block_s, at) for peer, (block_s, at) in self._measured.items() if now - at < MEMORY_S
         }
-        return {
-            peer: block_s
-            for peer, (block_s, at) in self._measured.items()
-            if peer in hosts and now - at < MEMORY_S
-        }
+        return {peer: block_s for peer, (block_s, _) in self._measured.items() if peer in hosts}

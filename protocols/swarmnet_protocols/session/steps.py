@@ -78,7 +78,7 @@ class Step:
         """Return the values of each row, [count, D]."""
         return torch.split(self.values, [row.count for row in self.rows])
 
-    def wanted(self) -> torch.Tensor:
+    def wanted_values(self) -> torch.Tensor:
         """Return the values of the positions that the client wants, row after row."""
         parts = []
         for row, part in zip(self.rows, self.split(), strict=True):

@@ -134,7 +134,7 @@ def test_steps_survive_encoding_and_decoding() -> None:
     again = decode_step(pb.Step.FromString(message.SerializeToString()), bytes(payload), hidden_size=2)
     assert again == step
     assert torch.equal(again.values, step.values)
-    assert torch.equal(again.wanted(), step.values[1:])
+    assert torch.equal(again.wanted_values(), step.values[1:])
 
 
 @defence(
