@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from concurrent.futures import Executor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from swarmnet_node.hosting.reports import describe_reach
@@ -170,7 +170,7 @@ class RunningNode(Ending, ABC):
             version=hosted.version,
             swarm=hosted.swarm_name,
             warning=dependencies.warning(),
-            reach=report_pb2.Reach(**asdict(dependencies.transport.reach())),
+            reach=dependencies.transport.reach(),
             refused_stores=dependencies.directory.refused,
         )
 

@@ -95,12 +95,8 @@ class Supervisor(Ending):
         """Run a node while the context is open. On entry the node still loads: see ``started``."""
         supervisor = cls(dependencies, hosting, machine, limits)
         await supervisor._observe()
-        running = asyncio.create_task(supervisor._run(), name="supervise")
-        watching = asyncio.create_task(persist("the watch over the machine", supervisor._watch), name="watch")
-        try:
+        async with in_background(supervisor._run(), persist("the watch over the machine", supervisor._watch)):
             yield supervisor
-        finally:
-            await cancel(running, watching)
 
     async def started(self) -> bool:
         """Wait until the node serves or is paused. Return False if it was told to finish before.

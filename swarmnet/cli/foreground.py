@@ -1,7 +1,6 @@
 """A node in the foreground of a terminal: it prints its state, and lets its sessions move away
 before it stops."""
 
-import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -47,7 +46,7 @@ class Foreground:
 
     async def _serve(self) -> None:
         from swarmnet_node.owner import control
-        from swarmnet_protocols.machine.aio import cancel
+        from swarmnet_protocols.machine.aio import in_background
 
         interrupts = Interrupts.catch()
         if self.stop_on_eof:
@@ -60,10 +59,8 @@ class Foreground:
                 # through it.
                 await stack.enter_async_context(control.serve(node, self.data_dir))
                 write_addresses(self.data_dir, list(node.status().addresses))
-                following = asyncio.create_task(
-                    follow_addresses(self.data_dir, lambda: node.status().addresses), name="addresses"
-                )
-                stack.push_async_callback(cancel, following)
+                following = follow_addresses(self.data_dir, lambda: node.status().addresses)
+                await stack.enter_async_context(in_background(following))
                 has_started = await node.started()
             if not has_started:  # told to finish while it was loading
                 self._say({"event": "stopped"}, "stopped")

@@ -19,7 +19,7 @@ from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet.dashboard.sampling import HistorySampler
 from swarmnet.dashboard.state import State, derive, merge_patch
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 
 TICK_S = 2.0
 """Seconds between two states."""
@@ -126,11 +126,8 @@ class Feed:
     async def run(cls, source: SnapshotSource, history: History) -> AsyncIterator["Feed"]:
         """A feed that ticks while the context is open."""
         feed = cls(source, history)
-        ticking = asyncio.create_task(feed._keep_ticking(), name="dashboard")
-        try:
+        async with in_background(feed._keep_ticking()):
             yield feed
-        finally:
-            await cancel(ticking)
 
     @property
     def now_s(self) -> float:

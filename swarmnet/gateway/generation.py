@@ -11,7 +11,7 @@ from swarmnet_client.batching.answers import Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 
 
 @dataclass(frozen=True)
@@ -78,11 +78,8 @@ class Generation:
         Leaving it cancels the unfinished ones.
         """
         generation = cls(served, requests, stops, metrics, continues=continues)
-        tasks = [asyncio.create_task(generation._run_choice(index)) for index in range(len(requests))]
-        try:
+        async with in_background(*map(generation._run_choice, range(len(requests)))):
             yield generation
-        finally:
-            await cancel(*tasks)
 
     async def wait_started(self) -> None:
         """Wait for the first delta. Raises ``SwarmnetError`` if a choice fails before it."""

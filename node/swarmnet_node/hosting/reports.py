@@ -24,7 +24,6 @@ from prometheus_client import Histogram
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import HostCounters, Pair
 from swarmnet_protocols.errors import DeadlineExceeded
-from swarmnet_protocols.net import Reach
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -48,7 +47,7 @@ def add_counts(report: pb.HostReport, counters: HostCounters, open_sessions: Ite
     report.flows.extend(counters.flows(open_sessions))
 
 
-def describe_reach(reach: Reach) -> pb.Reach:
+def describe_reach(reach: pb.Reach) -> pb.Reach:
     """Return how peers reach the node, for a report, without the node's addresses."""
     return pb.Reach(kind=reach.kind, relays=reach.relays[:2], punched=reach.punched)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
-from swarmnet_protocols.net import Reach
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.rounds.round_runner import Outcome
 from swarmnet_protocols.wire import report_pb2 as pb
@@ -34,7 +33,7 @@ class WorkerReporter:
     """Passes a worker's events on to ``handler``, and keeps the totals for its report."""
 
     def __init__(
-        self, sealed: SealedJob, version: str, handler: EventHandler, reach: Callable[[], Reach]
+        self, sealed: SealedJob, version: str, handler: EventHandler, reach: Callable[[], pb.Reach]
     ) -> None:
         self._job = sealed.job
         self._version = version

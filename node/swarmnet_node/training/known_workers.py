@@ -53,7 +53,10 @@ class KnownWorkers:
     A new worker (``is_new``) has no voters yet.
     """
 
-    def __init__(self, directory: Directory, job_id: str, me: PeerId) -> None:
+    def __init__(
+        self, directory: Directory, job_id: str, me: PeerId, has_trained: Callable[[], bool]
+    ) -> None:
+        """``has_trained`` returns whether a round has been committed in this worker's state."""
         self.excluded: dict[PeerId, None] = {}
         """Workers that sent false results, the latest last."""
         self._directory = directory
@@ -61,8 +64,7 @@ class KnownWorkers:
         self._me = me
         self.started_s = -math.inf
         """When this worker started without a checkpoint."""
-        self.has_trained = True
-        """Whether a round has been committed in this worker's state."""
+        self._has_trained = has_trained
         self._known: dict[PeerId, RoundMember] = {}
         self._voters: dict[PeerId, RoundMember] = {}
         self._mates: frozenset[PeerId] = frozenset()
@@ -72,7 +74,7 @@ class KnownWorkers:
     @property
     def is_new(self) -> bool:
         """Whether this worker has not trained, or has only just begun."""
-        return not self.has_trained or _now() - self.started_s < NEW_S
+        return not self._has_trained() or _now() - self.started_s < NEW_S
 
     async def refresh(self, *, at_once: bool = False) -> None:
         """Add the workers in the directory, unless they were just read."""

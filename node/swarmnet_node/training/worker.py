@@ -132,7 +132,12 @@ class Worker:
         self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
         self._job_hash = bytes.fromhex(self.job_id)
         self._timing = Timing()
-        self._workers = KnownWorkers(dependencies.directory, self.job_id, self._transport.peer_id)
+        self._workers = KnownWorkers(
+            dependencies.directory,
+            self.job_id,
+            self._transport.peer_id,
+            has_trained=lambda: self._replica.revision > 0,
+        )
         self._state_server = StateServer(self._transport, self._job_hash, self._timing)
         exchange = opened.job.exchange
         self._matchmaking = Matchmaking(
@@ -458,7 +463,6 @@ class Worker:
         """Offer the current shared state for download, and announce its hash in matchmaking."""
         packed = await self._compute(lambda: PackedState.of(self._replica.pack_shared()))
         state = self._state_server.offer(packed)
-        self._workers.has_trained = self._replica.revision > 0
         await self._matchmaking.set_position(WorkerPosition(self.round, state))
 
     async def _save(self) -> None:

@@ -21,7 +21,7 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES, listed
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.net.refusal import printable
@@ -83,13 +83,8 @@ class DuplicateWatch:
         duplicate has gone.
         """
         watch = cls(transport, directory, rng, timing, changed)
-        watching = asyncio.create_task(
-            persist("the watch for duplicates", watch.announcer.run), name="duplicate-watch"
-        )
-        try:
+        async with in_background(persist("the watch for duplicates", watch.announcer.run)):
             yield watch
-        finally:
-            await cancel(watching)
 
     def warning(self) -> str:
         """The warning for the owner; empty while there is no duplicate."""

@@ -23,10 +23,11 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.records import Record, open_valid
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
-from swarmnet_protocols.net import PeerId, Reach, ReachKind, Transport
+from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.routing.coordinates import read_coordinate
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
 from swarmnet_protocols.wire import records_pb2 as pb
+from swarmnet_protocols.wire.report_pb2 import Reach
 
 MAX_ADDRESSES = 16
 """Most addresses that are read from one record. A peer may dial each of them."""

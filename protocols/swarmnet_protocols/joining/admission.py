@@ -39,7 +39,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
@@ -140,11 +140,11 @@ class Admissions:
                 admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
                 loops.append(admissions._issuer_announcer(issuer.key).run)
             await ADMISSION.serve(transport, admissions._answer, admissions._timing)
-            running = [asyncio.create_task(persist("admission", each), name="admission") for each in loops]
             try:
-                yield
+                async with in_background(*(persist("admission", each) for each in loops)):
+                    yield
             finally:
-                await cancel(*running, admissions._lookup)
+                await cancel(admissions._lookup)
 
     # ---- answering ------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, peer_in, read_record
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
     LOOPBACK_NETWORKS,
@@ -161,11 +161,8 @@ class LocalNetwork:
         """
         import zeroconf.asyncio  # noqa: F401 - if it is not installed, the caller is told, not a background task
 
-        task = asyncio.create_task(persist("mDNS", lambda: self._run(join)), name="mdns")
-        try:
+        async with in_background(persist("mDNS", lambda: self._run(join))):
             yield
-        finally:
-            await cancel(task)
 
     async def _run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> None:
         from zeroconf import Error as ZeroconfError

@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
@@ -263,7 +263,6 @@ async def connect(
         if not client_mode:
             finder = RelayFinder(directory, random.Random(), lambda: reachability.relays_held)
             running = reachability.run(finder.find, directory.set_reachable)
-            stack.push_async_callback(cancel, asyncio.create_task(running, name="reachability"))
             announcer = relay_announcer(
                 directory,
                 random.Random(),
@@ -271,7 +270,7 @@ async def connect(
                 reachability.answers,
             )
             announcing = persist("the announcement as a relay", announcer.run)
-            stack.push_async_callback(cancel, asyncio.create_task(announcing, name="relay announcements"))
+            await stack.enter_async_context(in_background(running, announcing))
         if network.mdns:
             await stack.enter_async_context(local.join(directory, needs_peers=needs_peers))
         elif needs_peers and network.known and not directory.knows_peers:
@@ -280,7 +279,7 @@ async def connect(
             remembering = partial(_remember, raw, directory, network.remember)
             stack.callback(remembering)
             keeping = persist("the list of known peers", lambda: _repeat(remembering))
-            stack.push_async_callback(cancel, asyncio.create_task(keeping, name="known peers"))
+            await stack.enter_async_context(in_background(keeping))
         admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
         await stack.enter_async_context(admissions)
         yield guarded, directory

@@ -49,7 +49,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import clock_advice
 from swarmnet_protocols.membership.admitted_peers import AdmittedPeer, AdmittedPeers
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked, check_role
@@ -114,14 +114,14 @@ class Handshakes:
         await HANDSHAKE.serve(transport, handshakes._answer, handshakes._timing)
         await REVOCATIONS.serve(transport, handshakes._serve_revocations, handshakes._timing)
         membership.listeners.append(handshakes._on_membership_change)
-        hellos = asyncio.create_task(
-            persist("the renewal of handshakes", handshakes._send_hellos_periodically), name="handshakes"
-        )
         try:
-            yield handshakes
+            async with in_background(
+                persist("the renewal of handshakes", handshakes._send_hellos_periodically)
+            ):
+                yield handshakes
         finally:
             membership.listeners.remove(handshakes._on_membership_change)
-            await cancel(hellos, *handshakes._tasks)
+            await cancel(*handshakes._tasks)
             handshakes.admitted.end()
 
     # ---- checks before a stream -----------------------------------------------------------------

@@ -34,6 +34,7 @@ from swarmnet_protocols.wire.roles import Role
 if TYPE_CHECKING:
     # Imports protobuf. `--help` and most checks of options do without it.
     from swarmnet_protocols.net.refusal import Refusal
+    from swarmnet_protocols.wire.report_pb2 import Reach
 
 PeerId = NewType("PeerId", str)
 """A libp2p peer id in base58. It contains the peer's public key."""
@@ -79,33 +80,6 @@ class ReachKind(StrEnum):
     """Through relays, and directly after hole punching."""
     UNREACHABLE = "unreachable"
     """Not at all: no relay takes this peer."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """How other peers reach this one, and what this peer forwards for others.
-
-    Counts are totals since the start, unless their docstring says "now".
-    """
-
-    kind: ReachKind = ReachKind.UNKNOWN
-    nat: str = ""
-    """``cone`` if relays see one external address, ``symmetric`` if each relay sees another one;
-    empty if unknown."""
-    relays: tuple[PeerId, ...] = ()
-    """Relays that hold a reservation for this peer now."""
-    punched: int = 0
-    """Direct connections made through routers at the request of this peer."""
-    not_punched: int = 0
-    punch_s: float = 0.0
-    """Mean seconds of a successful hole punching, agreement included."""
-    circuits: int = 0
-    """Streams that this peer has through relays now."""
-    reservations: int = 0
-    """Peers that others reach through this one now."""
-    forwarded_circuits: int = 0
-    """Streams that this peer forwards for others now."""
-    forwarded_bytes: int = 0
 
 
 class Stream(Protocol):
@@ -178,8 +152,8 @@ class Transport(Protocol):
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with ``/p2p/ID`` at which this peer can be dialled."""
 
-    def reach(self) -> Reach:
-        """Return how other peers reach this one now."""
+    def reach(self) -> "Reach":
+        """Return how other peers reach this one now, and what this one forwards for others."""
 
     async def died(self) -> None:
         """Return when the transport has failed and carries no stream any more."""
@@ -258,7 +232,7 @@ class TransportWrapper:
     def addresses(self) -> Sequence[str]:
         return self._transport.addresses()
 
-    def reach(self) -> Reach:
+    def reach(self) -> "Reach":
         return self._transport.reach()
 
     async def died(self) -> None:

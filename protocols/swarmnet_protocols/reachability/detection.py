@@ -93,7 +93,8 @@ class Reachability:
 
     @property
     def nat(self) -> str:
-        """The kind of router in front of this peer: see ``Reach.nat``."""
+        """The kind of router in front of this peer: ``cone`` if relays see one external
+        address, ``symmetric`` if each relay sees another one; empty if unknown."""
         observed = [
             each.observed
             for each in self._reservations.held

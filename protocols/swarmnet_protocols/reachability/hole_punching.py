@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import PeerId, Reach, Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddrs
@@ -30,6 +30,7 @@ from swarmnet_protocols.reachability.relay import Relay
 from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 from swarmnet_protocols.reachability.simultaneous_open import dial_through, serve_at, simultaneous_open
 from swarmnet_protocols.wire import relay_pb2 as pb
+from swarmnet_protocols.wire.report_pb2 import Reach
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background, race
 from swarmnet_protocols.net import Message, PeerId, Stream, Transport
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -160,14 +160,10 @@ class Relay:
             try:
                 observed = pb.Accepted(observed_address=stream.stream.address)
                 await stream.send(pb.RelayReply(accepted=observed))
-                heartbeats = asyncio.create_task(
-                    stream.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayReply(heartbeat=pb.Heartbeat()))
-                )
-                try:
+                beat = pb.RelayReply(heartbeat=pb.Heartbeat())
+                async with in_background(stream.send_heartbeats(HEARTBEAT_S, lambda: beat)):
                     # ``receive`` skips heartbeats. Any other message ends the reservation.
                     await stream.receive()
-                finally:
-                    await cancel(heartbeats)
             finally:
                 if self._reserved.get(stream.peer) is stream:
                     del self._reserved[stream.peer]
@@ -262,15 +258,10 @@ class Relay:
 
     async def _forward_both(self, stream: Stream, outgoing: Stream) -> None:
         self.circuits += 1
-        forwarding = [
-            asyncio.create_task(self._forward(stream, outgoing)),
-            asyncio.create_task(self._forward(outgoing, stream)),
-        ]
         try:
-            await asyncio.wait(forwarding, return_when=asyncio.FIRST_COMPLETED)
+            await race(self._forward(stream, outgoing), self._forward(outgoing, stream))
         finally:
             self.circuits -= 1
-            await cancel(*forwarding)
 
     async def _forward(self, source: Stream, target: Stream) -> None:
         with contextlib.suppress(SwarmnetError):

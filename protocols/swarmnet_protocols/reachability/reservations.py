@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, in_background
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr
 from swarmnet_protocols.net.protocol_ids import RELAY
@@ -121,10 +121,8 @@ class Reservations:
             with contextlib.closing(stream):
                 await stream.send(pb.RelayRequest(reserve=pb.Reserve()))
                 reply, _ = await stream.receive()
-                heartbeats = asyncio.create_task(
-                    stream.send_heartbeats(HEARTBEAT_S, lambda: pb.RelayRequest(heartbeat=pb.Heartbeat()))
-                )
-                try:
+                beat = pb.RelayRequest(heartbeat=pb.Heartbeat())
+                async with in_background(stream.send_heartbeats(HEARTBEAT_S, lambda: beat)):
                     observed = parse_multiaddr(reply.accepted.observed_address)
                     self._held[peer] = RelayReservation(peer, await self._address_of(peer), observed)
                     self._pauses.pop(peer, None)
@@ -135,8 +133,6 @@ class Reservations:
                         if not reply.HasField("incoming"):
                             raise ProtocolViolation("a reservation carries heartbeats and circuits")
                         self._on_incoming(self._held[peer], reply.incoming, bytes(payload))
-                finally:
-                    await cancel(heartbeats)
         except SwarmnetError as error:
             _log.info("no reservation at %s: %s", peer, str(error).partition("\n")[0])
         finally:

@@ -17,7 +17,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Reach, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import is_loopback, relay_of
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity, public_key_of
@@ -30,6 +30,7 @@ from swarmnet_protocols.reachability.circuit import CircuitEnd, join
 from swarmnet_protocols.reachability.relay import MAX_UNCONFIRMED
 from swarmnet_protocols.reachability.reservations import RelayReservation, Reservations
 from swarmnet_protocols.wire import relay_pb2 as pb
+from swarmnet_protocols.wire.report_pb2 import Reach
 
 _log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 
+from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.platform import share_port
 from swarmnet_protocols.net.multiaddr import Multiaddr
 
@@ -122,15 +123,9 @@ async def _forward_both(
 ) -> None:
     for each in writer, local_writer:
         each.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    forwarding = [
-        asyncio.create_task(_forward(reader, local_writer)),
-        asyncio.create_task(_forward(local_reader, writer)),
-    ]
     try:
-        await asyncio.wait(forwarding, return_when=asyncio.FIRST_COMPLETED)
+        await race(_forward(reader, local_writer), _forward(local_reader, writer))
     finally:
-        for task in forwarding:
-            task.cancel()
         for each in writer, local_writer:
             each.close()
 

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -103,14 +103,12 @@ async def request_pass(
     try:
         async with asyncio.timeout(timing.stall_s) as limit:
             request = _PassRequest.on(stream, timing, limit)
-            sending = asyncio.create_task(request.send(begin, tensors))
-            try:
+            # If sending fails, the receiving side sees the same error.
+            async with in_background(request.send(begin, tensors)):
                 return [
                     await receive_tensor(request.next_part, positions=rows, hidden_size=width)
                     for rows, width in shapes
                 ]
-            finally:
-                await cancel(sending)  # the receiving side has seen the same error
     except TimeoutError as error:
         raise DeadlineExceeded(f"{stream.peer} has not computed for {timing.stall_s:g} s") from error
     finally:

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -139,20 +140,25 @@ def page_access(
     return AccessPolicy(keys, host_names, basic_auth=True)
 
 
-def node_page_access(address: tuple[str, int], key_file: Path | None) -> "AccessPolicy":
-    """Return who may see the page of a node. Raises ``ConfigError`` if ``address`` cannot serve
-    it."""
+def node_page(
+    address: tuple[str, int], key_file: Path | None
+) -> Callable[["SwarmFile", Path, "Supervisor"], AbstractAsyncContextManager[str]]:
+    """Return a function that serves the page of a node in a swarm, with its history in a folder.
+
+    Raises ``ConfigError`` if ``address`` cannot serve it.
+    """
     key_option = "--dashboard-key-file FILE"
-    return page_access(address, _key_in(key_file), key_option=key_option, port_option="--dashboard")
+    access = page_access(address, _key_in(key_file), key_option=key_option, port_option="--dashboard")
+    return partial(_serve_page, address, access)
 
 
 @asynccontextmanager
-async def dashboard_of(
-    node: "Supervisor",
-    file: "SwarmFile",
-    data_dir: Path,
+async def _serve_page(
     address: tuple[str, int],
     access: "AccessPolicy",
+    file: "SwarmFile",
+    data_dir: Path,
+    node: "Supervisor",
 ) -> AsyncIterator[str]:
     """Serve a dashboard from a node's process while the context is open; yields its URL."""
     from random import SystemRandom

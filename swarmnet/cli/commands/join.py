@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from swarmnet import units
 from swarmnet.addresses import parse_endpoint, usual_listen
-from swarmnet.cli.commands.dashboard import dashboard_of, node_page_access
+from swarmnet.cli.commands.dashboard import node_page
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
@@ -231,7 +232,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     if options.blocks is not None and options.num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
     changes = options.limits.given()
-    access = node_page_access(dashboard, dashboard_key_file) if dashboard is not None else None
+    page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
     entry = enter(swarm, options.data_dir, options.bootstrap)
     with locked_data_dir(options.data_dir) as directory:
         from swarmnet_node.config import NodeConfig
@@ -263,9 +264,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             as_json=as_json,
             stop_on_eof=stop_on_eof,
             metrics=metrics,
-            dashboard=(lambda node: dashboard_of(node, entry.file, directory, dashboard, access))
-            if dashboard and access
-            else None,
+            dashboard=page and partial(page, entry.file, directory),
         ).run()
 
 

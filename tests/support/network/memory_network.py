@@ -27,7 +27,7 @@ from swarmnet_protocols.errors import (
     StreamEnded,
     SwarmnetError,
 )
-from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, Reach, ReachKind
+from swarmnet_protocols.net import Handler, Message, PeerId, ProtocolSpec, ReachKind
 from swarmnet_protocols.net.framing import SIZES, check_sizes, encode
 from swarmnet_protocols.net.limits.flow_control import ReceiveWindow, SendWindow
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -36,6 +36,7 @@ from swarmnet_protocols.net.limits.stream_scope import StreamScope, supervise
 from swarmnet_protocols.net.limits.subnets import SubnetLimits
 from swarmnet_protocols.net.refusal import OUT_OF_RESOURCES, Refusal, Refused
 from swarmnet_protocols.timing import Timing
+from swarmnet_protocols.wire.report_pb2 import Reach
 
 STREAM_BUFFER_BYTES = 1 << 20
 """A send waits while at least this many bytes of the stream were sent and not received."""
@@ -283,7 +284,7 @@ class MemoryTransport:
         return peer in self._connected and self.network.find(peer) is self._connected[peer]
 
     def reach(self) -> Reach:
-        return Reach(ReachKind.OPEN)
+        return Reach(kind=ReachKind.OPEN)
 
     async def died(self) -> None:
         await self._left.wait()

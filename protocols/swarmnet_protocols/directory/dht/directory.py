@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from swarmnet_protocols.directory.records import Publisher, Record, dht_keys, newest, open_valid
 from swarmnet_protocols.directory.signers import Signers
 from swarmnet_protocols.errors import NotAuthorised, PeerUnreachable
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.net import PeerId
@@ -125,12 +125,11 @@ class DhtDirectory:
         directory = cls(transport, handshakes, node, bootstrap, publisher(), contacts)
         if not client_mode:
             directory.set_reachable(is_reachable)
-        finding = asyncio.create_task(persist("the search for lost peers", lambda: find_lost_peers(node)))
         try:
-            await directory._join()
-            yield directory
+            async with in_background(persist("the search for lost peers", lambda: find_lost_peers(node))):
+                await directory._join()
+                yield directory
         finally:
-            await cancel(finding)
             # If p2pd has died, hivemind would wait for its answers without end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_SHUTDOWN_S):

@@ -15,9 +15,9 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.identity_lock import identity_in_use
-from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, Reach
+from swarmnet_protocols.net import Handler, PeerId, ProtocolSpec, ReachKind
 from swarmnet_protocols.net.dialling import Network, dialable, own_interfaces, shared_networks
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
@@ -29,6 +29,7 @@ from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd,
 from swarmnet_protocols.net.p2pd.process import listening_at
 from swarmnet_protocols.net.pipe import Pipe
 from swarmnet_protocols.net.typed_stream import MAX_EXTENSION
+from swarmnet_protocols.wire.report_pb2 import Reach
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class P2pdTransport:
 
     def reach(self) -> Reach:
         """Return ``UNKNOWN``, since ``swarmnet_protocols.reachability`` detects the reach."""
-        return Reach()
+        return Reach(kind=ReachKind.UNKNOWN)
 
     async def is_connected(self, peer: PeerId) -> bool:
         return peer in await self._daemon.connections()
@@ -287,13 +288,9 @@ class P2pdTransport:
     async def _supervise_daemon(self) -> None:
         """Enforce the limits on p2pd, and restart it when its memory requires it, until it ends."""
         while True:
-            refreshing = asyncio.create_task(
-                persist("the refresh of addresses", self._refresh_addresses_periodically)
-            )
-            try:
+            refreshing = persist("the refresh of addresses", self._refresh_addresses_periodically)
+            async with in_background(refreshing):
                 must_restart = await self._connection_guard.run()
-            finally:
-                await cancel(refreshing)
             if not must_restart:
                 return
             try:

@@ -1,6 +1,5 @@
 """The transport over py-libp2p, with the streams, limits, dialling rules and wire ids of p2pd."""
 
-import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator
@@ -10,7 +9,7 @@ from pathlib import Path
 from google.protobuf import descriptor_pool
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.aio import cancel, persist
+from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.identity_lock import identity_in_use
 from swarmnet_protocols.machine.lean_imports import prepare_package
 from swarmnet_protocols.machine.platform import allow_open_files
@@ -91,11 +90,6 @@ class PyLibp2pTransport(P2pdTransport):
 
         There is no process to restart. At the memory limit, peers are disconnected.
         """
-        refreshing = asyncio.create_task(
-            persist("the refresh of addresses", self._refresh_addresses_periodically)
-        )
-        try:
+        async with in_background(persist("the refresh of addresses", self._refresh_addresses_periodically)):
             while await self._connection_guard.run():
                 pass
-        finally:
-            await cancel(refreshing)

@@ -82,16 +82,16 @@ class Votes:
         """
         match message:
             case Vote():
-                accusations = self.count(member, message)
+                accusations = self._count(member, message)
             case Decided():
-                accusations = self.learn(member, message)
+                accusations = self._learn(member, message)
             case _:
                 accusations = [message]
         faults = []
         for accusation in accusations:
             if accusation.member in self._proven:
                 continue
-            if self.proves(accusation):
+            if self._proves(accusation):
                 self._proven.add(accusation.member)
                 faults.append(Fault(accusation.member, _reason(accusation), accusation))
             elif isinstance(message, Accusation):
@@ -100,7 +100,7 @@ class Votes:
                 faults.append(Fault(accusation.member, _reason(accusation)))
         return faults
 
-    def count(self, member: int, vote: Vote) -> list[Accusation]:
+    def _count(self, member: int, vote: Vote) -> list[Accusation]:
         """Count a vote that ``member`` sent. Returns an accusation if the member is dishonest.
 
         The accusation has no proof if the member did not sign the vote.
@@ -115,7 +115,7 @@ class Votes:
         self._counted[member] = vote
         return []
 
-    def learn(self, member: int, decided: Decided) -> list[Accusation]:
+    def _learn(self, member: int, decided: Decided) -> list[Accusation]:
         """Take over a decision that ``member`` sent. Returns accusations of dishonest members.
 
         A majority has signed each of two decisions, so members with votes in both have voted twice.
@@ -123,7 +123,7 @@ class Votes:
         known = self.decided
         if known is not None and known.hashes == decided.hashes:
             return []
-        if not self.counts(decided):
+        if not self._has_majority(decided):
             return [Accusation(member, decided)]
         if known is None:
             self.decided = decided
@@ -161,14 +161,14 @@ class Votes:
         """Return ``decided`` with this member's signature, as it is sent."""
         return replace(decided, signature=self._electorate.sign(self._signed_decision(decided)))
 
-    def counts(self, decided: Decided) -> bool:
+    def _has_majority(self, decided: Decided) -> bool:
         """Return whether a majority has signed a decision."""
         signers = {member for member, _ in decided.votes}
         return len(signers) == len(decided.votes) >= self._electorate.majority and all(
             self._is_signed(member, decided.hashes, signature) for member, signature in decided.votes
         )
 
-    def proves(self, accusation: Accusation) -> bool:
+    def _proves(self, accusation: Accusation) -> bool:
         """Return whether an accusation proves that its member is dishonest, whoever sends it."""
         member, decided, votes = accusation.member, accusation.decided, accusation.votes
         if votes:
@@ -180,7 +180,7 @@ class Votes:
         return (
             decided is not None
             and verify(key, decided.signature, self._signed_decision(decided))
-            and not self.counts(decided)
+            and not self._has_majority(decided)
         )
 
     def _signed_decision(self, decided: Decided) -> bytes:

@@ -26,7 +26,8 @@ def roster(*names: str) -> list[RoundMember]:
 
 def new_workers() -> tuple[KnownWorkers, MemoryBoard]:
     board = MemoryBoard(MemoryNetwork(random.Random(0)), lambda: 1_800_000_000.0)
-    return KnownWorkers(MemoryDirectory(board, Identity.from_seed(b"me"), bytes(32)), JOB, ME), board
+    directory = MemoryDirectory(board, Identity.from_seed(b"me"), bytes(32))
+    return KnownWorkers(directory, JOB, ME, has_trained=lambda: True), board
 
 
 def names(members: list[RoundMember]) -> set[str]:

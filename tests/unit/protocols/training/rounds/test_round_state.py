@@ -393,7 +393,7 @@ def accusations(effects: list[Effect]) -> list[tuple[int, Accusation]]:
 
 
 def counts_always(patch: Patch) -> None:
-    patch.setattr(Votes, "counts", yes)
+    patch.setattr(Votes, "_has_majority", yes)
 
 
 def unsigned_votes_count(patch: Patch) -> None:
@@ -424,7 +424,7 @@ def test_a_decision_counts_only_with_the_votes_of_a_majority(message: Decided) -
     assert member.decision == HASHES
 
 
-@defence("an accusation counts only with its proof", off=replacing(Votes, "proves", yes))
+@defence("an accusation counts only with its proof", off=replacing(Votes, "_proves", yes))
 def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
     member, other = machine(2), machine(0)
     effects = member.receive(1, decided(DISCARD), 0.1)
@@ -434,7 +434,7 @@ def test_a_false_decision_that_its_sender_did_not_sign_is_no_proof() -> None:
     assert refutes(other.receive(2, slander, 0.2)) == [Refute(2, SLANDER, is_proven=False)]
 
 
-@defence("two votes of one member are noticed", off=replacing(Votes, "count", lambda *_: []))
+@defence("two votes of one member are noticed", off=replacing(Votes, "_count", lambda *_: []))
 def test_a_member_with_two_votes_is_accused_with_both() -> None:
     coordinator, other = machine(0), machine(2)
     assert not coordinator.receive(1, Report(NOTHING_HELD, vote(1, HASHES)), 0.1)
