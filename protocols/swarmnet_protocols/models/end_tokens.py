@@ -14,8 +14,8 @@ _QUESTION, _ANSWER = "question", "answer"
 def end_ids(tokenizer: Any, stated: Iterable[int | list[int] | None], vocabulary: int) -> tuple[int, ...]:
     """Return the ids of the tokens that end an answer, in ascending order.
 
-    ``stated``: what the config, the generation config and the header of a gguf file name. To these
-    are added the tokenizer's end token, its special tokens with well-known names, and the token
+    ``stated``: the ids in the config, the generation config and the header of a gguf file. The
+    result adds the tokenizer's end token, its special tokens with well-known names, and the token
     that ends a turn in its chat template. Ids outside the ``vocabulary`` are left out.
     """
     found = {each for value in (*stated, tokenizer.eos_token_id) for each in _as_list(value)}
@@ -34,7 +34,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _known_ends(special: Iterable[str]) -> frozenset[str]:
-    """Names that end an answer in a vocabulary with these special tokens."""
+    """Return the special tokens whose names mean the end of an answer."""
     names = {*special}
     if {"<|return|>", "<|call|>"} <= names or {"<|calls|>", "<|flush|>"} <= names:
         return ENDS - {"<|end|>"}  # an answer may be several messages, which end with it
@@ -42,12 +42,11 @@ def _known_ends(special: Iterable[str]) -> frozenset[str]:
 
 
 def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
-    """The special token that the chat template writes after an answer.
+    """Return the special token that the chat template writes after an answer.
 
-    Nothing if the template clearly writes one of ``ends``.
+    Empty if the text of the template contains one of ``ends``.
 
-    The template is rendered only where none of the known ends occurs in it: rendering starts a
-    process.
+    Only otherwise the template is rendered, because rendering starts a process.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or "eos_token" in template:
@@ -62,4 +61,4 @@ def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
             (name, id) for name, id in _special_tokens(tokenizer).items() if name and after.startswith(name)
         ]
         if following:
-            yield max(following)[1]  # of names that begin alike, the longest
+            yield max(following)[1]  # one name may begin like another: take the longest

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.quantization.quantize import Precision
 
 CHECKS = 1
-"""The version of the checks that ``make_manifest`` makes. A change that refuses more files raises
-it: files that passed older checks are checked once again.
-"""
+"""Version of the checks in ``make_manifest``. Raise it with every change that refuses more files.
+Files that passed older checks are then checked again."""
 
 
 class LocalModel:
@@ -57,8 +56,7 @@ class LocalModel:
         cache_dir: Path,
         progress: Progress | None = None,
     ) -> None:
-        """``cache_dir``: the folder of files that are derived from models, here and by other
-        modules."""
+        """``cache_dir``: the folder for files that are derived from models."""
         self.name = name
         self.manifest = manifest
         self.path = path
@@ -90,9 +88,10 @@ class LocalModel:
         return self._checkpoint.sizes(name for block in blocks for name in self.manifest.tensors[block])
 
     def largest_block(self, start: int, end: int) -> int:
-        """The first of blocks [start, end) that takes the most memory as it is computed on a CPU.
+        """Return the block of [start, end) that takes the most memory on a CPU; of several, the
+        first.
 
-        Files that mix formats have larger blocks, and blocks whose format is expanded.
+        In files that mix formats, blocks differ in size, and some formats are expanded.
         """
         return max(range(start, end), key=lambda block: self.sizes(block).in_memory(4))
 
@@ -153,9 +152,9 @@ class LocalModel:
                 self.parts.verified.check_again(file, progress)
 
     def _check(self, tensors: Sequence[str], slices: Slices | None = None) -> None:
-        """Fetch what is missing of these tensors, or of ``slices`` of them.
+        """Fetch the missing pieces of these tensors, or only of their ``slices``.
 
-        Hash the files that contain them, and the files without tensors, once each.
+        Hash once each file that contains them, and each file without tensors.
         """
         slices = slices or {}
         tensors = [name for name in tensors if name not in slices or slices[name][1]]
@@ -201,7 +200,7 @@ class LocalModel:
 
         - ``packed``: quantised and 16-bit weights of linear modules and experts stay as they are
           stored, in ``PackedLinear`` and ``PackedExperts``.
-        - ``quantized``: 16 and 32-bit weights of these are rounded to this precision.
+        - ``quantized``: weights of 16 and 32 bits in these modules are rounded to this precision.
         - ``experts``: for each listed block, fetch and load only these routed experts. Computing
           another one raises ``LookupError``.
 
@@ -259,9 +258,9 @@ class LocalModel:
         """Return a function that reads matrices of routed experts of one block, by weight name
         (``down_proj``).
 
-        It is for experts that are read again and again: what does not depend on them is prepared
-        here. Raises ``ConfigError`` as ``load_experts``. Reading raises what fetching raises, and
-        ``IntegrityError``.
+        For experts that are read again and again: the work that all reads share is done here.
+        Raises ``ConfigError`` as ``load_experts`` does. The function raises ``IntegrityError``, and
+        the errors of fetching.
         """
         from swarmnet_protocols.models.partial_model import build_experts
 
@@ -285,8 +284,8 @@ class LocalModel:
         return expert_counts(self.config)
 
     def _experts_tensors(self, block: int, model: "PreTrainedModel") -> list[str]:
-        """The tensors of the routed experts of a block: their matrices, and biases and norms if
-        they have such."""
+        """Return the tensors of the routed experts of a block: matrices and, if there are any,
+        biases and norms."""
         names = self.manifest.tensors[block]
         places = self._checkpoint.expert_places(names, block, model)
         return [name for name in names if name in places or ".experts." in name or "_exps." in name]
@@ -381,9 +380,9 @@ def make_manifest(
 ) -> Manifest:
     """Check a checkpoint and make its manifest.
 
-    Hashes every file that is not in ``hashed`` and whose hash the checkpoint does not know. Raises
-    ``ConfigError`` or ``IntegrityError`` for files that are not read completely or do not fit
-    together.
+    Hashes every file whose hash is neither in ``hashed`` nor known to the checkpoint. Raises
+    ``ConfigError`` or ``IntegrityError`` if the model would not use all of the files, or they do
+    not fit together.
     """
     from swarmnet_protocols.models.partial_model import architecture_of, build_whole, decoder_stack
 

@@ -66,8 +66,8 @@ async def _fetch_small(peers: SwarmPeers, model: bytes, file: ModelFile) -> byte
 
 
 async def _fetch_head(peers: SwarmPeers, model: bytes, file: ModelFile, cache_dir: Path) -> None:
-    """Fetch the header of a weight file. It counts as verified only by a known table of pieces, or
-    by the hash of the whole file."""
+    """Fetch the header of a weight file. Only a known table of pieces, or the hash of the whole
+    file, verifies it."""
     tables = Tables(cache_dir / "pieces")
     await peers.tables(model, [file], tables)
     table = tables.known(file) or tables.claimed(file)
@@ -83,8 +83,8 @@ async def _fetch_head(peers: SwarmPeers, model: bytes, file: ModelFile, cache_di
 def find_outline(
     name: str, repository: str, revision: str | None, cache_dir: Path
 ) -> tuple[Path, HubFiles] | None:
-    """The folder or gguf file of a model whose outline came from peers, and where its weights are
-    fetched; None without an outline."""
+    """Return the folder or gguf file of a model whose outline came from peers, and the source of
+    its weights. None without an outline."""
     folder = _folder(name, cache_dir)
     with suppress(OSError, IntegrityError):
         manifest = Manifest.from_json((folder / _MANIFEST_NAME).read_bytes())

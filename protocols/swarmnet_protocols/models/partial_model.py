@@ -2,7 +2,7 @@
 them.
 
 1. The architecture's own class is instantiated as a whole on the meta device, which takes no
-   memory. So the whole config configures every layer and the rotary embedding.
+   memory. So every layer, and the rotary embedding, is configured by the config of the whole model.
 2. The unwanted parts are removed.
 3. The weights of the rest are loaded.
 """
@@ -53,7 +53,8 @@ Clients multiply; hosts do not.
 """
 _META = torch.device("meta")
 _INITIALISERS = {init.constant_, init.kaiming_uniform_, init.normal_, init.uniform_}
-"""Initialisers that ``TorchFunctionMode`` intercepts. The others call these, or are rare."""
+"""Initialisers that ``TorchFunctionMode`` intercepts. Other initialisers call these, or are
+rare."""
 
 
 def causal_class(config: "PretrainedConfig") -> type:
@@ -79,8 +80,8 @@ def causal_class(config: "PretrainedConfig") -> type:
 
 
 def _check_implementations(config: "PretrainedConfig") -> None:
-    """Refuse other implementations: a config may come from another peer, which must not choose the
-    code that runs here."""
+    """Refuse implementations that are not built in. A config may come from another peer, and peers
+    must not choose the code that runs here."""
     for known, name in (
         (_BUILT_IN_ATTENTION, "_attn_implementation"),
         (_BUILT_IN_EXPERTS, "_experts_implementation"),
@@ -111,7 +112,7 @@ def architecture_of(config: "PretrainedConfig") -> str:
 class LayerWidths:
     """Widths of a decoder layer: its hidden states, its query heads together, and its MLP.
 
-    ``intermediate`` of a mixture of experts is that of all experts that compute one position.
+    In a mixture of experts, ``intermediate`` counts all experts that compute one position.
     """
 
     hidden: int
@@ -120,7 +121,7 @@ class LayerWidths:
 
     @classmethod
     def of(cls, config: "PretrainedConfig") -> "LayerWidths":
-        """The widths that a config gives, the largest where its layers differ."""
+        """Return the widths in a config. Where layers differ, the largest counts."""
         heads = getattr(config, "num_attention_heads", None) or 1
         head_size = max(_of_layers(config, "head_dim")) or config.hidden_size // heads
         widths = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
@@ -131,7 +132,7 @@ class LayerWidths:
 
 
 def _of_layers(config: "PretrainedConfig", name: str) -> set[int]:
-    """The values that a setting has in the layers; 0 for none."""
+    """Return the values of a setting in all layers. 0 stands for a missing value."""
     layers = getattr(config, "per_layer_config", None)
     configs = [config] if layers is None else [layers[index] for index in range(config.num_hidden_layers)]
     return {getattr(each, name, None) or 0 for each in configs or [config]}
@@ -141,7 +142,7 @@ def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
     """The class of an architecture's decoder stack, and the names of its embeddings and its final
     norm.
 
-    Raises ``ConfigError`` unless it consists of these and layers.
+    Raises ``ConfigError`` if the stack has other parts than these and layers.
     """
     cls = causal_class(config)
     if not all(isinstance(getattr(config, name, None), int) for name in ("num_hidden_layers", "hidden_size")):
@@ -178,9 +179,9 @@ def _ends_of(base: Any) -> tuple[str, str] | None:
 def max_positions(config: "PretrainedConfig") -> int:
     """The most positions of a sequence.
 
-    Where transformers changes the rotary embedding of all positions with the length of the sequence
-    (LongRoPE, Ding et al., 2024; dynamic NTK), sequences end before that length: every host would
-    have to compute their earlier positions again.
+    In some models the rotary embedding of all positions changes at a certain length (LongRoPE, Ding
+    et al., 2024; dynamic NTK). There every host would have to compute all earlier positions again,
+    so sequences end before that length.
     """
     longest = int(config.max_position_embeddings)
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -282,9 +283,9 @@ def _classifier_class(config: "PretrainedConfig") -> type:
 
 
 def keep_layers(model: Any, start: int, end: int) -> None:
-    """Remove all layers of a decoder stack except [start, end), and number those from 0."""
+    """Keep only layers [start, end) of a decoder stack, and number them from 0."""
     for name, module in model.named_children():
-        if name.startswith("rotary_emb"):  # it is configured by all layers
+        if name.startswith("rotary_emb"):  # the rotary embedding depends on the config of all layers
             module.config = copy.deepcopy(model.config)
     model.layers = nn.ModuleList(list(model.layers)[start:end])
     for module in model.layers.modules():
@@ -294,14 +295,14 @@ def keep_layers(model: Any, start: int, end: int) -> None:
 
 
 def _stripped_class(cls: Any, strip: Callable[[Any], None]) -> type:
-    """A class whose constructor makes an object of ``cls`` and applies ``strip`` to it, before it
-    has weights."""
+    """Return a class whose constructor makes an object of ``cls`` and applies ``strip``, before
+    weights are loaded."""
 
     def init(self: Any, config: "PretrainedConfig") -> None:
         made = type(self)
         cls.__init__(self, config)
         strip(self)
-        if type(self) is made:  # not if ``cls`` is such a class itself
+        if type(self) is made:  # unless ``cls`` was made here, too
             self.__class__ = cls
 
     return type(cls.__name__, (cls,), {"__init__": init})
@@ -420,7 +421,7 @@ class ModelBuilder:
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, are_all: bool) -> None:
         """Raise what :meth:`load` would raise for tensors of these names and shapes. ``are_all``:
-        there are no others, so that one that is missing is an error, too."""
+        there are no other tensors, so a missing weight is an error, too."""
         found = Conversion(self.empty()).misfits(shapes)
         if "score.weight" in shapes:  # a classifier, which has no other head
             found.missing.discard("lm_head.weight")
@@ -439,12 +440,12 @@ class ModelBuilder:
 
 
 def _pop(weights: StateDict, kind: type) -> StateDict:
-    """Take the values of one type out of ``weights``."""
+    """Remove the values of one type from ``weights``, and return them."""
     return {name: weights.pop(name) for name in list(weights) if isinstance(weights[name], kind)}
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of a model's weights, packed ones as they are packed."""
+    """Return the bytes of a model's weights. Packed weights count as they are packed."""
     dense = sum(parameter.nbytes for parameter in model.parameters())
     return dense + packed_bytes(model) + packed_experts_bytes(model)
 
@@ -502,7 +503,7 @@ class _SkipInitialisation(TorchFunctionMode):
         given = kwargs or {}
         if func in _INITIALISERS and given["tensor"].is_meta:
             return given["tensor"]
-        # By an empty one transformers finds the current device.
+        # transformers finds the current device by making an empty tensor
         is_short = func is torch.arange or (func is torch.tensor and args[0] != [])
         if is_short and torch.device(given.get("device") or _META) == _META:
             given = {**given, "device": "cpu"}

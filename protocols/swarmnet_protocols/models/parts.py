@@ -69,8 +69,8 @@ class Peers(Protocol):
         """Run a coroutine on the loop of the network, from another thread."""
 
     async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
-        """Ask for the tables of files, and add them to ``tables``: as known where a pieces hash
-        covers them, otherwise as claimed."""
+        """Ask for the tables of files, and add them to ``tables``. A table is known if a pieces
+        hash covers it, otherwise claimed."""
 
     def sources(
         self, model: bytes, files: Sequence[ModelFile]
@@ -79,9 +79,7 @@ class Peers(Protocol):
 
 
 class Parts:
-    """The weight files of one model that are not whole on this machine: some pieces, or nothing
-    yet.
-    """
+    """The weight files of one model that are not complete on this machine."""
 
     def __init__(
         self, model: bytes, checkpoint: ModelCheckpoint, cache_dir: Path, progress: Progress | None
@@ -118,7 +116,7 @@ class Parts:
         names: Iterable[str],
         slices: Slices | None = None,
     ) -> list[PieceFile]:
-        """Fetch what is missing of these tensors. Return the partial files that hold them.
+        """Fetch the missing pieces of these tensors. Return the partial files that hold them.
 
         ``slices``: fetch only these slices of a tensor, unless its whole file must be fetched.
         Raises ``Unreachable``, ``OutOfResources`` or ``IntegrityError``.
@@ -297,7 +295,8 @@ def _pieces(layout: Layout, starts: Sequence[int], wanted: Slices) -> set[int]:
 
 
 def _ranges(span: tuple[int, int], count: int, chosen: Collection[int]) -> Iterable[tuple[int, int]]:
-    """The bytes [start, end) of the chosen ones of ``count`` equal slices of a tensor."""
+    """Yield the bytes [start, end) of the ``chosen`` ones among ``count`` equal slices of a
+    tensor."""
     start, end = span
     for number in chosen:
         yield start + (end - start) * number // count, start + -(-(end - start) * (number + 1) // count)

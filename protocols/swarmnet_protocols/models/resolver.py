@@ -84,15 +84,14 @@ def resolve(
 def _locate(
     name: str, cache_dir: Path, progress: Progress | None, *, published: bool
 ) -> tuple[Path, HubFiles | None]:
-    """The model's file or directory, and where the files that it lacks are fetched."""
+    """Return the model's file or directory, and the source of its missing files."""
     if name == DEFAULT_MODEL:
         return _default_model(cache_dir, progress), None
     if name == EXPERTS_MODEL:
         return Path(__file__).parent / "stdlib_experts", None
     path = Path(name).expanduser()
     if not published and ((name and path.is_dir()) or (path.is_file() and path.suffix == ".gguf")):
-        # A file keeps the name of its link: in the hub's cache it leads to one that is named for
-        # its hash.
+        # Do not follow a link to a file: in the hub's cache its target has a hash for a name.
         return path.resolve() if path.is_dir() else path.parent.resolve() / path.name, None
     from swarmnet_protocols.models.outline import find_outline
 
@@ -116,7 +115,8 @@ def _locate(
 
 
 def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tuple[Path, HubFiles | None]:
-    """The hub's directory for a revision; without the weights, if the hub lists their hashes."""
+    """Return the hub's directory for a revision. It lacks the weights if the hub lists their
+    hashes."""
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repository, revision):
@@ -132,13 +132,13 @@ def _hub_snapshot(repository: str, revision: str | None, cache_dir: Path) -> tup
 def _hub_gguf(
     repository: str, revision: str | None, name: str, cache_dir: Path
 ) -> tuple[Path, HubFiles | None]:
-    """A gguf file of the hub: the whole file if it is on this machine, otherwise one with its
-    header only."""
+    """Return a gguf file of the hub: the whole file if it is on this machine, otherwise a partial
+    file with the header."""
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
 
     with _hub_errors(repository, revision):
-        # Every repository has this small file, so that its folder can be found without the hub
-        # later.
+        # Every repository has this small file. It makes the folder that is later found without the
+        # hub.
         folder = snapshot_download(repository, revision=revision, allow_patterns=[".gitattributes"])
         commit = Path(folder).name
         hub = list_hub_files(repository, commit, cache_dir)
@@ -323,7 +323,8 @@ def _stamps(root: Path, files: Iterable[str]) -> Stamps:
 
 
 def _cached_manifest(index: Path, stamps: Stamps) -> tuple[str, Manifest | None]:
-    """The checks that the files passed, and their manifest; none if a file changed since."""
+    """Return the version of the checks that the files passed, and their manifest. None if a file
+    has changed since."""
     try:
         digest, checks, stamped, body = index.read_text().split("\n", 3)
         if digest != _digest(checks, stamped, body) or json.loads(stamped) != stamps:

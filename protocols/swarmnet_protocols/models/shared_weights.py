@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class SharedWeights:
-    """``Library`` of one model. Only files and pieces that have not changed since they were hashed
-    are offered."""
+    """A ``Library`` (``fetching/server.py``) of one model. It offers only files and pieces that
+    have not changed since they were hashed."""
 
     def __init__(self, manifest: Manifest, checkpoint: ModelCheckpoint, parts: Parts) -> None:
         self._manifest = manifest

@@ -17,7 +17,7 @@ from swarmnet_protocols.models.checkpoints.model_folder import stamp_of
 SETTLED_NS = 2_000_000_000
 """Nanoseconds after which a further change of a file surely alters its times.
 
-File systems round times, so two changes within less could look like one.
+File systems round times, so two changes within a shorter time could look like one.
 """
 
 
@@ -33,7 +33,7 @@ class VerifiedFiles:
         self._marks = cache_dir / "verified"
         self._progress = progress
         self._whole: dict[str, dict[str, int]] = {}
-        """By name, the stamp that each whole file had when its hash was verified."""
+        """For each whole file, by name, its stamp when its hash was verified."""
         self._pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
         """The stamp of each partial file when all its pieces were last verified.
 
@@ -100,8 +100,8 @@ class VerifiedFiles:
             _mark(mark, partial.path)
 
     def check_pieces_again(self, partial: PieceFile, progress: Progress | None) -> None:
-        """Hash the pieces that are here. Raises ``IntegrityError`` if some have changed, which are
-        forgotten."""
+        """Hash the pieces that are here, and forget changed ones. Raises ``IntegrityError`` if
+        there are any."""
         told = self._tables.known(partial.file) or self._tables.claimed(partial.file)
         table = told or partial.read_notes()
         if table is None:

@@ -33,8 +33,8 @@ class BlockNaming:
 
     - ``pattern``: its groups are the text before the block's number, the number, and the rest.
     - ``renames``: maps prefixes of tensor names to transformers' prefixes; the first match applies.
-      A tensor without such a prefix is not part of the language model but, say, of a vision tower.
-      None: names stay as they are, and all tensors are the language model's.
+      A tensor without such a prefix does not belong to the language model but, say, to a vision
+      tower. None: names stay as they are, and all tensors belong to the language model.
     """
 
     pattern: re.Pattern[str]
@@ -76,9 +76,8 @@ class WeightForm:
     This holds for quantised and 16-bit weights of linear modules, embeddings and experts.
     """
     quantized: "Precision | None" = None
-    """The precision to round packed 16 and 32-bit weights to, if ``can_be_quantized`` holds for
-    them.
-    """
+    """The precision that packed weights of 16 and 32 bits are rounded to, if ``can_be_quantized``
+    accepts them."""
     experts: "ChosenExperts" = field(default_factory=dict)
     """The experts to read, by block. Blocks that are not listed are read with all experts.
 
@@ -97,7 +96,7 @@ class WeightSizes:
 
     stored_bytes: int = 0
     expanded_bytes: int = 0
-    """Bytes in the files of tensors without a packed format. They are expanded when loaded."""
+    """Bytes, in the files, of tensors without a packed format. Loading expands these tensors."""
     expanded_weights: int = 0
     """The number of weights in these tensors."""
     formats: tuple[str, ...] = ()
@@ -109,7 +108,7 @@ class WeightSizes:
         return self.stored_bytes - self.expanded_bytes + self.expanded_weights * item_bytes
 
     def notice(self, of: str, dtype: "torch.dtype") -> str:
-        """Return a sentence on the memory that ``of`` take, a plural; empty if nothing is
+        """Return a sentence on the memory that ``of`` (a plural noun) take. Empty if nothing is
         expanded."""
         if not self.formats:
             return ""
@@ -127,7 +126,7 @@ class Builder(Protocol):
     """Builds a model of transformers (``ModelBuilder``)."""
 
     def empty(self) -> Any:
-        """The model without values. Raises ``ConfigError`` if none can be built."""
+        """Return the model without values. Raises ``ConfigError`` if it cannot be built."""
 
     def check(self, shapes: Mapping[str, Sequence[int]], *, are_all: bool) -> None:
         """Raise the error of loading tensors of these names and shapes. ``are_all``: there are no
@@ -155,14 +154,14 @@ class ModelCheckpoint(Protocol):
 
     @property
     def hub(self) -> "HubFiles | None":
-        """Where the files in ``known`` can be fetched from; None if they cannot."""
+        """The source of the files in ``known``. None if they cannot be fetched."""
 
     def path_of(self, file: str) -> Path:
-        """Where a file is, which may be on disk as a whole or in pieces."""
+        """Return the path of a file. It may be on disk as a whole or in pieces."""
 
     def layout(self, file: str) -> Layout:
-        """Where the tensors of a file are, from its header, which must be on disk. Raises
-        ``IntegrityError`` if it is damaged."""
+        """Return where the tensors of a file are, from its header. The header must be on disk.
+        Raises ``IntegrityError`` if it is damaged."""
 
     def fetch(self, files: Iterable[str]) -> None:
         """Download the given files unless they are on disk as a whole.
@@ -199,15 +198,15 @@ class ModelCheckpoint(Protocol):
         """
 
     def check_kind(self) -> None:
-        """Raise ``ConfigError``, which says what the files are, unless they are a model for
-        text."""
+        """Raise ``ConfigError`` unless the files are a model for text. The error says what they
+        are."""
 
     def check_complete(self, whole: "Builder") -> None:
         """Raise the error that loading would raise, as far as headers show it.
 
-        It is a ``ConfigError`` for a tensor that the model would not use, or a tokenizer that is
-        not read; an ``IntegrityError`` for a tensor that is missing or has another shape. ``whole``
-        builds the whole CausalLM.
+        Raises ``ConfigError`` for a tensor that the model would not use, or an unsupported
+        tokenizer. Raises ``IntegrityError`` for a tensor that is missing or has another shape.
+        ``whole`` builds the whole CausalLM.
         """
 
     def generation_config(self) -> "GenerationConfig | None":
@@ -217,7 +216,7 @@ class ModelCheckpoint(Protocol):
     def end_ids(self) -> tuple[int, ...]:
         """Tokens that the files name as ends of an answer.
 
-        The ends in the config, the generation config and the tokenizer are not repeated here.
+        Ends in the config, the generation config and the tokenizer are left out.
         """
 
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...

@@ -1,7 +1,7 @@
 """How transformers names and merges the tensors of a checkpoint when it loads them.
 
-``Conversion`` asks transformers' own tables. So it tells from names and shapes alone what loading
-would find.
+``Conversion`` uses transformers' own tables. So names and shapes suffice to predict the errors of
+loading.
 """
 
 import math
@@ -19,11 +19,11 @@ class Misfits:
     """Reasons why tensors do not fit a model."""
 
     missing: set[str] = field(default_factory=set)
-    """Weights that no tensor gives."""
+    """Weights without a tensor."""
     wrong: list[str] = field(default_factory=list)
-    """Descriptions of weights that get another shape."""
+    """Descriptions of weights whose tensors have another shape."""
     unused: list[str] = field(default_factory=list)
-    """Tensors that give no weight."""
+    """Tensors that belong to no weight."""
 
 
 class Conversion:
@@ -61,7 +61,7 @@ class Conversion:
     def misfits(self, shapes: Mapping[str, Sequence[int]]) -> Misfits:
         """Compare tensors of these names and shapes with the model.
 
-        Of weights that are made of several tensors, the numbers of values are compared.
+        If a weight is made of several tensors, only their total number of values is compared.
         """
         needed = {name for name in self._shapes if not self._may_miss.search(name)}
         found, counts = Misfits(needed - self._tied), Counter[tuple[str, ...]]()
@@ -88,7 +88,8 @@ class Conversion:
 
 
 def _pattern_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
-    """A pattern for names in which one of some patterns is found; for none if there are none."""
+    """Return a pattern that matches names containing one of ``patterns``. Without patterns it
+    matches nothing."""
     return re.compile("|".join(f"({each})" for each in patterns or ()) or "(?!)")
 
 
@@ -99,6 +100,6 @@ def expert_of(name: str) -> int | None:
 
 
 def _is_beyond(name: str, merged: Sequence[int]) -> bool:
-    """Whether a tensor belongs to an expert that the merged weight of all does not have."""
+    """Return whether a tensor belongs to an expert whose number is beyond the merged weight."""
     expert = expert_of(name)
     return expert is not None and len(merged) > 0 and expert >= merged[0]

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ChosenExperts = Mapping[int, Collection[int]]
-"""The numbers of the wanted experts, by block. All experts are wanted of blocks that are not
-listed.
-"""
+"""The numbers of the wanted experts, by block. In blocks that are not listed, all experts are
+wanted."""
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -38,7 +37,7 @@ class ExpertPlace:
     parameter: str
     count: int
     is_transposed: bool
-    """Whether matrices of a merged tensor of numbers are [inputs, outputs]."""
+    """Whether the matrices of a merged, unquantised tensor are [inputs, outputs]."""
     part: int = 0
     parts: int = 1
     expert: int | None = None
@@ -57,8 +56,8 @@ class ExpertPlace:
         return self.expert is None or self.expert in wanted
 
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
-        """Each wanted expert in the tensor, and its slice of the first dimension. ``wanted`` None:
-        all experts."""
+        """Yield each wanted expert in the tensor, and its slice of the first dimension. ``wanted``
+        None: all experts."""
         if self.expert is not None:
             if wanted is None or self.expert in wanted:
                 yield self.expert, slice(None)
@@ -125,7 +124,8 @@ class ExpertPlaces:
 
 
 def _only_merges(operations: Iterable[Any]) -> bool:
-    """Whether a conversion only joins experts side by side, and joins rows within each expert."""
+    """Return whether a conversion does no more than stack experts, and join rows within each
+    expert."""
     from transformers.core_model_loading import Concatenate, MergeModulelist
 
     match list(operations):

@@ -1,7 +1,7 @@
 """Recognises files that are not text models, and says what each is and what to do.
 
-People download the wrong file, or half of one. ``failed_download`` and ``misfit_of`` know files by
-their first bytes, ``check_kind`` knows gguf files that hold something else than a language model.
+People download the wrong file, or half of one. ``failed_download`` and ``misfit_of`` recognise
+files by their first bytes. ``check_kind`` recognises gguf files that are not language models.
 """
 
 import re
@@ -147,7 +147,8 @@ def unread_type(name: str, kind: int) -> ConfigError:
 def check_kind(
     architecture: str, fields: Mapping[str, object], tensors: Collection[str], types: Mapping[int, str]
 ) -> None:
-    """Raise ``ConfigError``, which says what the file is, unless it is a model that generates text.
+    """Raise ``ConfigError`` unless the file is a model that generates text. The error says what the
+    file is.
 
     ``types``: type of tensors in the file → name of one such tensor.
     """
@@ -187,7 +188,8 @@ def _kind_by_content(architecture: str, fields: Mapping[str, object], tensors: C
 
 
 def _is_read(kind: int) -> bool:
-    """Whether gguf's Python code dequantises a type: it is tried on one block of zeros."""
+    """Return whether gguf's Python code can dequantise a type, by trying it on one block of
+    zeros."""
     import numpy as np
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 

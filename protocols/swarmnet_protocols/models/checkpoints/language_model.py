@@ -17,7 +17,7 @@ _SHARED = ("tie_word_embeddings", "quantization_config")
 """Settings of the language model that are at the top level of a multimodal config, not in its text
 config."""
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Settings for what a call returns beside logits."""
+"""Settings for what a call returns besides logits."""
 
 
 def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
@@ -37,9 +37,10 @@ def language_config(config: "PretrainedConfig") -> "PretrainedConfig":
 
 
 def language_settings(config: "PretrainedConfig", settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the language model in a config.json, of which ``config`` was made.
+    """Return the settings of the language model in ``settings``, the config.json that ``config``
+    was made from.
 
-    Some multimodal files have no part for text: there they are those of the whole.
+    If a multimodal file has no part for text, these are all its settings.
     """
     inner = config.get_text_config(decoder=True)
     part = next((name for name in config.sub_configs if getattr(config, name, None) is inner), "")

@@ -51,8 +51,8 @@ def file_of(root: Path, name: str, *, has_weights: bool = False) -> Path | None:
 
 
 def is_part_of(folder: Path, real: Path) -> bool:
-    """Whether a file is in a model's folder. If the folder is a snapshot in the hub's cache, also
-    whether it is a blob of the same repository.
+    """Return whether a file is in a model's folder or, if the folder is a snapshot in the hub's
+    cache, a blob of the same repository.
 
     Both arguments are paths without links.
     """

@@ -1,5 +1,4 @@
-"""Quantised weights in safetensors checkpoints: their tensors, and how these become packed
-matrices.
+"""Quantised weights in safetensors checkpoints: their tensors, and packing these into matrices.
 
 A weight w has the float32 value that its format defines: w = scale * code in FP8 and MXFP4 (OCP
 Microscaling Formats v1.0), w = scale * (code - zero point) in AWQ and GPTQ. Activations are not
@@ -19,7 +18,7 @@ from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 _FP8_BLOCK, _INT4_BLOCK = 128, 64
 _AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where the 4-bit digits of eight neighbouring outputs are in a number of 32 bits."""
+"""The positions, in a number of 32 bits, of the 4-bit digits of eight neighbouring outputs."""
 _NIBBLES = tuple(range(8))
 
 Tensors = Sequence[torch.Tensor]
@@ -38,18 +37,19 @@ class Scheme:
     precision: str
     parts: tuple[str, ...]
     pack: Callable[[Tensors], PackedTensor]
-    """The matrix; raises ``ValueError`` or ``RuntimeError`` for tensors of other shapes or types
-    than the format has."""
+    """Makes the matrix. Raises ``ValueError`` or ``RuntimeError`` for tensors whose shapes or types
+    do not fit the format."""
     weight: str = ".weight"
     optional: tuple[str, ...] = ()
     is_expanded: bool = False
-    """Whether no packed format holds its groups, so that weights become float32."""
+    """Whether no packed format supports the groups of the scheme. Its weights then become
+    float32."""
     is_transposed: bool = False
-    """Whether files store weights of three dimensions with the last two swapped."""
+    """Whether files swap the last two dimensions of weights with three dimensions."""
 
     def weights(self, names: Iterable[str], slice_of: Callable[[str], Any]) -> "list[StoredWeight]":
-        """The quantised weights among tensors. ``slice_of`` returns the tensor with a name, whose
-        values are read when it is indexed."""
+        """Return the quantised weights among tensors. ``slice_of`` returns a lazy slice: indexing
+        it reads the values."""
         known = set(names)
         found = []
         for name in sorted(known):
@@ -64,7 +64,7 @@ class Scheme:
         return found
 
     def dense(self, tensors: Tensors) -> torch.Tensor:
-        """The weight as the model has it, float32. Raises as ``pack``."""
+        """Return the weight in the model's layout, float32. Raises the errors of ``pack``."""
         matrix = self.pack(tensors).dequantize()
         if not self.is_transposed:
             return matrix
@@ -85,7 +85,7 @@ class StoredWeight:
     """Slices of its tensors, by name, in the order of the parts of its scheme."""
 
     def packed(self, index: slice = slice(None)) -> PackedTensor:
-        """The matrix. Of a weight of three dimensions, ``index`` selects along the first.
+        """Return the matrix. For a weight of three dimensions, ``index`` selects along the first.
 
         Raises ``IntegrityError`` if the tensors are not a weight of the scheme.
         """
@@ -136,14 +136,15 @@ def scheme_of(settings: Mapping[str, Any]) -> Scheme:
 
 
 def _has_small_groups(settings: Mapping[str, Any]) -> bool:
-    """Whether the groups that share a scale are not multiples of ``INT4``'s blocks."""
+    """Return whether the size of the groups that share a scale is not a multiple of ``INT4``'s
+    block."""
     size = settings.get("group_size", settings.get("q_group_size", -1))
     return isinstance(size, int) and size > 0 and size % _INT4_BLOCK > 0
 
 
 def _block_of(size: Any) -> tuple[int, int] | None:
-    """The rows and columns that share a scale; None if the config has no such block. Raises
-    ``ConfigError`` unless they are sizes."""
+    """Return how many rows and columns share a scale. None if the config does not say. Raises
+    ``ConfigError`` for invalid sizes."""
     match size:
         case None:
             return None
@@ -234,7 +235,7 @@ def _digits(data: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
 
 
 def _plain(weights: torch.Tensor) -> PackedTensor:
-    """Weights that no packed format represents exactly, as float32."""
+    """Return weights that no packed format represents exactly, as float32."""
     return PackedTensor.of(Format.F32, weights.contiguous().view(torch.uint8))
 
 

@@ -58,7 +58,7 @@ HUB_PATTERNS = (*METADATA_PATTERNS, INDEX_NAME, SINGLE_NAME, "model-*.safetensor
 _SAME_TYPES = {"kimi_k2": "deepseek_v3"}
 """Names that published files have for a ``model_type`` of transformers (MLX LM knows the same)."""
 MAX_BLAMED = 200
-"""Settings that are left out in turn, to name the one for which transformers makes no config."""
+"""Settings that are left out one at a time, to find the one that transformers cannot read."""
 _SHORT_NAMES = {"torch.float32": "f32", "torch.float16": "f16", "torch.bfloat16": "bf16"}
 _STACKS = {
     "model.language_model.": "model.",
@@ -66,7 +66,7 @@ _STACKS = {
     "model.": "model.",
     "backbone.": "backbone.",
 }
-"""Prefixes of a decoder stack's tensors, and the prefixes they have in the language model alone.
+"""Prefixes of a decoder stack's tensors in files → their prefixes in the language model.
 
 Prefixes of multimodal models come first.
 """
@@ -74,8 +74,7 @@ _HEADS = {"language_model.lm_head.": "lm_head.", "lm_head.": "lm_head.", "score.
 
 
 def naming_of(names: Collection[str]) -> BlockNaming:
-    """Return how a checkpoint with tensors of these names names the tensors of its language
-    model."""
+    """Return the naming scheme of a checkpoint with tensors of these names."""
     for stack, own in _STACKS.items():
         pattern = re.compile(rf"^({re.escape(stack)}layers\.)(\d+)(\..+)$")
         if any(pattern.match(name) for name in names):
@@ -112,7 +111,7 @@ class SafetensorsCheckpoint:
                     if self._whole(name) is None:
                         hub.read_head(name, lambda path: read_header(path).head_bytes)
         self._headers: dict[str, tuple[dict[str, int], Mapping[str, StoredTensor]]] = {}
-        """By file that was read, its stamp and its tensors."""
+        """For each file that was read, its stamp and its tensors."""
         holders = {name: weight for weight in weights for name in self._names_in(weight)}
         if missing := self._index.keys() - holders.keys():
             raise IntegrityError(f"{root}: no file contains tensor {min(missing)[:200]!r} of {INDEX_NAME}")
@@ -129,7 +128,8 @@ class SafetensorsCheckpoint:
         self.tensor_names = tuple(self._file_of)
 
     def _names_in(self, weight: str) -> Iterable[str]:
-        """The tensors in a file: by its header, or by the index while it is not on disk."""
+        """Return the tensors in a file: from its header or, while the file is not on disk, from the
+        index."""
         if weight in self.known and self._index and self._whole(weight) is None:
             return [name for name, file in self._index.items() if file == weight]
         return self._tensors(weight)
@@ -167,8 +167,8 @@ class SafetensorsCheckpoint:
         return {self._file_of[name] for name in names}
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
-        """Sizes of 4-bit weights whose groups no packed format holds, as far as headers are
-        here."""
+        """Return the sizes of 4-bit weights whose groups no packed format supports, as far as
+        headers are here."""
         scheme = self._scheme
         if scheme is None or not scheme.is_expanded:
             return WeightSizes()
@@ -185,7 +185,7 @@ class SafetensorsCheckpoint:
 
     @cached_property
     def _scheme(self) -> "Scheme | None":
-        """How weights are quantised. Raises ``ConfigError`` if that is not read."""
+        """How the weights are quantised. Raises ``ConfigError`` for an unsupported way."""
         from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
 
         settings = getattr(self._config(), "quantization_config", None)
@@ -198,15 +198,15 @@ class SafetensorsCheckpoint:
         return ()
 
     def check_kind(self) -> None:
-        """Its config names a class, which is refused later unless it generates text. Its settings
-        are checked here, before a model is built of them."""
+        """The class that the config names is checked when a model is built. Here its settings are
+        checked, before that."""
         whole, settings = self._whole_config()
         with self._named():
             check_settings(language_config(whole), language_settings(whole, settings))
 
     def check_complete(self, whole: Builder) -> None:
-        """Tensors are compared with the model as far as headers are here; all of them, when they
-        are loaded."""
+        """Compare the tensors whose headers are here with the model. Loading compares all
+        tensors."""
         config, _ = self._whole_config()
         text = language_config(config)
         blocks: dict[int, list[str]] = {}
@@ -241,7 +241,7 @@ class SafetensorsCheckpoint:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say in an error where the files are."""
+        """Add the folder of the files to an error."""
         try:
             yield
         except (ConfigError, IntegrityError) as error:
@@ -265,7 +265,7 @@ class SafetensorsCheckpoint:
         faults = (*CONFIG_FAULTS, OSError, StrictDataclassError)
         path = self.root / "config.json"
         settings = json_in(path, MAX_CONFIG_BYTES)
-        if "configuration_files" in settings:  # transformers would read those instead
+        if "configuration_files" in settings:  # transformers would read the files that it names
             raise ConfigError(f"{path} refers to other files", hint="remove its configuration_files")
         known = _SAME_TYPES.get(str(settings.get("model_type")))
         try:
@@ -399,7 +399,8 @@ class SafetensorsCheckpoint:
 
 
 def _causes(settings: Mapping[str, Any], faults: tuple[type[BaseException], ...]) -> Iterator[str]:
-    """The settings without which transformers makes a config of the rest: one of them is wrong."""
+    """Return the settings that transformers cannot read: it makes a config when any one of them is
+    left out."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
     text = settings.get("text_config")

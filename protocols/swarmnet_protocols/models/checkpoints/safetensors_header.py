@@ -41,8 +41,8 @@ class StoredTensor:
     is_mapped: bool = True
     """Whether values stay in the file, mapped into memory, until they are changed.
 
-    That reads faster, and processes share the memory. Otherwise values have memory of their own:
-    mapped pages count as memory of the process for as long as values are kept.
+    Mapping reads faster, and processes share the memory. But mapped pages count as memory of the
+    process while values are kept. So otherwise values are copied into memory of their own.
     """
 
     @property
@@ -55,7 +55,7 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> "torch.Tensor":
         """Read a slice of the first dimension, or everything for ``...``.
 
-        Raises ``IntegrityError`` if the file cannot be read, or ends before.
+        Raises ``IntegrityError`` if the file cannot be read, or ends too early.
         """
         import torch
 
@@ -84,7 +84,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> Layout:
-    """Return where the tensors of a safetensors file are. Raises as ``read_tensors``."""
+    """Return where the tensors of a safetensors file are. Raises the errors of ``read_tensors``."""
     head_bytes, tensors = read_tensors(path)
     spans = {name: each.span for name, each in tensors.items()}
     return Layout(head_bytes, spans, {name: each.shape for name, each in tensors.items()})

@@ -30,7 +30,7 @@ _SENTENCEPIECE = threading.Lock()
 
 
 def tokenizer_in(root: Path, names: Iterable[str]) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of which the files ``names`` are a part, as far as ``root`` has them.
+    """Return the tokenizer in the files ``names``, as far as they are in ``root``.
 
     Raises ``ConfigError`` if transformers does not read it.
     """
@@ -80,8 +80,8 @@ def _is_no_path(key: str, value: object) -> bool:
 def _reading_sentencepiece() -> Iterator[None]:
     """Have transformers read a ``tokenizer.model`` without the package sentencepiece.
 
-    transformers parses such a file with protobuf, and asks for the package only by habit. The
-    package would bring a second OpenMP library into this process.
+    transformers parses such a file with protobuf, and does not use the package that it asks for.
+    The package would bring a second OpenMP library into this process.
     """
     # ``from transformers import`` gives the module's function of the same name until the module is
     # loaded.

@@ -1,7 +1,8 @@
-"""What a checkpoint in Hugging Face layout has that a class of transformers does not read.
+"""Finds settings and tensors of a checkpoint that transformers silently ignores.
 
-transformers keeps settings that it does not know, and drops tensors that no module has. Most are
-notes or heads of other tasks. The rest changes answers: those are refused by name.
+transformers stores settings that it does not know, and drops tensors that belong to no module. Most
+of these are notes, or heads of other tasks. All others would change answers, so this module refuses
+them by name.
 """
 
 import ast
@@ -25,9 +26,9 @@ UNUSED = re.compile(
 _TOWERS = re.compile(
     r"(^|[._])(vision|visual|vit|image|audio|speech|sound|video|mm|multi_modal|projectors?|connector|merger|resampler)([._]|$)"
 )
-"""Tensors of encoders of images and sound, which prompts of text do not need."""
+"""Tensors of encoders for images and sound. Prompts of text do not need them."""
 _OF_DRAFTS = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head)\.|\.mtp")
-"""Tensors of blocks behind the last, which predict several tokens and are not used."""
+"""Tensors of further blocks that predict several tokens ahead. They are not used."""
 HARMLESS: Mapping[str, re.Pattern[str]] = {
     reason: re.compile(pattern)
     for reason, pattern in {
@@ -44,15 +45,22 @@ HARMLESS: Mapping[str, re.Pattern[str]] = {
         "notes": r"_name_or_path|architectures|(torch_)?dtype|transformers_version|id2label|label2id|problem_type",
     }.items()
 }
-"""Settings that never change an answer, by the reason: they are for training, for drafts of several
-tokens, or for what a call returns besides logits; ids of tokens, which the tokenizer has; what the
-tensors tell; the longest sequence, which ``max_positions`` reads; ways to compute the same;
-axes of images, since tokens of text have one position; the precision of sums, which is the host's;
-and notes."""
+"""Settings that never change an answer, grouped by the reason.
+
+- "training", "drafts": for training, or for drafts of several tokens.
+- "outputs": for what a call returns besides logits.
+- "tokens": ids of tokens; the tokenizer has them.
+- "tensors": facts that the tensors show, too.
+- "lengths": the longest sequence; ``max_positions`` reads it.
+- "speed": ways to compute the same result.
+- "images": axes of image positions; a token of text has one position.
+- "precision": the precision of sums; the host decides it.
+- "notes": facts for people.
+"""
 _NOTES_OF_ROPE = re.compile(
     r"(rope_)?type|rope_theta|finetuned|original_max_position_embeddings|beta_(fast|slow)"
 )
-"""Parameters of rotary embeddings that every kind has, or that are notes in some."""
+"""Parameters that every kind of rotary embedding may have, even if it does not read them."""
 _HINT = "use a checkpoint whose model_type is that of its own architecture, or a gguf file of it"
 _MIXED = "take config.json and weights from one revision of the model, or download the file again"
 _OFF = (None, False, 0)
@@ -72,8 +80,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "topk_method": (None, "greedy"),
     "hidden_act": (None, "silu"),
 }
-"""Settings that a class may not declare and that change answers although no tensor shows it, and
-the values that change nothing."""
+"""Settings that change answers, but that a class need not declare and no tensor shows. Each has the
+values that change nothing."""
 _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     **{
         kind: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
@@ -81,13 +89,13 @@ _IMPLIED: Mapping[str, Mapping[str, Any]] = {
     },
     "minimax_m2": {"scoring_func": "sigmoid"},
 }
-"""By ``model_type``: values of such settings that the class has without reading them."""
+"""For some model types: the values of such settings that are fixed in the code of the class."""
 _SAME = (
     frozenset({"experts_per_token", "num_experts_per_tok"}),
     frozenset({"hidden_act", "hidden_activation", "mlp_hidden_act"}),
     frozenset({"rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"}),
 )
-"""Names of one setting. A class reads one of them, and files may have others."""
+"""Sets of names for the same setting. A class reads one name of a set; a file may have another."""
 _OBSTACLES = {
     "index_topk": "its sparse attention keeps an index beside keys and values",
     "hidden_size_per_layer_input": "every layer looks up embeddings of its own by the token ids, which hosts do not get",
@@ -96,17 +104,19 @@ _OBSTACLES = {
     "hc_mult": "several residual streams run between its layers",
     "use_bidirectional_attention": "its tokens attend to later ones",
 }
-"""Settings of a config that, unless they are off, mean that a layer needs more than the earlier
-outputs of the layer before; and what it needs."""
+"""Settings that stop a model from being split, and the reason. When such a setting is on, a layer
+needs more than the outputs of the layer before it."""
 _ACTIVATION = re.compile(r"(\w+_)?act(ivation(_function)?)?")
 _LEGACY = (("gelu", "gelu_pytorch_tanh"),)
-"""Values of published files, and what classes take on purpose instead: Gemma 1."""
+"""Pairs of a value in published files and the value that the class deliberately uses instead. For
+Gemma 1."""
 _CHOICES = {"position_embedding_type": ("nope",)}
-"""Values of settings that no code names, because they stand for leaving something out."""
+"""Valid values that appear in no code, because they mean that something is left out."""
 
 
 def obstacle_in(config: Any) -> str | None:
-    """Why the layers of a model cannot be on several hosts, with the setting that says so."""
+    """Return why the layers of a model cannot be split among hosts, and the setting that shows it.
+    None if they can."""
     for name, reason in _OBSTACLES.items():
         # "vision" is for the tokens of an image
         if (value := getattr(config, name, None)) and value != "vision":
@@ -115,11 +125,11 @@ def obstacle_in(config: Any) -> str | None:
 
 
 def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a setting that changes answers but that the class does not read, or
-    reads as another value.
+    """Raise ``ConfigError`` for a setting that changes answers, but that the class ignores or reads
+    as another value.
 
     - ``settings``: the file's settings of the language model alone.
-    - ``config``: made of these settings. Any passes that no host computes.
+    - ``config``: made of these settings. Not checked if no host can compute the model anyway.
     """
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -140,26 +150,26 @@ def check_settings(config: Any, settings: Mapping[str, Any]) -> None:
         )
     if "sliding_attention" in kinds and "sliding_window=" not in reading.code:
         raise ConfigError(
-            "the config has a sliding_window (use_sliding_window, max_window_layers), which attention of this class does not pass on",
+            "the config has a sliding_window (use_sliding_window, max_window_layers), which the attention of this class ignores",
             hint=_HINT,
         )
 
 
 def _is_off(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether another setting leaves this one without effect."""
+    """Return whether another setting makes this one ineffective."""
     match name:
         case "sliding_window":
             return settings.get("use_sliding_window") is False
         case "sliding_window_pattern":
-            return bool(settings.get("layer_types"))  # which tells it for each layer
+            return bool(settings.get("layer_types"))  # which names the kind of each layer
     return False
 
 
 class _Reading:
     """The settings of a config that a class of transformers reads.
 
-    A setting is read if the code of the class or of its config names it. If a class declares a
-    setting and does not read it, its own value is what it computes.
+    A setting counts as read if the code of the class or of its config names it. If a class declares
+    a setting but never reads it, the class computes as if the setting had its default value.
     """
 
     def __init__(self, config: Any, stack: type) -> None:
@@ -179,7 +189,7 @@ class _Reading:
             (min(each & self.code) for each in _SAME if name in each and each & self.code), None
         )
         usual, is_declared = _value(self._default, name), bool(names & self._declared)
-        if name == "model_type":  # the config has that of the file, whatever its class is
+        if name == "model_type":  # the config repeats the model_type of the file, whatever its own class is
             read, made = name, self._default.model_type
         else:
             made = _value(self._config, read or name, value)
@@ -194,7 +204,7 @@ class _Reading:
         elif made != value and (
             isinstance(value, str) if isinstance(made, str) else _is_number(value) and _is_number(made)
         ):
-            raise _fault(name, value, f"for which {self.own} of transformers takes {_shown(made)}", _MIXED)
+            raise _fault(name, value, f"which {self.own} of transformers reads as {_shown(made)}", _MIXED)
         elif isinstance(value, str | None) and is_declared and not _is_choice(name, value, self.code):
             hint = "a newer transformers may know the value"
             raise _fault(name, value, f"which {self.own} of transformers does not know", hint)
@@ -241,8 +251,8 @@ def _check_rope(config: Any, settings: Mapping[str, Any], code: frozenset[str]) 
 
 
 def check_heads(config: Any) -> None:
-    """Raise ``ConfigError`` for heads that share keys unevenly, or of sizes that latent attention
-    does not have."""
+    """Raise ``ConfigError`` if heads share keys unevenly, or if their sizes do not fit latent
+    attention."""
     default, latent = type(config)(), getattr(config, "kv_lora_rank", None)
     pairs = [("num_attention_heads", "num_key_value_heads")]
     if latent and _value(default, "head_dim") == _value(default, "qk_rope_head_dim"):
@@ -254,7 +264,7 @@ def check_heads(config: Any) -> None:
 
 
 def _value(config: Any, name: str, default: Any = None) -> Any:
-    """The value of a setting; ``default`` if it is not set, or differs between layers."""
+    """Return the value of a setting. ``default`` if it is not set, or differs between layers."""
     try:
         return getattr(config, name, default)
     except RuntimeError:  # it differs between layers
@@ -270,7 +280,8 @@ def _shown(value: Any) -> str:
 
 
 def _is_choice(name: str, value: str | None, code: frozenset[str]) -> bool:
-    """Whether a setting may have this value: its code names it, or it is an activation."""
+    """Return whether a setting may have this value: the code names the value, or it is an
+    activation."""
     from transformers.activations import ACT2FN
 
     if _ACTIVATION.fullmatch(name):
@@ -279,7 +290,7 @@ def _is_choice(name: str, value: str | None, code: frozenset[str]) -> bool:
 
 
 def _code_of(thing: Any) -> frozenset[str]:
-    """The settings and texts that a function names, or the modules of a class."""
+    """Return the names and strings in the code of a function, or in the modules of a class."""
     if inspect.isfunction(thing):
         return _names_in(thing)
     modules = {each.__module__ for each in thing.__mro__}
@@ -289,10 +300,10 @@ def _code_of(thing: Any) -> frozenset[str]:
 
 @functools.cache
 def _names_in(code: Any) -> frozenset[str]:
-    """The attributes of configs that a function or a module reads, and its strings.
+    """Return the attributes of configs that a function or a module reads, and its strings.
 
-    Arguments that it passes by name are there with ``=``, and what it asks whether there is any
-    with ``?``: null leaves such a setting out.
+    Three kinds of names are in the result: ``name`` is read, ``name=`` is passed as a keyword
+    argument, and ``name?`` is tested for a value. A setting that is tested may be null.
     """
     is_module = isinstance(code, str)
     owners = ("config", "self") if is_module and ".configuration_" in code else ("config",)
@@ -315,7 +326,7 @@ def _names_in(code: Any) -> frozenset[str]:
 
 
 def _asked(node: ast.AST) -> Iterator[str]:
-    """The variables and attributes of which an expression asks whether there is a value."""
+    """Yield the variables and attributes that an expression tests for a value."""
     match node:
         case ast.Compare(left, [ast.Is() | ast.IsNot()], [ast.Constant(None)]):
             yield from _named(left)
@@ -327,7 +338,7 @@ def _asked(node: ast.AST) -> Iterator[str]:
 
 
 def _named(node: ast.AST) -> Iterator[str]:
-    """The name of a variable or an attribute; that of an attribute that ``getattr`` reads."""
+    """Yield the name of a variable or attribute, also of an attribute that ``getattr`` reads."""
     match node:
         case ast.Name(name) | ast.Attribute(_, name):
             yield name
@@ -336,7 +347,7 @@ def _named(node: ast.AST) -> Iterator[str]:
 
 
 def check_routing(config: Any) -> None:
-    """Raise ``ConfigError`` for a number of experts or groups that a router cannot choose."""
+    """Raise ``ConfigError`` if a router cannot choose this many experts or groups."""
     names = ("n_routed_experts", "num_experts", "num_local_experts")
     of_all = next((name for name in names if getattr(config, name, None)), None)
     if of_all is None:
@@ -348,14 +359,14 @@ def check_routing(config: Any) -> None:
     size = experts // groups
     if not 0 < used <= size * kept or kept > groups or (groups > 1 and (experts % groups or size < 2)):
         raise ConfigError(
-            f"the config has {used} experts for a token, of {kept} of {groups} groups of {experts} experts: {of_token}, topk_group, n_group and {of_all}",
+            f"the config has {of_token} = {used}, topk_group = {kept}, n_group = {groups} and {of_all} = {experts}, which do not fit together",
             hint=_MIXED,
         )
 
 
 def check_tensors(others: Iterable[str], *, is_multimodal: bool) -> None:
-    """Raise ``ConfigError`` for a tensor outside the language model that is not known to be
-    spare."""
+    """Raise ``ConfigError`` for a tensor outside the language model, unless answers are known not
+    to need it."""
     for name in others:
         if not UNUSED.search(name) and not (is_multimodal and _TOWERS.search(name)):
             raise ConfigError(
@@ -365,8 +376,8 @@ def check_tensors(others: Iterable[str], *, is_multimodal: bool) -> None:
 
 
 def check_blocks(blocks: Mapping[int, Iterable[str]], count: int) -> None:
-    """Raise ``ConfigError`` for a block behind the last of the ``count`` in the config, unless it
-    predicts several tokens."""
+    """Raise ``ConfigError`` for a block after the ``count`` blocks of the config, unless it
+    predicts several tokens ahead."""
     for block, names in sorted(blocks.items()):
         if block >= count and not any(_OF_DRAFTS.search(name) for name in names):
             raise ConfigError(

@@ -229,7 +229,7 @@ def is_named(change: Change, message: str) -> bool:
         name.removeprefix("num_").replace("_", " "),
         "the tensor",
         "does not fit",
-        "for which",
+        "reads as",
         "mrope_section",
         "no_rope_layers",
         "validate_",

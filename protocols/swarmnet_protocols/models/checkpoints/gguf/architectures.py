@@ -1,12 +1,12 @@
 """Maps each architecture of gguf files to transformers: one row of ``ARCHITECTURES`` for each.
 
-config.py makes a config by a row, and tensors.py finds the tensors of each weight. What most
-architectures share needs no mention here: config.py knows the keys, and the package ``gguf`` has
-llama.cpp's names of tensors.
+From a row, config.py makes a config and tensors.py finds the tensors of each weight. A row lists
+only what is special about its architecture. The usual keys are in config.py, and the package
+``gguf`` has llama.cpp's names of tensors.
 
-To add an architecture, add a row: the ``model_type``, settings that no key gives, and weights whose
-tensors have other names, another order or other values. The loader refuses what a row forgets: it
-compares every key with the config, and every tensor must be used.
+To add an architecture, add a row. It has the ``model_type``, settings that no key gives, and
+weights whose tensors have unusual names, order or values. The loader notices if a row forgets
+something: it compares every key with the config, and requires that every tensor is used.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Attention of gguf files: the order of rows, scales, windows, and latent keys and values.
 
-Sources are llama.cpp's converter, for what a file has, and its graphs (src/models), for what that
-means.
+llama.cpp's converter shows what a file contains. Its graphs (src/models) show what that means.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 def _heads(count: str) -> Weight:
     """Rows of queries or keys in llama.cpp's order for rotary embeddings that turn neighbours.
 
-    transformers has the first halves of all pairs of a head before the second halves.
+    In transformers, the first elements of all pairs of a head precede the second elements.
     """
 
     def made(config: Any, rows: "Array") -> "Array":
@@ -66,7 +65,7 @@ def sliding_except(period: int) -> Setting:
 
 
 def if_windows(setting: Setting) -> Setting:
-    """The setting for files with sliding windows; others have none."""
+    """Return the setting for files with sliding windows. In other files it is left out."""
     return lambda header: setting(header) if "attention.sliding_window" in header.own else LEFT_OUT
 
 
@@ -100,7 +99,8 @@ def key_heads(kind: str) -> Setting:
 
 
 def has_full_values(header: Header) -> bool:
-    """Whether blocks with full attention have values that are not their keys."""
+    """Whether blocks with full attention have values of their own, instead of reusing their
+    keys."""
     block = sliding_except(6)(header).index("full_attention")
     return f"blk.{block}.attn_v.weight" in header.shapes
 
@@ -118,14 +118,16 @@ QWEN35_ROPE = {
 def head_sizes(header: Header) -> tuple[int, int]:
     """The sizes of a query head and of a value head.
 
-    Newer converters describe one head of the compressed keys, and have keys of their own for these.
+    Newer converters describe the one head of compressed keys under the usual keys, and these sizes
+    under others.
     """
     end = "_mla" if "attention.key_length_mla" in header.own else ""
     return header.own[f"attention.key_length{end}"], header.own[f"attention.value_length{end}"]
 
 
 def mscale(header: Header) -> Any:
-    """llama.cpp writes a tenth of it, and takes it for ``mscale``, too (llama-context.cpp)."""
+    """The key holds a tenth of ``mscale_all_dim``. llama.cpp uses the same value as ``mscale``
+    (llama-context.cpp)."""
     found = header.own.get("rope.scaling.yarn_log_multiplier")
     return LEFT_OUT if found is None else round(10 * found, 6)
 

@@ -1,9 +1,9 @@
-"""The config of a gguf file, and the check that no key is left unread.
+"""Makes the config of a gguf file, and checks that no key is ignored.
 
 A gguf file has keys and a few tensors where a checkpoint of the hub has a config. ``config_of``
-makes the config of the keys, ``with_rope`` adds what tensors say, and ``check_keys`` compares every
-key with the config: a key that the config contradicts, or that is not known here, is refused by
-name.
+makes the config from the keys, and ``with_rope`` adds the scaling that is in tensors.
+``check_keys`` compares every key with the config. It refuses a key that the config contradicts, or
+that is unknown here, by name.
 """
 
 import math
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors by whose values rotary frequencies are divided. They are part of the config, not of the
-weights."""
+"""Tensors whose values divide rotary frequencies. They belong to the config, not to the weights."""
 Factors = Mapping[str, Sequence[float]]
 
 _ANY = object()
-"""Stands for any value of a key, where all mean the same."""
+"""Stands for any value of a key. Used where all values have the same meaning."""
 _HARMLESS = re.compile(r"(general|quantize|split)\..+")
 """Names, authors, and how the file was made. ``general.architecture``, ``.alignment`` and ``.type``
 are read."""
@@ -34,8 +33,7 @@ _TOKENIZER = re.compile(
     r"model|pre|tokens|token_type|token_type_count|scores|merges|\w+_token_id"
     r"|add_(bos|eos|sep)_token|add_space_prefix|remove_extra_whitespaces))"
 )
-"""Keys that ``tokenizer.py`` and ``end_tokens.py`` read, and tokens that they need not know.
-"""
+"""Keys of the tokenizer. ``tokenizer.py`` and ``end_tokens.py`` read those that they need."""
 
 
 def config_of(header: Header) -> "PretrainedConfig":
@@ -50,14 +48,14 @@ def config_of(header: Header) -> "PretrainedConfig":
     kind = row.model_type if isinstance(row.model_type, str) else row.model_type(header)
     made: Any = CONFIG_MAPPING[kind]
     default, settings = made(), _common(header, row)
-    # some classes only look for head_dim
+    # some classes read this setting only if the config has it
     known = {*dir(default), *default.attribute_map, "head_dim"}
     names = {key: next((name for name in each if name in known), None) for key, each in _SETTINGS.items()}
     settings |= {name: header.own[key] for key, name in names.items() if name and key in header.own}
     settings = {name: value for name, value in settings.items() if name in known}
     settings |= _values(row.settings, header)
     for key, name in names.items():
-        # The default of the class is another model's, unless it does nothing.
+        # A default of the class may be the value of another model, unless it means "off".
         if name and name not in settings and getattr(default, name) not in (None, 0, 1):
             raise ConfigError(f"the file has no key {header.architecture}.{key}", hint=HINT)
     config: PretrainedConfig = made(**settings)
@@ -73,7 +71,8 @@ def _values(settings: Mapping[str, Any], header: Header) -> dict[str, Any]:
 
 
 def _common(header: Header, row: Architecture) -> dict[str, Any]:
-    """Settings that have one meaning in all architectures, and that no single key gives."""
+    """Return settings that have the same meaning in all architectures, but are not just the value
+    of one key."""
     own = header.own
     key_heads = own.get("attention.head_count_kv", own["attention.head_count"])
     rope = {"rope_type": "default", "rope_theta": own.get("rope.freq_base", 10_000.0)}
@@ -97,7 +96,7 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
     """Add the scaling of rotary frequencies to a config, by keys and the values of
     ``ROPE_TENSORS``.
 
-    Raises ``ConfigError`` for factors that are none.
+    Raises ``ConfigError`` for factors of the wrong number or without a known scaling.
     """
     own = header.own
     kind = own.get("rope.scaling.type", "none")
@@ -151,7 +150,7 @@ def _by_factors(config: Any, factors: Factors, original: int, attention: float |
 
 
 def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
-    """The scaling of Llama 3.1 to 3.3 that gives these factors; None if none does.
+    """Return the scaling of Llama 3.1 to 3.3 that yields these factors, or None.
 
     All these models have the same bounds.
     """
@@ -167,7 +166,8 @@ def _as_llama3(config: Any, factors: Sequence[float]) -> dict[str, Any] | None:
 
 
 def _as_proportional(factors: Sequence[float]) -> dict[str, Any] | None:
-    """Gemma 4's scaling: the first frequencies as they are, the rest by factors that stop them."""
+    """Return Gemma 4's scaling: the first frequencies are kept, and large factors make the others
+    almost 0."""
     turned = sum(factor == 1.0 for factor in factors)
     if not 0 < turned < len(factors) or any(factor < 1e29 for factor in factors[turned:]):
         return None
@@ -175,7 +175,7 @@ def _as_proportional(factors: Sequence[float]) -> dict[str, Any] | None:
 
 
 def check_keys(config: "PretrainedConfig", header: Header) -> None:
-    """Raise ``ConfigError``, which names the key, unless the config agrees with every key."""
+    """Raise ``ConfigError`` unless the config agrees with every key. The error names the key."""
     fields, own = header.fields, header.own
     for key, value in fields.items():
         suffix = key.removeprefix(f"{header.architecture}.")
@@ -208,7 +208,7 @@ def _agrees(value: Any, expected: Any) -> bool:
 
 
 def _first(*names: str) -> Callable[[Any], Any]:
-    """The first of these attributes that a config has."""
+    """Return the value of the first of these attributes that a config has."""
     return lambda config: next(
         (found for name in names if (found := getattr(config, name, None)) is not None), None
     )
@@ -221,7 +221,7 @@ def _rope(config: Any) -> dict[str, Any]:
 
 
 def _layer(config: Any, block: int) -> Any:
-    """The config of a block: some classes have heads of another size in some blocks."""
+    """Return the config of a block. In some classes, heads differ in size between blocks."""
     return config.per_layer_config[block] if config.is_heterogeneous else config
 
 
@@ -233,9 +233,10 @@ def _head_size(config: Any, kind: str = "full_attention") -> int:
 
 
 def _rotary_size(config: Any) -> int:
-    """Elements of a head that are rotated, in pairs."""
+    """Return the number of rotated elements in a head: an even number, because they are rotated in
+    pairs."""
     rope = _rope(config)
-    if rope.get("rope_type") == "proportional":  # the rest of a head is divided by huge factors
+    if rope.get("rope_type") == "proportional":  # huge factors keep the rest of a head from rotating
         return _head_size(config)
     return int(_head_size(config) * rope.get("partial_rotary_factor", 1.0) / 2 + 1e-6) * 2
 
@@ -245,8 +246,8 @@ def _is_sliding(config: Any) -> Any:
 
 
 def _latent_sizes(config: Any) -> tuple[Any, Any]:
-    """Sizes of the keys and values of latent attention: compressed, or of each head; None: there is
-    none."""
+    """Return the permitted sizes of keys and values with latent attention, compressed or of one
+    head. None without latent attention."""
     rank = getattr(config, "kv_lora_rank", None)
     if rank is None:
         return None, None
@@ -254,7 +255,7 @@ def _latent_sizes(config: Any) -> tuple[Any, Any]:
 
 
 def _inner_size(config: Any) -> Any:
-    """The width of all recurrent states' outputs."""
+    """Return the width of the outputs of all recurrent heads together."""
     if hasattr(config, "linear_num_value_heads"):
         return config.linear_num_value_heads * config.linear_value_head_dim
     return getattr(config, "mamba_d_ssm", None)
@@ -300,7 +301,7 @@ _SETTINGS: Mapping[str, tuple[str, ...]] = {
     "ssm.state_size": ("linear_key_head_dim", "mamba_d_state"),
     "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads"),
 }
-"""Keys that are settings of a config: the first of these that the class has."""
+"""Maps keys to settings of a config. If there are several, the first that the class has is used."""
 _EXPECTED: Mapping[str, Callable[[Any], Any]] = {
     **{key: _first(*names) for key, names in _SETTINGS.items()},
     "attention.head_count_kv": _key_heads,

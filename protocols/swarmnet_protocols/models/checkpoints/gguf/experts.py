@@ -28,9 +28,9 @@ def joined(_: Any, *parts: "Array") -> "Array":
 
 
 _GROUPS = {(61, 256): (8, 4), (60, 160): (8, 3), (27, 64): (1, 1)}
-"""(blocks, routed experts) → (groups of experts, groups that a token uses), for files of older
-converters, which wrote no keys for groups. The models are DeepSeek V3 and R1, V2 (arXiv 2405.04434,
-section 2.2), and V2-Lite."""
+"""(blocks, routed experts) → (groups of experts, groups that a token uses). Older converters wrote
+no keys for groups. The models are DeepSeek V3 and R1, V2 (arXiv 2405.04434, section 2.2), and
+V2-Lite."""
 
 
 def _group_setting(which: int, name: str) -> Setting:
@@ -56,8 +56,8 @@ groups_used = _group_setting(1, "expert_group_used_count")
 def is_deepseek_v3(header: Header) -> bool:
     """Whether experts are chosen as in DeepSeek V3: by sigmoids with a bias.
 
-    Files of GLM-4.7-Flash do not say so. llama.cpp knows them by their blocks and vocabulary
-    (src/models/deepseek2.cpp).
+    Files of GLM-4.7-Flash do not say so. llama.cpp recognises them by their number of blocks and
+    their vocabulary (src/models/deepseek2.cpp).
     """
     is_flash = len(header.blocks) in (47, 48) and header.shapes["token_embd.weight"][0] == 154_880
     return bool(header.own.get("expert_gating_func", 2 if is_flash else 1) == 2)

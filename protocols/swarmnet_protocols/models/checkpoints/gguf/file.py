@@ -54,15 +54,15 @@ _READING = 5
 ignored.
 """
 METADATA_BYTES = 32 << 20
-"""Free bytes that saving a config or a tokenizer in Hugging Face layout needs, at most."""
+"""Most free bytes that saving a config or a tokenizer in Hugging Face layout needs."""
 
 
 class GgufCheckpoint:
     """``ModelCheckpoint`` of a gguf file, or of all parts of a split one.
 
-    transformers takes seconds to read a config or a tokenizer from gguf. So both are cached in
-    Hugging Face layout under ``metadata_dir``, which belongs to this version of the file only. A
-    cached copy that has changed is made again. Raises ``IntegrityError`` if a file is damaged.
+    transformers takes seconds to read a config or a tokenizer from gguf. So copies of both are kept
+    in Hugging Face layout under ``metadata_dir``. Each version of the file has its own folder. A
+    copy that was changed is made again. Raises ``IntegrityError`` if a file is damaged.
     """
 
     def __init__(self, paths: Sequence[Path], metadata_dir: Path, hub: HubFiles | None = None) -> None:
@@ -82,7 +82,7 @@ class GgufCheckpoint:
         self._header = Header(self._fields, {name: tensor.shape for name, tensor in self._tensors.items()})
         self._architecture = self._header.architecture
         self._parsed: dict[str, tuple[bytes, Layout]] = {}
-        """By file, the hash of a header, and the layout that it describes."""
+        """For each file, the hash of its header and the layout in this header."""
         ahead = self._header.blocks_ahead
         self.tensor_names = tuple(name for name in self._tensors if _NAMING.block_of(name) not in ahead)
 
@@ -97,8 +97,8 @@ class GgufCheckpoint:
     def layout(self, file: str) -> Layout:
         """Return where the tensors of a file are.
 
-        Parsing the vocabulary in a header takes tenths of a second. So the layout is kept as long
-        as the header stays the same.
+        Parsing a header takes tenths of a second, because of the vocabulary. So the layout is
+        reused while the header stays the same.
         """
         path = self._paths[file]
         if file in self._parsed:
@@ -127,7 +127,7 @@ class GgufCheckpoint:
     def holders(self, names: Iterable[str]) -> set[str]:
         try:
             return {self._file_of[name] for name in names}
-        except KeyError as error:  # the manifest is that of the file before it changed
+        except KeyError as error:  # the file has changed since its manifest was made
             raise IntegrityError(
                 f"{self.path} has no tensor {error.args[0]}", hint="download it again"
             ) from error
@@ -139,7 +139,7 @@ class GgufCheckpoint:
 
         tensors = {name: self._tensors[name] for name in names}
         unread = {name: tensor for name, tensor in tensors.items() if tensor.type not in {*Format}}
-        # Keys and values of latent attention are made of tensors of three dimensions.
+        # The keys and values of latent attention come from tensors of three dimensions.
         made = {name for name in tensors if len(tensors[name].shape) == 3 and not _EXPERTS.fullmatch(name)}
         expanded = [tensor for name, tensor in tensors.items() if name in unread or name in made]
         return WeightSizes(
@@ -281,7 +281,8 @@ class GgufCheckpoint:
     ) -> dict[str, Any]:
         """Return weights by their recipes.
 
-        They are dequantised, unless they stay packed and only the order of their rows changes.
+        They are dequantised, unless they stay packed and the recipe only changes the order of
+        rows.
         """
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
 
@@ -313,8 +314,8 @@ class GgufCheckpoint:
         form: WeightForm,
         opened: Mapping[str, BinaryIO],
     ) -> tuple[str, Any]:
-        """The weight by its recipe, packed if it can be, with its name in ``model`` or in the
-        whole."""
+        """Return the weight by its recipe, packed if possible. ``name``: in ``model``, or in the
+        whole model."""
         import numpy as np
         import torch
 
@@ -341,7 +342,7 @@ class GgufCheckpoint:
         return name, torch.from_numpy(own)
 
     def _rows(self, name: str, opened: Mapping[str, BinaryIO]) -> "np.ndarray[Any, Any]":
-        """The bytes of a tensor, by its rows."""
+        """Return the bytes of a tensor, [rows, bytes of a row]."""
         file, tensor = opened[self._file_of[name]], self._tensors[name]
         file.seek(tensor.offset)
         return _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
@@ -400,7 +401,7 @@ class GgufCheckpoint:
 
 
 def _hash_of_head(path: Path, size: int) -> bytes:
-    """The SHA-256 of the first ``size`` bytes of a file, and of its size."""
+    """Return the SHA-256 over the first ``size`` bytes of a file and the size of the file."""
     with path.open("rb") as file:
         total = os.fstat(file.fileno()).st_size
         return hashlib.sha256(total.to_bytes(8, "little") + file.read(size)).digest()
@@ -409,7 +410,7 @@ def _hash_of_head(path: Path, size: int) -> bytes:
 def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":
     """Return the next bytes of a file, part of the tensor ``name``.
 
-    Raises ``IntegrityError`` if the file ends before.
+    Raises ``IntegrityError`` if the file ends too early.
     """
     import torch
 
@@ -437,7 +438,7 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
 
 
 def _hash_of(folder: Path) -> str:
-    """32 hexadecimal digits: a hash of the names and contents of a directory's files."""
+    """Return a hash of the names and contents of a directory's files, as 32 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
         digest.update(hashlib.sha256(path.name.encode()).digest() + sha256_of(path, None))

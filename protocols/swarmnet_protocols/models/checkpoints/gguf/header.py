@@ -16,8 +16,8 @@ from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, file_of
 
 Scalar = int | float | bool | str
 Field = Scalar | tuple[int | float | bool, ...]
-"""A value of the metadata: of arrays, short ones of numbers; an empty tuple stands for any other.
-"""
+"""A value of the metadata. Short arrays of numbers are tuples. All other arrays become the empty
+tuple."""
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -58,9 +58,9 @@ class GgufTensor:
 
 
 class _Cursor:
-    """Reads little-endian fields. Raises ``EOFError`` at the end of the file, and ``ValueError`` at
-    that of the longest header that is read: the holes of a partial file would be empty strings
-    without end."""
+    """Reads little-endian fields. Raises ``EOFError`` at the end of the file, and ``ValueError``
+    beyond the longest permitted header. Without that bound, the holes of a partial file would be
+    read as endless empty strings."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -123,8 +123,8 @@ def _scalar(kind: int) -> Struct:
 def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
     """Return the metadata without its long arrays, and the tensors, all within the file.
 
-    Raises ``IntegrityError`` for a damaged file, and ``ConfigError`` for one of another format or
-    with a type of tensors that is not known.
+    Raises ``IntegrityError`` for a damaged file, and ``ConfigError`` for a file of another format
+    or with an unknown type of tensors.
     """
     try:
         with path.open("rb") as file:
@@ -153,7 +153,8 @@ def layout_of(path: Path) -> Layout:
 
 
 def gguf_head_bytes(path: Path) -> int:
-    """The size of the header of a gguf file. Raises ``IntegrityError`` unless it is whole."""
+    """Return the size of a gguf file's header. Raises ``IntegrityError`` unless the header is
+    complete."""
     return layout_of(path).head_bytes
 
 
@@ -224,7 +225,7 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 def part_names(name: str) -> list[str]:
     """Return the names of all parts of the split model that has a file called ``name``.
 
-    Only ``name`` if it is not the name of a part.
+    If ``name`` is not the name of a part, it is the only result.
     """
     match = _PART.fullmatch(name)
     if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_PARTS:
@@ -235,7 +236,7 @@ def part_names(name: str) -> list[str]:
 def parts_beside(path: Path) -> list[Path]:
     """Return the paths of all parts of the split model that ``path`` is a part of.
 
-    Only ``path`` if it is a whole model. Raises ``ConfigError`` if a part is missing in its folder,
+    A whole model is its own only part. Raises ``ConfigError`` if a part is missing in its folder,
     and the errors of ``file_of`` and ``read_header``.
     """
     names = part_names(path.name)
@@ -264,11 +265,13 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Field], list[dict[str, 
         count, place = own_fields.get("split.count", 1), own_fields.get("split.no", number)
         if count not in (0, 1) and len(paths) == 1:
             raise ConfigError(
-                f"{path} is one of {count} parts of a split gguf file, and its name does not tell those of the others",
+                f"{path} is one of {count} parts of a split gguf file, and its name does not tell the names of the others",
                 hint=f"name them {path.stem}-00001-of-{count:05}.gguf and so on, or join them: llama-gguf-split --merge",
             )
         if len(paths) > 1 and (count != len(paths) or place != number):
-            raise IntegrityError(f"{path} is not part {number + 1} of {len(paths)}, as its name says")
+            raise IntegrityError(
+                f"the name of {path} says that it is part {number + 1} of {len(paths)}, but its header contradicts that"
+            )
         fields = fields or own_fields
         tensors.append(own_tensors)
     if len(paths) > 1:
@@ -279,5 +282,5 @@ def read_parts(paths: Sequence[Path]) -> tuple[dict[str, Field], list[dict[str, 
 def _check_parts(first: Path, fields: dict[str, Field], names: Sequence[str]) -> None:
     if not len(names) == len(set(names)) == fields.get("split.tensors.count", len(names)):
         raise IntegrityError(
-            f"the parts of {first} do not belong together: they have other tensors than it says"
+            f"the parts of {first} do not belong together: their tensors differ from the list in its header"
         )

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def conv_types(header: Header) -> list[str]:
-    """Blocks without key heads are convolutions."""
+    """Return the kinds of the blocks. Blocks without key heads are convolutions."""
     heads = header.own["attention.head_count_kv"]
     return ["full_attention" if count else "conv" for count in heads]
 
 
 def log_of_decay(values: "Array") -> "Array":
-    """Logarithms of decays, which files have negated."""
+    """Return the logarithms of decays. Files hold the negated decays."""
     import numpy as np
 
     if not (values < 0).all():
@@ -42,7 +42,7 @@ def log_of_decay(values: "Array") -> "Array":
 
 
 def _layer_types(header: Header) -> list[str]:
-    """Which blocks are recurrent. In a file without a list, all are but every n-th
+    """Which blocks are recurrent. In a file without a list, all blocks but every n-th are recurrent
     (src/models/qwen35.cpp)."""
     interval = header.own.get("full_attention_interval", 4)
     recurrent = header.own.get("attention.recurrent_layers")
@@ -112,7 +112,8 @@ TILED_WEIGHTS = {
 
 
 def untied(header: Header) -> bool:
-    """Embeddings and head have different multipliers, which a file has multiplied into each."""
+    """Embeddings and head have different multipliers, and the file holds both already
+    multiplied."""
     if "output.weight" not in header.shapes:
         raise ConfigError(
             "the file has no tensor 'output.weight', and no key for the scale of a tied head",

@@ -31,8 +31,8 @@ class Header:
 
     @property
     def own(self) -> dict[str, Any]:
-        """Values by key, for keys that begin with the architecture's name; here without that name.
-        A list in which all numbers are equal becomes that number."""
+        """The values of keys that begin with the architecture's name, by key without that name. A
+        list of equal numbers becomes that number."""
         prefix = f"{self.architecture}."
         return {
             key.removeprefix(prefix): _merged(value)
@@ -42,10 +42,10 @@ class Header:
 
     @property
     def blocks(self) -> range:
-        """The blocks of the model. Blocks after these predict further tokens: answers do not need
-        them.
+        """The blocks of the model. Further blocks, which predict several tokens ahead, are left
+        out: answers do not need them.
 
-        Raises ``ValueError`` for a number that no model has.
+        Raises ``ValueError`` if the number is out of range.
         """
         count = self.own["block_count"] - self.own.get("nextn_predict_layers", 0)
         if not 0 < count <= MAX_BLOCKS:
@@ -54,7 +54,7 @@ class Header:
 
     @property
     def blocks_ahead(self) -> set[int]:
-        """The blocks that predict further tokens."""
+        """The blocks that predict several tokens ahead."""
         count, end = self.own.get("nextn_predict_layers", 0), self.own.get("block_count", 0)
         if not count or not isinstance(count, int) or not isinstance(end, int):
             return set()
@@ -77,25 +77,26 @@ class Header:
 
 
 def _merged(value: Field) -> Field:
-    """Return the number that a list has for all blocks. Other values are returned as they are."""
+    """Return the number in a list whose numbers are all equal. Return any other value unchanged."""
     same = isinstance(value, tuple) and len({*value}) == 1 and not isinstance(value[0], bool)
     return value[0] if same and isinstance(value, tuple) else value
 
 
 Setting = Callable[[Header], Any]
 LEFT_OUT = object()
-"""The value of a setting that a row gives for some files only. For the other files, the setting is
-made as if the row did not name it."""
+"""The value of a setting that a row gives only for some files. For other files, the row counts as
+if it did not name the setting."""
 _REQUIRED = object()
 
 
 def key(name: str, default: Any = _REQUIRED) -> Setting:
-    """The value of a key. Without a default, a file that lacks the key is refused."""
+    """Return a function for the value of a key. Without a default, a file without the key is
+    refused."""
     return lambda header: header.own[name] if default is _REQUIRED else header.own.get(name, default)
 
 
 def needs(tensor: str, setting: Setting) -> Setting:
-    """The setting of files that have a tensor; others are refused."""
+    """Return a function for a setting of files that have a tensor. Other files are refused."""
 
     def checked(header: Header) -> Any:
         if tensor not in header.shapes:
@@ -107,14 +108,14 @@ def needs(tensor: str, setting: Setting) -> Setting:
 
 @dataclass(frozen=True)
 class Weight:
-    """How a weight of transformers is made of tensors of a block."""
+    """How to make a weight of transformers from tensors of a block."""
 
     tensors: tuple[str, ...] = ()
-    """Names of tensors within the block, with endings such as ``.weight``. Empty: the name that
-    llama.cpp gives the weight."""
+    """Names of tensors within the block, with endings such as ``.weight``. Empty: the usual name in
+    llama.cpp."""
     made: "Callable[..., Array] | None" = None
     """Makes the weight. Its arguments are the config, then the values of each tensor. None: the
-    weight is the values as they are.
+    values are the weight.
 
     A matrix stays packed if ``made`` only chooses rows of its tensors, or changes the order of
     columns.
@@ -128,10 +129,10 @@ class Architecture:
     model_type: str | Callable[[Header], str]
     """The name of transformers' config class."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the config that no single key has: values, or functions of the header.
-    ``LEFT_OUT``: as in every architecture."""
+    """Settings of the config: values, or functions of the header. ``LEFT_OUT``: as in other
+    architectures."""
     weights: Mapping[str, Weight] = field(default_factory=dict)
-    """Weights that are made in a way of their own. Keys are expressions for transformers' names
+    """Weights that are made in a special way. Keys are regular expressions for transformers' names
     within a layer, without ``.weight`` and ``.bias``; the first that matches applies."""
     rope: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the rotary embedding other than its base; values as in ``settings``."""
@@ -147,7 +148,7 @@ def _rotated_share(header: Header) -> float:
 
 ROTATES_PART = {"partial_rotary_factor": _rotated_share}
 NORMS_PLUS_ONE = {r".*norm": Weight(made=lambda _, values: values - 1)}
-"""transformers adds one to these norms; files have the sum."""
+"""transformers adds 1 to the weights of these norms. Files hold the sum."""
 BIASES = {
     "attention_bias": lambda header: header.has("attn_output.bias"),
     "mlp_bias": lambda header: header.has("ffn_down.bias"),

@@ -1,6 +1,6 @@
-"""Which tensors of a gguf file make a weight of transformers, and how.
+"""Recipes: how to make each weight of transformers from tensors of a gguf file.
 
-``recipes`` lists the weights of a model, which are made by the row of its architecture.
+``recipes`` lists the recipes of a model, by the row of its architecture.
 """
 
 import math
@@ -36,13 +36,13 @@ class Recipe:
 
     tensors: tuple[str, ...]
     make: "Callable[..., Array]"
-    """Makes the weight of the values of the tensors."""
+    """Makes the weight from the values of the tensors."""
     count: int
-    """The number of values that the tensors have together."""
+    """Number of values in all tensors together."""
 
     def packed(self, matrices: "Sequence[PackedTensor]") -> "PackedTensor | None":
-        """Return the weight of packed tensors, or None unless it is made of whole rows, or of all
-        columns of one tensor in another order."""
+        """Return the weight made from packed tensors. None unless the recipe only picks whole rows,
+        or reorders the columns of one tensor."""
         import torch
 
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -56,10 +56,10 @@ class Recipe:
         return None if columns is None else joined.select_columns(columns)
 
     def _order(self, counts: Sequence[int], axis: int) -> "torch.Tensor | None":
-        """Return, for each row of a matrix (``axis`` 0) or column (1), where it is in the tensors,
-        which follow one another. None if the weight is not made of whole ones.
+        """Return the place in the concatenated tensors of each row (``axis`` 0) or column (1) of
+        the weight. None if the weight is not made of whole rows or columns.
 
-        The order is found by making a weight of matrices of one column or row with random values.
+        To find the order, make the weight from matrices with one column or row of random values.
         """
         import numpy as np
         import torch
@@ -68,7 +68,7 @@ class Recipe:
         parts = [np.expand_dims(part, 1 - axis) for part in np.split(values, np.cumsum(counts)[:-1])]
         try:
             made = np.asarray(self.make(*parts))
-        except CONFIG_FAULTS:  # making it needs the real values
+        except CONFIG_FAULTS:  # the recipe works on real values only
             return None
         if made.ndim != 2 or made.shape[1 - axis] != 1:
             return None
@@ -97,7 +97,7 @@ def recipes(header: Header, model: "PreTrainedModel", first_block: int) -> dict[
 
 
 def tensors_of(found: Mapping[str, Recipe]) -> set[str]:
-    """Return the names of all tensors in some recipes."""
+    """Return the names of all tensors in these recipes."""
     return {tensor for recipe in found.values() for tensor in recipe.tensors}
 
 
@@ -117,7 +117,7 @@ class _Makers:
         self._experts = {prefix + path: module for path, module in experts_modules(model)}
 
     def recipe_of(self, name: str) -> Recipe | None:
-        """Return the recipe of a weight, or None if no tensor has this weight."""
+        """Return the recipe of a weight, or None if the file has no tensor for it."""
         if match := _LAYER.fullmatch(name):
             return self._in_layer(name, int(match[1]), match[2])
         stem, end = _split(name)
@@ -171,8 +171,8 @@ class _Makers:
         return Recipe(tensors, make, math.prod(shape))
 
     def _place(self, name: str, tensor: str) -> tuple[int, int, int]:
-        """The rows of a part within ``attn_qkv``: the first, the one after the last, and the number
-        of all."""
+        """Return the rows [first, end) of a part within ``attn_qkv``, and the number of all
+        rows."""
         own = _PROJECTION[tensor]
         sizes = [self.shapes[name.replace(f".{own}.", f".{_PROJECTION[each]}.")][0] for each in _FUSED]
         start = sum(sizes[: _FUSED.index(tensor)])
@@ -202,7 +202,8 @@ class _Makers:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """A name without its end, and its end in files, where parameters are weights, too."""
+    """Return a name without its ending, and the ending in files. Files call parameters weights,
+    too."""
     stem, _, end = name.rpartition(".")
     return (stem, f".{end}") if end in ("weight", "bias") else (name, ".weight")
 
@@ -212,7 +213,7 @@ def _cut(start: int, end: int, rows: "Array") -> "Array":
 
 
 def _shaped(values: "Array", shape: tuple[int, ...]) -> "Array":
-    """Values with the dimensions of size 1 that transformers has."""
+    """Return values with the dimensions of size 1 that transformers expects."""
     is_same = [size for size in shape if size > 1] == [size for size in values.shape if size > 1]
     return values.reshape(shape) if is_same and values.ndim != len(shape) else values
 

@@ -29,8 +29,9 @@ _CONTROL_NAMES = (ENDS - {"</s>"}) | {
     "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "<|code_suffix|>", "<|suffix|>",
     "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "<|code_middle|>", "<|middle|>",
 }  # fmt: skip
-"""Control tokens whatever type the file gives them: text does not contain them by chance. An
-``</s>`` of another type is the end of an HTML element, which many vocabularies have."""
+"""Tokens that are control tokens even if the file gives them another type, because ordinary text
+does not contain them. ``</s>`` is not listed: with another type it may be the end of an HTML
+element."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text
 before it is split."""
@@ -38,8 +39,8 @@ _HINT = "use the model's Hugging Face layout"
 _SPACE = "\u2581"
 """What sentencepiece writes for a space."""
 _NEVER_IN_UTF8 = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
-"""Letters that byte-level vocabularies write for bytes that occur in no text. DeepSeek's have them
-as tokens of their own, which stand for themselves."""
+"""Letters that byte-level vocabularies use for bytes that occur in no text. In DeepSeek's
+vocabularies they are ordinary tokens."""
 
 
 def check_tokenizer(fields: Mapping[str, Any]) -> None:
@@ -59,7 +60,7 @@ def check_tokenizer(fields: Mapping[str, Any]) -> None:
 def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a gguf file whose header was checked.
 
-    ``header``: its keys. ``rows``: how many tokens have embeddings; None if unknown. Raises
+    ``header``: its keys. ``rows``: number of tokens with embeddings; None if unknown. Raises
     ``ConfigError`` if the file has no tokenizer, or one whose ids would differ from llama.cpp's.
     """
     from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
@@ -82,7 +83,7 @@ def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTo
 
     kind, tokens, splitting = fields["tokenizer_type"], fields["tokens"], _splitting(fields)
     backend = _KINDS[kind](fields)
-    if kind == "llama":  # llama.cpp's ends, where the file names none
+    if kind == "llama":  # llama.cpp's defaults for files that name no such token
         for side, token in zip(("bos", "eos"), tokens[1:3], strict=True):
             settings[f"{side}_token"] = settings.get(f"{side}_token") or token
     elif kind == "gemma4":  # whatever the file says, as llama.cpp does
@@ -100,7 +101,7 @@ def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTo
         special_tokens=[(token, tokens.index(token)) for token in dict.fromkeys(first + last)],
     )
     types = _types(fields)
-    # Some files name an ordinary token, which must stay part of the text.
+    # Some files name an ordinary token here. It must stay part of the text.
     own = {
         key: token
         for key in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -180,21 +181,22 @@ def _byte_level(fields: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _sentencepiece(fields: Mapping[str, Any]) -> "Tokenizer":
-    """The merges are derived from the vocabulary."""
+    """Return a tokenizer whose merges are derived from the vocabulary."""
     from transformers.tokenization_utils_base import generate_merges
 
     tokens, is_gemma = fields["tokens"], fields["architecture"].startswith("gemma")
-    if is_gemma:  # its tokens of several spaces are written with spaces
+    if is_gemma:  # in this vocabulary, tokens of several spaces contain real spaces
         tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: id for id, token in enumerate(tokens)}
-    # The scores of Gemma do not tell the order of its merges: its vocabulary has that order.
+    # Gemma's scores do not give the order of its merges. The order of the vocabulary does.
     order = [-id for id in range(len(tokens))] if is_gemma else fields["scores"]
     merges = generate_merges(vocabulary, dict(zip(tokens, order, strict=True)))
     return _with_spaces(fields, vocabulary, merges, has_prefix=bool(fields.get("add_prefix_space", True)))
 
 
 def _gemma4(fields: Mapping[str, Any]) -> "Tokenizer":
-    """As ``_sentencepiece``, but the file has the merges, and lines are words."""
+    """As ``_sentencepiece``, but the merges are in the file, and a text is split into lines
+    first."""
     from tokenizers import Regex, pre_tokenizers
 
     vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
@@ -233,15 +235,16 @@ _KINDS: Mapping[str, Callable[[Mapping[str, Any]], "Tokenizer"]] = {
     "llama": _sentencepiece,
     "gemma4": _gemma4,
 }
-"""What builds a tokenizer of the fields of a file, by its ``tokenizer.ggml.model``."""
+"""Functions that build a tokenizer from the fields of a file, by ``tokenizer.ggml.model``."""
 
 
 def _add_special(backend: "Tokenizer", fields: Mapping[str, Any]) -> None:
-    """Match the tokens that the file marks in a text as they are written, before it is split."""
+    """Have the tokens that the file marks match in a text as they are written, before the text is
+    split."""
     from tokenizers import AddedToken
 
-    # Those of Phi-3 take the spaces after them. llama.cpp knows its models by their names alone,
-    # which the hub spells in several ways.
+    # Marked tokens of Phi-3 include the spaces after them. llama.cpp recognises Phi-3 only by the
+    # name of the model, and the hub has several spellings.
     name, is_sentencepiece = fields["name"], fields["tokenizer_type"] == "llama"
     strips = "phi-3" in name or "phi3" in name or (fields["architecture"] == "phi3" and is_sentencepiece)
     vocabulary = backend.get_vocab()

@@ -1,7 +1,8 @@
 """How tokenizers in gguf files split a text into words, by llama.cpp's names.
 
 The expressions are llama.cpp's (llama-vocab.cpp, ``llm_tokenizer_bpe``), in the syntax of
-Oniguruma. Each splits what the ones before it have left, and matches stay whole.
+Oniguruma. Each expression splits the rest that the expressions before it have left. Matches are not
+split again.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 
 
 def _cased(ending: str, upper: str = _UPPER, lower: str = _LOWER) -> str:
-    """Words split where a capital letter follows a small one."""
+    """Return an expression that splits words where a capital letter follows a small one."""
     return rf"[^\r\n\p{{L}}\p{{N}}]?{upper}*{lower}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{upper}+{lower}*{ending}"
 
 
@@ -62,11 +63,11 @@ _UP_TO_MARKS = r" ?[^(\s|.,!?\x{2026}\x{3002}\x{FF0C}\x{3001}\x{964}\x{6D4}\x{60
 
 @dataclass(frozen=True)
 class WordSplitting:
-    """One way to split."""
+    """One way to split a text into words."""
 
     expressions: tuple[str, ...]
     ignores_merges: bool = False
-    """Whether a word that is a token becomes that token, whatever the merges make of it."""
+    """Whether a word that is a token becomes that token, even if the merges would give others."""
     adds_bos: bool = False
     """Whether prompts begin with the BOS token in files that do not say so."""
 
@@ -119,5 +120,5 @@ SPLITTINGS: Mapping[str, WordSplitting] = {
         r"| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+",
     ),
 }
-"""By the value of ``tokenizer.ggml.pre``. Ways of embedding models, and those whose rules are no
-expressions, are not listed."""
+"""By the value of ``tokenizer.ggml.pre``. Not listed: ways of embedding models, and ways that
+regular expressions cannot describe."""
