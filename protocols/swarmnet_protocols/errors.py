@@ -20,7 +20,7 @@ class ConfigError(SwarmnetError):
 
 
 class NotAuthorised(SwarmnetError):
-    """A peer or a record lacks the permission."""
+    """A peer, or the signer of a record, may not do this."""
 
 
 class Unreachable(SwarmnetError):
@@ -81,7 +81,7 @@ class NoRoute(Unreachable):
 class HostsOverloaded(NoRoute):
     """All hosts of some blocks have refused work because of their load.
 
-    After ``retry_after_s`` each block has a host that may take more.
+    After ``retry_after_s`` each block has a host that may accept work again.
     """
 
     def __init__(self, missing: Sequence[tuple[int, int]], wait_s: float) -> None:
@@ -108,7 +108,7 @@ class NoRoom(OutOfResources):
     def __init__(self, positions: int, room: int) -> None:
         """``positions`` are needed; the hosts have room for ``room``."""
         super().__init__(
-            f"{positions} positions are needed, and the hosts have room for {room} of one client",
+            f"{positions} positions are needed, and the hosts keep {room} for one client",
             hint="send a shorter text; or give a host more memory: --max-cache or --client-share of swarmnet join",
         )
         self.positions = positions

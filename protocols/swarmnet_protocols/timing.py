@@ -20,8 +20,8 @@ class Timing:
     heartbeat_s: float = 0.4
     """Period of heartbeats on a session or link."""
     silence_s: float = 2.0
-    """A peer that sent nothing for this long, not even a heartbeat, counts as failed; up to
-    ``MAX_EXTENSION`` times as long while its heartbeats are late."""
+    """A peer that sent nothing for this long, not even a heartbeat, counts as failed. While its
+    heartbeats are late, the time grows, up to ``MAX_EXTENSION`` times."""
     open_s: float = 2.5
     """Timeout for dialling a peer and opening a stream."""
     alive_s: float = 0.5
@@ -44,8 +44,8 @@ class Timing:
     """A hop that has its input, sends heartbeats and computes nothing for this long counts as
     failed."""
     pass_wait_s: float = 2.5
-    """Longest time that decode steps of sessions go before a waiting training pass; the next pass
-    waits as long again."""
+    """Longest time that decode steps may delay a waiting training pass. They may delay the next
+    pass as long again."""
     recover_s: float = 12.0
     """How long a client looks for hosts of missing blocks before it gives up."""
     refresh_s: float = 5.0

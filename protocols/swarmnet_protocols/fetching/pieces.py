@@ -98,8 +98,8 @@ class Layout:
 
     @property
     def slices(self) -> dict[str, int]:
-        """Into how many parts tensors are cut along their first dimension: the experts of a merged
-        tensor.
+        """Tensor → number of parts that it is cut into along its first dimension. The parts are the
+        experts of a merged tensor.
 
         Tensors of fewer than three dimensions are left out. So are tensors with parts below
         ``MIN_SLICE_BYTES``, such as the filters of a convolution.

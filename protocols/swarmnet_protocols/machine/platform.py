@@ -2,7 +2,7 @@
 
 They concern files and their locks, limits on open files, ports, signals, event loops and child
 processes. Other modules import neither ``fcntl`` nor ``resource``. They branch on ``sys.platform``
-only for what they alone do.
+only where no other module needs the same branch.
 """
 
 import asyncio

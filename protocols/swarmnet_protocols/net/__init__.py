@@ -67,7 +67,7 @@ class Message:
 
 
 class ReachKind(StrEnum):
-    """How other peers reach this one."""
+    """The ways in which other peers reach this one."""
 
     UNKNOWN = "unknown"
     """No peer could be asked."""

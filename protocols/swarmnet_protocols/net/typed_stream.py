@@ -74,11 +74,11 @@ class Patience(NamedTuple):
     """How long one side of a stream waits for the other."""
 
     silence_s: float
-    """Longest seconds between two messages of the other side, heartbeats included.
+    """Most seconds between two messages of the other side, heartbeats included.
 
     While heartbeats are late, the limit grows up to ``MAX_EXTENSION`` times."""
     send_s: float | None = None
-    """Longest seconds that the other side may leave a message unread. None: ``silence_s``."""
+    """Most seconds that the other side may leave a message unread. None: ``silence_s``."""
 
 
 class TypedStream(Generic[Sent, Received]):

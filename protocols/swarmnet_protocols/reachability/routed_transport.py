@@ -67,8 +67,8 @@ class RoutedTransport(TransportWrapper):
     ) -> None:
         """The layers above this one are made later, so they are looked up when they are needed.
 
-        - ``guarded`` returns the transport over which circuits are requested and accepted; without
-          it, that is this one.
+        - ``guarded`` returns the transport over which circuits are requested and accepted; by
+          default, this one.
         - ``punch`` starts hole punching to a peer, unless that failed lately. Returns the first try
           while it runs, else None.
         - ``describe_reach`` returns how others reach this peer.

@@ -1,9 +1,9 @@
-"""What this peer knows of a host: announced facts, checked and bounded.
+"""A host as other peers know it: the facts that it announced, checked and bounded.
 
 ``directory/host_announcements.py`` makes a ``HostInfo`` from the bytes that arrive. The search for
 chains, the choice of blocks, pings and the dashboard all use it. Each fact is only a claim of the
-host. ``chain_view.credible`` bounds what announced speeds and loads are worth, and
-``sightings.py`` counts hosts once they have answered.
+host. ``chain_view.credible`` limits how much announced speeds and loads count. ``sightings.py``
+counts a host only once it has answered.
 """
 
 import math
@@ -67,8 +67,8 @@ class HostInfo:
     record: bytes = field(default=b"", compare=False, repr=False)
     """The sealed announcement."""
     is_hop: bool = False
-    """Whether this stands for an open hop in a search. Such a hop keeps all its blocks or is
-    replaced."""
+    """Whether this is an open hop of the chain that a search repairs. The search keeps such a hop
+    with all its blocks, or replaces it."""
 
     @property
     def online(self) -> bool:

@@ -18,11 +18,11 @@ MAX_BLOCK_S = 3600.0
 
 
 class Speeds:
-    """Seconds per block of every host in a measured step, by normalised least mean squares.
+    """Estimates the seconds per block of each host by normalised least mean squares.
 
     The method is Kaczmarz's. The client measures whole chains itself and ignores reports of hops.
     It divides the difference to the expected time among the hops, in proportion to their blocks.
-    Measurements of other chains tell the hops apart.
+    One chain cannot tell which of its hops was slow. Chains that share some of its hops can.
     """
 
     def __init__(self) -> None:
@@ -33,8 +33,8 @@ class Speeds:
         """Correct the estimates after a step of one token through ``chain`` and back took
         ``step_s``.
 
-        ``view`` is a result of ``credible`` with the speeds that ``at`` returned for ``now``. Hosts
-        outside ``view`` are ignored.
+        ``view`` comes from ``chain_view.credible``, and contains the speeds that :meth:`at`
+        returned. Hosts outside ``view`` are ignored.
         """
         hops = [hop for hop in chain if hop.peer in view.block_s]
         if not hops or not 0 <= step_s < math.inf:
@@ -53,7 +53,7 @@ class Speeds:
     def at(self, hosts: Mapping[PeerId, HostInfo], now: float) -> dict[PeerId, float]:
         """Return the seconds per block of the measured hosts among ``hosts``.
 
-        Estimates of hosts that are gone are kept for ``MEMORY_S``.
+        Also forgets estimates that are older than ``MEMORY_S``.
         """
         self._measured = {
             peer: (block_s, at) for peer, (block_s, at) in self._measured.items() if now - at < MEMORY_S

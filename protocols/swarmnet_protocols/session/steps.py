@@ -103,7 +103,7 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
         appends = row.source == row.sequence and row.start == held
         if not appends and not row.rewrite:
             raise ProtocolViolation(
-                f"overlap: sequence {row.sequence} would be rewritten from {row.start}, which the row does not say"
+                f"overlap: sequence {row.sequence} would be rewritten from {row.start}, but the row is not marked as a rewrite"
             )
 
 
@@ -146,7 +146,7 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
         raise ProtocolViolation("a replay wants no outputs")
     positions = sum(row.count for row in rows)
     values = decode_tensor(message.tensor, payload, positions=positions, hidden_size=hidden_size)
-    # Every hop sends finite values, so only the sender of these can have made them.
+    # Every hop refuses such values, so the sender has not received them from another hop.
     if not torch.isfinite(values).all():
         raise ProtocolViolation("a step with values that are not finite")
     return Step(seq=message.seq, rows=rows, values=values, acked=message.acked, replay=message.replay)

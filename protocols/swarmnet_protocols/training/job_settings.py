@@ -1,4 +1,4 @@
-"""What a job says: its sections, and the rules that hold between their values.
+"""The settings of a job: its sections, and the rules that hold between their values.
 
 An owner's file may name local files. A published job identifies data and model files by hash
 instead (:meth:`Job.about`), and the user of each worker gives the paths of local copies

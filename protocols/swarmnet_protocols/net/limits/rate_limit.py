@@ -54,9 +54,8 @@ class TokenBucket:
         self._at = now
 
     def set_limit(self, limit: RateLimit, now: float) -> None:
-        """Change the limit. A change from or to unlimited empties the bucket, since a fast link had
-        its burst.
-        """
+        """Change the limit. A change from or to unlimited empties the bucket, because an unlimited
+        link has already used its burst."""
         self._refill(now)
         if math.isinf(self.limit.per_s) or math.isinf(limit.per_s):
             self._level = 0.0

@@ -18,9 +18,9 @@ class Resource(StrEnum):
     PENDING_HANDSHAKES = "pending_handshakes"
     """Streams whose opener has not shown its certificate."""
     PENDING_ADMISSIONS = "pending_admissions"
-    """Streams that will request a certificate, until the request has come."""
+    """Streams on which a request for a certificate is expected."""
     ADMISSIONS = "admissions"
-    """Requests for a certificate that wait for the answer."""
+    """Requests for a certificate that are being answered."""
     ADMITTED_PEERS = "admitted_peers"
     """Peers whose membership handshake succeeded."""
     CALLS = "calls"
@@ -32,9 +32,9 @@ class Resource(StrEnum):
     RELAY_RESERVATIONS = "relay_reservations"
     """Peers that others reach through this one."""
     CIRCUITS = "circuits"
-    """Streams that this relay forwards, counted for both of their peers."""
+    """Streams that this relay forwards. Each counts for both of its peers."""
     RECORDS = "records"
-    """DHT records, counted for the peer that stored them here."""
+    """DHT records. Each counts for the peer that stored it here."""
     RECORD_BYTES = "record_bytes"
     SESSIONS = "sessions"
     PENDING_LINKS = "pending_links"
@@ -53,11 +53,11 @@ class Resource(StrEnum):
     TRANSFERS = "transfers"
     """Downloads of a training job's state or of weights."""
     EXPERTS = "experts"
-    """Streams of hosts whose rows the experts of this peer compute."""
+    """Streams of hosts that have this peer's experts compute rows."""
     PENDING_ROUNDS = "pending_rounds"
-    """Streams of members of rounds that have not begun here."""
+    """Streams of workers for rounds that have not begun here."""
     ROUNDS = "rounds"
-    """Streams between the members of running rounds."""
+    """Streams of workers for rounds that are running here."""
     BODIES = "body_bytes"
     """Bodies of HTTP requests in progress. Only in the manager of an HTTP endpoint."""
 
@@ -142,7 +142,7 @@ SHARED = frozenset(
 SYSTEM_FRAMES = RateLimit(4000.0, 8000.0)
 PEER_FRAMES = RateLimit(1000.0, 4000.0)
 """Messages per second of one peer. A client of a fast host sends a few hundred a second; a host
-with many sessions sends as many for each of them."""
+with many sessions sends that many for each session."""
 PEER_REPORTS = RateLimit(2.0, 1.0)
 SYSTEM_DIALS = RateLimit(2.0, 128.0)
 PEER_DIALS = RateLimit(0.2, 16.0)

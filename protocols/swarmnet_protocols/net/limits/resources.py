@@ -54,7 +54,8 @@ RETRY_S = 2.0
 MIN_SWEEP = 256
 """Number of peer scopes that triggers the deletion of idle ones."""
 SUBNET_FACTOR = 3
-"""Most that a subnet holds, as a multiple of what it leaves free: three quarters if it is alone.
+"""Most that a subnet may hold, as a multiple of what it leaves free. A subnet alone may hold three
+quarters of all.
 
 With a larger factor, newcomers find less. With a smaller one, a swarm within one network uses less
 of its hosts."""

@@ -94,8 +94,9 @@ class Occupancy(Generic[T]):
     def victim(self, may_evict: Callable[[T], bool], subnet: str | None = None) -> T | None:
         """Return the holder to evict; None if none may be evicted.
 
-        It is a holder of the largest peer in ``subnet``, or in the largest one: the first by rank.
-        Subnets and peers whose holders may not be evicted are skipped.
+        The choice is in ``subnet``, by default the subnet with the largest amount. There it is the
+        holder with the lowest rank of the peer with the largest amount. Subnets and peers whose
+        holders may not be evicted are skipped.
         """
         subnets = list(self._subnets.values()) if subnet is None else [self._subnets[subnet]]
         for amount in sorted({subnet.amount for subnet in subnets}, reverse=True):
@@ -121,7 +122,7 @@ class SubnetLimits:
     """Accepts inbound streams. When there are too many, a stream of an unknown peer in the largest
     subnet is evicted.
 
-    Streams of unknown peers that have not received a message have limits of their own,
+    Streams on which an unknown peer has sent no message yet have limits of their own,
     ``MAX_SILENT`` and ``MAX_SILENT_PER_SUBNET``. At a limit, one of them is evicted.
     """
 
@@ -165,8 +166,8 @@ class SubnetLimits:
 
 
 class SubnetSlots:
-    """Slots for inbound streams that wait for something. A slot takes one of ``resource`` from
-    ``system``.
+    """Slots for inbound streams that wait for something. Each slot takes 1 of ``resource`` in the
+    ``system`` scope.
 
     When all are taken, a new stream evicts the oldest stream of the subnet with the most slots.
     Honest peers send their first message at once, so they seldom lose a slot.

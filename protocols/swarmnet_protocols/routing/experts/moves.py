@@ -98,7 +98,8 @@ def _parked(
 ) -> Iterator[tuple[PeerId, Expert]]:
     """Yield one load that breaks a deadlock of full peers; nothing if no memory is free.
 
-    A peer with free memory loads an expert that a full peer must drop to get a missing one.
+    A peer with free memory loads an expert that a full peer must drop before it can load a missing
+    one.
     """
     free = max(held, key=lambda peer: (room[peer] - len(held[peer]), peer))
     if len(held[free]) >= room[free]:

@@ -51,9 +51,9 @@ class Method(Protocol):
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
       parameters.
 
-    Neither side changes vectors that were passed to ``begin`` or ``restore`` or returned by a
-    method. So newcomers get a state without a copy. ``parameters`` may be used only during the
-    call.
+    Vectors that were passed to ``begin`` or ``restore``, or returned by a method, must not be
+    changed by either side. So a state can be sent to newcomers without copying it. ``parameters``
+    may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on
     every machine.
@@ -109,10 +109,12 @@ class Method(Protocol):
         """Return this worker's contribution: the values of ``range(round)``."""
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
-        """Return the worker's new parameters (``kind`` "gradients": the mean gradient).
+        """Return the worker's new parameters, or with ``kind`` "gradients" the mean gradient for
+        its optimizer.
 
         ``average`` None: the round was discarded, and outer state stays as it was. A worker that
-        did not contribute may apply the average of the others. It is then equal to them.
+        did not contribute may apply the others' average, and then has the same parameters as
+        they.
         """
 
     def agreed(self) -> torch.Tensor:
