@@ -1,4 +1,4 @@
-"""Calls to other hosts. By them, a node finds out which of the announced hosts exist.
+"""Calls other hosts, so that a node knows which of the announced hosts exist.
 
 ``routing/sightings.py`` decides which hosts a node calls.
 
@@ -175,13 +175,11 @@ class HostChecker:
 
     async def _computes(self, claim: Claim, host: HostInfo, asked: Asked, make: MakeTrial) -> Claim | None:
         """Return ``claim`` with the place of its host. None if the host computes something else."""
-        own = asked.blocks
-        shared = [block for block in range(claim.start, claim.end) if block in own]
-        first = self._rng.choice(shared)
-        last = first
-        while last + 1 in own and last + 1 < claim.end and last + 1 - first < TRIAL_BLOCKS:
-            last += 1
-        trial = await make((first, last + 1))
+        first = self._rng.choice([block for block in range(claim.start, claim.end) if block in asked.blocks])
+        end = first + 1
+        while end in asked.blocks and end < claim.end and end - first < TRIAL_BLOCKS:
+            end += 1
+        trial = await make((first, end))
         outputs = await self._outputs(host, asked, trial.span, trial.inputs)
         if outputs is None or not self._is_right(host.peer, trial, outputs):
             return None

@@ -35,8 +35,8 @@ def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dic
 
 
 def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str, Any]]:
-    """Events "weak" (the hosts of some block fell to one or none, or experts are missing) and
-    "healed" (they rose again)."""
+    """Return events "weak" (some block has only one host or none left, or experts are missing) and
+    "healed" (the block has more hosts again, or the experts have)."""
     found = []
     for manifest, entry in after.items():
         old = before.get(manifest)

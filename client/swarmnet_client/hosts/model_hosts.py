@@ -149,7 +149,8 @@ class ModelHosts:
         return self._directory.swarm
 
     def new_session(self) -> bytes:
-        """A random session id. It is a secret: a host that knows it may link to the session."""
+        """Return a random session id. The id is secret, because a host that knows it may link to
+        the session."""
         return self._rng.randbytes(16)
 
     # ---- hosts that are known -------------------------------------------------------------------

@@ -81,8 +81,8 @@ class SwarmModel:
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
         """Keep the KV caches in the swarm between calls.
 
-        While the context is open, ``generate`` takes whole conversations and does not compute again
-        the beginning that is in the cache. ``max_length``: most positions of a row (default: the
+        While the context is open, ``generate`` takes whole conversations, and computes only the
+        part after what is in the cache. ``max_length``: most positions of a row (default: the
         model's context).
         """
         if self._session is not None:
@@ -96,8 +96,8 @@ class SwarmModel:
 
     @contextmanager
     def trace(self, path: str | Path) -> Iterator[Trace]:
-        """Write the life of every step of the calls in this context to a file, across all hops,
-        when it ends.
+        """Trace every step in this context across all hops. When the context ends, write the trace
+        to a file.
 
         Perfetto (ui.perfetto.dev) and chrome://tracing show such files. Sessions that were opened
         before are not traced. Raises ``OSError`` if the file cannot be written.
@@ -131,8 +131,8 @@ class SwarmModel:
 
 
 def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
-    """The swarm model over ``local``'s embeddings and head: an instance of its architecture's
-    class.
+    """Return a swarm model with the embeddings and the head of ``local``. It is an instance of its
+    architecture's class.
 
     The head of a classifier is initialised at random if the checkpoint has none.
     """
@@ -180,10 +180,10 @@ def load(
     max_disk_bytes: int | None = None,
     notice: Callable[[str], None] = lambda text: None,
 ) -> SwarmModel:
-    """The model ``name`` on the swarm of ``network``; ``max_disk_bytes`` as for ``resolve``.
+    """Open the model ``name`` on the swarm of ``network``. ``max_disk_bytes``: as for ``resolve``.
 
-    ``notice`` is told, before they are loaded, if embeddings and head take more memory than the
-    file.
+    ``notice`` hears if embeddings and head take more memory than in the file, before they are
+    loaded.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a model that cannot be used, ``Unreachable`` if
     no bootstrap peer is given or answers, and ``NotAuthorised`` if the swarm does not admit this
@@ -209,8 +209,8 @@ def load(
 
 
 def _swarm_class(base: "type[PreTrainedModel]") -> type:
-    """A subclass of the architecture's class whose ``forward`` and, if it has one, ``generate`` use
-    the swarm."""
+    """Return a subclass of the architecture's class. Its ``forward`` uses the swarm, and so does
+    ``generate`` if there is one."""
     architecture: Any = base
 
     @functools.wraps(architecture.forward)
@@ -237,7 +237,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             prefix = prefix_tensors(past_key_values, self.config)
             past_key_values = self._generating
         is_alone = past_key_values is None
-        # The adapter does not change while ``generate`` runs: it is checked once.
+        # The adapter does not change while ``generate`` runs, so it is checked only once.
         client_adapter = (
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
@@ -305,7 +305,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
             cache = kwargs.pop("past_key_values", None)
             if cache is None and self._session is not None:
                 cache = self._session
-                # PEFT puts its prompts at the beginning, which ids do not show.
+                # PEFT puts prompts before the ids, so ids do not show what is in the cache.
                 is_prompted = cache.prefix_positions or _is_prompted(self)
                 cache.rewind(0 if is_prompted else _shared(cache, ids))
             if cache is None:

@@ -97,7 +97,7 @@ class RemoteBlocks:
 class _Passes(torch.autograd.Function):
     """Maps the blocks' inputs [P, D] of all sequences to their outputs [P, D].
 
-    ``tensors`` are the adapter's, sorted by name; hosts have copies.
+    ``tensors`` belong to the adapter, sorted by name. Hosts have copies of them.
     """
 
     @staticmethod

@@ -53,8 +53,8 @@ SLOW_FACTOR, SLOW_S = 2.0, 0.002
 """When a peer counts as slow: answers take ``SLOW_FACTOR`` times the fastest peer's plus ``SLOW_S``
 seconds. A slow peer is asked only for experts that no faster peer has."""
 WORK_LEFT = 0.9
-"""Share of a peer's work for a block that still counts at the next forward, when it chooses among
-equal peers."""
+"""Factor that reduces the counted work of each peer from one forward to the next. Among equal
+peers, the one with the least counted work is asked."""
 MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
@@ -235,8 +235,8 @@ class ExpertDispatcher:
                 seen = self.links.changes
                 self._ask(needed)
                 orphans = needed.left.difference(*(ask.pairs for ask in needed.asks))
-                # Whoever can be asked returned outputs that are not finite. So the rows are to
-                # blame, not the peers: a single host would compute NaN for them, too.
+                # All peers that can be asked returned outputs that are not finite. So the rows are
+                # to blame, not the peers: a single host would compute NaN for them, too.
                 if too_large := orphans & needed.doubted.keys():
                     for row, expert in too_large:
                         needed.found[expert].append(([row], torch.full_like(hidden[:1], math.nan)))
@@ -250,8 +250,8 @@ class ExpertDispatcher:
                         for expert in experts:
                             del needed.found[expert]
                         continue
-                    # Peers come and go. The first time that an expert has none starts the clock, so
-                    # that a series of short gaps cannot hold a forward forever.
+                    # The time counts from the first gap, because peers come and go. Otherwise a
+                    # series of short gaps could hold a forward forever.
                     give_up_at = min(give_up_at, self._loop.time() + MISSING_S)
                 if needed.left:
                     await self._progress(needed.asks, give_up_at, seen)

@@ -141,8 +141,8 @@ class ExpertService:
     def withhold(self) -> None:
         """Refuse to compute the withdrawn experts, but keep them in memory.
 
-        A peer that can still compute one of them then has a copy of its own, instead of asking this
-        peer.
+        If another peer still computes one of them, that peer has its own copy, and does not just
+        ask this peer.
         """
         self._is_withheld = True
 

@@ -78,7 +78,7 @@ class ModelReader:
         from swarmnet_protocols.models.outline import fetch_outline
 
         manifest = config.network.rules.names.get(config.model)
-        wait = self.peers.wait  # until the node is connected
+        wait = self.peers.wait  # it returns when the node is connected
         if manifest is None or not await asyncio.get_running_loop().run_in_executor(None, wait):
             return False
         await fetch_outline(self.peers, config.model, manifest, config.cache_dir)

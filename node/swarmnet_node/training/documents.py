@@ -203,7 +203,7 @@ def _hub_documents(data: DataSection, name: str) -> Iterator[bytes]:
             "data",
             "split",
             f"is wrong: {name} has no file whose name begins with {data.split!r} and ends with {suffix!r}",
-            hint="name the beginning of its files' names, and their format",
+            hint="set split to the beginning of the file names, and format to their kind",
         )
 
 

@@ -237,7 +237,8 @@ class Worker:
             verdict = await self._compare()
             if isinstance(verdict, CatchUp):
                 await self._move(verdict)
-        # Without a slot, the contribution was computed from a state that the group does not have.
+        # The slot may have been lost above. Then the contribution comes from a state that the group
+        # does not have.
         if self._slot is None:
             contribution, report = None, NO_STEPS
         start_s = self._now()
@@ -356,7 +357,7 @@ class Worker:
     async def _merge_replicas(self) -> None:
         """Average the replicas at the end of a job whose workers keep different parameters.
 
-        If this fails, each worker keeps its own.
+        If this fails, each worker keeps its own replica.
         """
         # A worker without a slot has a copy of another worker's replica. That other worker
         # contributes it.

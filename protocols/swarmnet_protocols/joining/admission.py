@@ -199,8 +199,8 @@ class Admissions:
     async def _issuers(self) -> list[str]:
         """Return addresses of issuers from a cache that is refreshed in the background.
 
-        Peers outside the swarm can trigger this call as often as they like, so the call itself
-        looks nothing up.
+        Peers outside the swarm can trigger this call as often as they like. So a call does not
+        cause a look-up of its own.
         """
         now = asyncio.get_running_loop().time()
         if self._lookup is None and now >= self._issuers_until:
@@ -227,8 +227,8 @@ class Admissions:
                     addresses = [each for each in body.addresses if len(each) <= MAX_ADDRESS_CHARS]
                     is_trusted = self._membership.rules.trusts(signer, self._membership.clock())
                     (trusted if is_trusted else others).append(addresses[:MAX_ADDRESSES])
-        # Untrusted keys come last. Such an issuer may be named only by a newer swarm file, or be a
-        # fake.
+        # Issuers with untrusted keys come last. Such an issuer may be new, known only to a newer
+        # swarm file, or it may be a fake.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
     def _issuer_announcer(self, key: Signer) -> Announcer:
@@ -244,8 +244,8 @@ class Admissions:
     async def _fetch_swarm_files(self) -> None:
         """Ask bootstrap peers for a newer swarm file.
 
-        A renewed certificate comes with the swarm file, but with an allow-list there is none to
-        renew.
+        A renewed certificate comes with the swarm file. But members on an allow-list have no
+        certificate to renew.
         """
         for number in itertools.count():
             await asyncio.sleep(FILE_S)
@@ -306,9 +306,9 @@ async def request_admission(
     """Send ``request`` to peers, and to the issuers that they name, until ``accept`` accepts an
     answer.
 
-    Returns what ``accept`` returns. It raises a ``SwarmnetError`` for an invalid answer. If no
-    answer was accepted, raises the first such error or the first refusal (``NotAuthorised``).
-    Raises ``Unreachable`` if nobody answered.
+    ``accept`` raises a ``SwarmnetError`` for an invalid answer. Returns what ``accept`` returns. If
+    it accepts no answer, raises its first error or the first refusal (``NotAuthorised``), whichever
+    came first. Raises ``Unreachable`` if nobody answered.
     """
     waiting, asked = deque(addresses), set[str]()
     refusal: SwarmnetError | None = None

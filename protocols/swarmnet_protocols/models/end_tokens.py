@@ -34,7 +34,7 @@ def _special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 def _known_ends(special: Iterable[str]) -> frozenset[str]:
-    """Return the special tokens whose names mean the end of an answer."""
+    """Return the names that end an answer in a vocabulary with the ``special`` tokens."""
     names = {*special}
     if {"<|return|>", "<|call|>"} <= names or {"<|calls|>", "<|flush|>"} <= names:
         return ENDS - {"<|end|>"}  # an answer may be several messages, which end with it
@@ -44,9 +44,10 @@ def _known_ends(special: Iterable[str]) -> frozenset[str]:
 def _end_of_turn(tokenizer: Any, ends: set[int]) -> Iterator[int]:
     """Return the special token that the chat template writes after an answer.
 
-    Empty if the text of the template contains one of ``ends``.
+    Return nothing if the text of the template contains one of ``ends``.
 
-    Only otherwise the template is rendered, because rendering starts a process.
+    The template is rendered only if that check finds nothing, because rendering starts a
+    process.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or "eos_token" in template:

@@ -27,7 +27,7 @@ class VerifiedFiles:
     def __init__(
         self, checkpoint: ModelCheckpoint, tables: Tables, cache_dir: Path, progress: Progress | None
     ) -> None:
-        """Whole files add their tables of pieces to ``tables``."""
+        """``tables`` gets a table of pieces for each whole file that is hashed."""
         self._checkpoint = checkpoint
         self._tables = tables
         self._marks = cache_dir / "verified"
@@ -37,7 +37,7 @@ class VerifiedFiles:
         self._pieces: dict[Path, tuple[bool, dict[str, int]]] = {}
         """The stamp of each partial file when all its pieces were last verified.
 
-        The flag tells whether noted hashes were used.
+        The flag: whether hashes that this machine noted itself were used.
         """
 
     def check(self, file: ModelFile) -> None:

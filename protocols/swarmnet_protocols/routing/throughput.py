@@ -29,8 +29,8 @@ MAX_SPEED = 10.0
 """Highest speed that counts, in multiples of the median of all claims. With a false speed, a host
 could keep others away from its blocks."""
 FASTEST = 0.1
-"""The fastest claims, this share of all, count as fast as the slowest among them. So a few false
-speeds count no more than true ones."""
+"""Share of all claims that are cut: the fastest ones. Each counts as fast as the slowest of them.
+So a few false speeds count no more than true ones."""
 ROUNDING = 1e-9
 """Relative difference below which two throughputs count as equal."""
 
@@ -179,9 +179,8 @@ class Supply:
         return demand
 
     def served(self, demand: float) -> float:
-        """Return the most blocks per second that hosts can spend with ``demand`` tokens per second
-        a block.
-        """
+        """Return the most blocks per second that hosts can serve if every block is asked for
+        ``demand`` tokens per second."""
         return sum(self._filled(demand)[0])
 
     def can_give(self, demand: float) -> bool:
@@ -189,11 +188,11 @@ class Supply:
         return self.served(demand) >= self.blocks * demand * (1 - ROUNDING)
 
     def _filled(self, demand: float) -> tuple[list[float], list[int]]:
-        """Return the division of the hosts' time that serves the most, up to ``demand`` tokens per
-        second.
+        """Divide the hosts' time so that most is served, up to ``demand`` tokens per second and
+        block.
 
-        For each part between two bounds: the blocks per second spent on it, and the last end of the
-        spans whose hosts spend them.
+        Returns for each part between two bounds: the blocks per second spent on it, and the last
+        end of the spans of the hosts that spend them.
         """
         # blocks per second that the hosts of spans with this end have left
         left: dict[int, float] = {}
@@ -224,9 +223,8 @@ class Supply:
         return taken, furthest
 
     def _tightest(self, taken: Sequence[float], furthest: Sequence[int], demand: float) -> float:
-        """Return the smallest ratio of the cuts that keep a block below ``demand``; ``demand`` if
-        none does.
-        """
+        """Return the smallest ratio among the cuts that explain why a block falls short of
+        ``demand``. If no block falls short, return ``demand``."""
         smallest = demand
         for part, (start, end) in enumerate(pairwise(self._bounds)):
             if taken[part] < (end - start) * demand * (1 - ROUNDING):

@@ -330,7 +330,9 @@ class ActivationLog:
         for step in cursor.replay:
             return step
         if 0 < cursor.applied < self._compacted:
-            raise StepsCompacted(f"steps {cursor.applied + 1} to {self._compacted} came in a replay")
+            raise StepsCompacted(
+                f"steps {cursor.applied + 1} to {self._compacted} are compacted since a replay"
+            )
         for index, step in self._pending:
             if self._lacks(cursor, index, step):
                 cursor.index = index + 1

@@ -58,9 +58,10 @@ class RecordSampler:
     async def read(
         self, topics: Collection[str], most: int, *, blocks: tuple[int, int] | None = None, copies: int = 1
     ) -> list[bytes]:
-        """Return sealed records, not verified: up to ``most`` under each topic from each key.
+        """Return sealed, unverified records of ``topics``: up to ``most`` from each key that is
+        read.
 
-        ``copies``: number of keys of a topic that are read.
+        ``copies``: number of keys that are read for each topic.
         """
         keys = [
             DHTID.generate(source=key)

@@ -46,18 +46,18 @@ PENALTY = 4.0
 ALONE = 0.05
 """Cost if no expert has a second holder, in messages per row of a block."""
 RIVALS = 3
-"""Number of experts that may get a further copy in one step. Also the number of experts of which a
-full peer may drop a copy for it."""
+"""Number of experts that are considered for a further copy in one step. Also the number of experts
+that a full peer considers to drop for it."""
 KICKS = 20
 """Number of random restarts of each block. A restart makes two random exchanges once no single
 change improves the placement."""
 TRIED = 8
-"""Number of changes of each kind that are fully evaluated in each step: those with the largest
+"""Number of changes of each kind that are evaluated exactly in each step. They are chosen by their
 estimated gain."""
 MOST_COPIES = 256
-"""Most copies of a block whose exchanges are compared: those that may gain most. Time and memory
-grow with the square of this number. Without the bound, 64 peers that claim all of 128 experts took
-45 s and 3.2 GB."""
+"""Most copies of a block whose exchanges are compared. The copies with the largest possible gain
+are chosen. Time and memory grow with the square of this number. Without the bound, 64 peers that
+claim all of 128 experts took 45 s and 3.2 GB."""
 _LEAST = 1e-4
 """Least gain of a change that is made, in messages per row of a block."""
 
@@ -215,8 +215,8 @@ class _Block:
         return self._cost(hold, self._met(_meet(self._remote(hold))))
 
     def _met(self, meet: Holds) -> float:
-        """Return, summed over the pairs of experts that a peer holds together, the share of rows
-        that chose both."""
+        """Return the sum of ``together`` over all pairs of experts that some peer holds
+        together."""
         return float((self._together * meet).sum()) / 2
 
     def _cost(self, hold: Holds, met: float) -> float:
@@ -426,9 +426,8 @@ class _Block:
         return np.where(experts >= 0, hopes, math.inf)
 
     def _exchange_with_trunk(self) -> _Change | None:
-        """Return the best exchange of an expert between the trunk and another peer, or move to the
-        trunk.
-        """
+        """Return the best change that brings an expert to the trunk, in exchange for another expert
+        or into free memory."""
         if self._trunk is None:
             return None
         trunk = self._trunk
@@ -486,8 +485,8 @@ class _Block:
     def _cost_after(self, drops: Copies, loads: Copies, meet: Holds, met: float) -> float:
         """Return the cost after a change.
 
-        ``meet`` and ``met`` are the values before the change. Of ``meet``, only what concerns the
-        changed experts is computed again.
+        ``meet`` and ``met`` are the values before the change. They are updated for the changed
+        experts only, which is faster.
         """
         hold = self.hold.copy()
         for expert, peer in drops:

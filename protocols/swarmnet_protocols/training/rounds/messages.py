@@ -33,8 +33,7 @@ class RoundShape:
     slices: int
 
 
-# Control messages
-# ---------------------------------------------------------------------------------------
+# ---- control messages ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,7 @@ Control = (
 )
 
 
-# Effects: what a member must do
-# -------------------------------------------------------------------------
+# ---- effects: what a member must do --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -214,8 +212,7 @@ class Finish:
 Effect = Send | SendContribution | SendResult | Reduce | Refute | Finish
 
 
-# Wire form
-# ----------------------------------------------------------------------------------------------
+# ---- wire form -----------------------------------------------------------------------------------
 
 
 def encode_control(message: Control) -> pb.ExchangeRequest:
@@ -280,7 +277,7 @@ def decode_control(request: pb.ExchangeRequest, shape: RoundShape) -> Control | 
         case "request_result":
             return RequestResult(
                 below(request.request_result.slice, shape.slices, "slice"),
-                hash_of_size(request.request_result.hash),
+                sized_hash(request.request_result.hash),
             )
         case "request_contribution":
             return RequestContribution(below(request.request_contribution.slice, shape.slices, "slice"))
@@ -295,7 +292,7 @@ def below(number: int, limit: int, what: str) -> int:
     return number
 
 
-def hash_of_size(value: bytes, size_bytes: int = HASH_BYTES) -> bytes:
+def sized_hash(value: bytes, size_bytes: int = HASH_BYTES) -> bytes:
     """Return ``value``. Raises ``ProtocolViolation`` unless it has ``size_bytes``."""
     if len(value) != size_bytes:
         raise ProtocolViolation(f"a hash of {len(value)} bytes")
@@ -307,7 +304,7 @@ def _vote(vote: Vote) -> pb.Vote:
 
 
 def _read_vote(vote: pb.Vote, shape: RoundShape) -> Vote:
-    return Vote(_hashes(vote.hashes, shape), hash_of_size(vote.signature, SIGNATURE_BYTES))
+    return Vote(_hashes(vote.hashes, shape), sized_hash(vote.signature, SIGNATURE_BYTES))
 
 
 def _decided(decided: Decided) -> pb.Decided:
@@ -319,7 +316,7 @@ def _read_decided(decided: pb.Decided, shape: RoundShape) -> Decided:
     return Decided(
         _hashes(decided.hashes, shape),
         _ballots(decided.votes, shape),
-        hash_of_size(decided.signature, SIGNATURE_BYTES),
+        sized_hash(decided.signature, SIGNATURE_BYTES),
     )
 
 
@@ -337,7 +334,7 @@ def _ballots(votes: Sequence[pb.Ballot], shape: RoundShape) -> tuple[tuple[int, 
     if len(votes) > shape.members:
         raise ProtocolViolation(f"{len(votes)} votes of {shape.members} members")
     return tuple(
-        (below(each.member, shape.members, "member"), hash_of_size(each.signature, SIGNATURE_BYTES))
+        (below(each.member, shape.members, "member"), sized_hash(each.signature, SIGNATURE_BYTES))
         for each in votes
     )
 
@@ -353,7 +350,7 @@ def _held(entries: Sequence[pb.Held], shape: RoundShape) -> tuple[tuple[bytes, .
         raise ProtocolViolation(f"{len(entries)} results of {shape.slices} slices")
     held: list[tuple[bytes, ...]] = [()] * shape.slices
     for entry in entries:
-        held[below(entry.slice, shape.slices, "slice")] += (hash_of_size(entry.hash),)
+        held[below(entry.slice, shape.slices, "slice")] += (sized_hash(entry.hash),)
     return tuple(held)
 
 
@@ -363,7 +360,7 @@ def _assignments(entries: Sequence[pb.Assignment], shape: RoundShape) -> tuple[A
     return tuple(
         Assignment(
             below(entry.reducer, shape.members, "member"),
-            hash_of_size(entry.chosen) if entry.chosen else b"",
+            sized_hash(entry.chosen) if entry.chosen else b"",
             below(entry.holder, shape.members, "member"),
         )
         for entry in entries

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.training.rounds.deadlines import MIN_WAIT_S, Pace
-from swarmnet_protocols.training.rounds.messages import HASH_BYTES, hash_of_size
+from swarmnet_protocols.training.rounds.messages import HASH_BYTES, sized_hash
 from swarmnet_protocols.training.rounds.reduction import CONTRIBUTION_HASH_BYTES, Contribution, Result
 from swarmnet_protocols.wire import training_pb2 as pb
 
@@ -130,7 +130,7 @@ class Assembly:
                 summary, hash_bytes = header.summary, HASH_BYTES
             if header.size_bytes > limit or len(summary) > MAX_SUMMARY_BYTES:
                 raise ProtocolViolation(f"{header.size_bytes} bytes for a slice of at most {limit}")
-            hash = hash_of_size(header.hash, hash_bytes)
+            hash = sized_hash(header.hash, hash_bytes)
             self._partial[key] = PartialPayload(header.size_bytes, hash, summary)
         partial = self._partial.get(key)
         if partial is None or partial.hash != header.hash:

@@ -96,7 +96,8 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
     """Add the scaling of rotary frequencies to a config, by keys and the values of
     ``ROPE_TENSORS``.
 
-    Raises ``ConfigError`` for factors of the wrong number or without a known scaling.
+    Raises ``ConfigError`` for factors of the wrong number, or if only the long or only the short
+    factors are there.
     """
     own = header.own
     kind = own.get("rope.scaling.type", "none")
@@ -119,7 +120,7 @@ def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "
             scaling["attention_factor"] = own["rope.scaling.yarn_attn_factor"]
     if scaling:
         parameters = config.rope_parameters
-        # by the kind of attention: a sliding window is not scaled
+        # parameters differ by the kind of attention: only full attention is scaled
         if "full_attention" in parameters:
             config.rope_parameters = {
                 **parameters,

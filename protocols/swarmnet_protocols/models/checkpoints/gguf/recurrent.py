@@ -112,8 +112,8 @@ TILED_WEIGHTS = {
 
 
 def untied(header: Header) -> bool:
-    """Embeddings and head have different multipliers, and the file holds both already
-    multiplied."""
+    """Return False. The head is never tied, because a file holds embeddings and head after
+    multiplying each by a multiplier of its own."""
     if "output.weight" not in header.shapes:
         raise ConfigError(
             "the file has no tensor 'output.weight', and no key for the scale of a tied head",
