@@ -85,17 +85,25 @@ _ENTERED = (
 )
 SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
 SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
-_MODEL = "The model: a known name, a directory, a .gguf file, or org/name[@revision] on the Hugging Face hub."
+_MODEL = "The model: a known name, a directory, a .gguf file, or org/name[@revision][:FILE.gguf] on the Hugging Face hub."
 ModelArgument = Annotated[str, typer.Argument(metavar="M", help=_MODEL)]
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="M", help=_MODEL)]
+
+
+def _bootstrap(about: str) -> Any:
+    return typer.Option("--bootstrap", metavar="ADDR", help=about, callback=_each(check_peer_address))
+
+
 BootstrapOption = Annotated[
     list[str],
-    typer.Option(
-        "--bootstrap",
-        metavar="ADDR",
-        help="Enter the swarm through this peer as well as through those in the swarm file; repeatable.",
-        callback=_each(check_peer_address),
-    ),
+    _bootstrap("Enter the swarm through this peer as well as through those in the swarm file; repeatable."),
+]
+FileBootstrapOption = Annotated[
+    list[str], _bootstrap("Write this address of a peer into the swarm file; repeatable.")
+]
+InviteBootstrapOption = Annotated[
+    list[str],
+    _bootstrap("Put this address of a peer into the invite, next to those in the swarm file; repeatable."),
 ]
 HostsOption = Annotated[
     tuple[PeerId, ...],

@@ -88,7 +88,7 @@ class NodeOptions:
         typer.Option(
             "--experts",
             metavar="BLOCKS:EXPERTS",
-            help="Host these experts, such as 3:0-15 or all:0-7; auto: as many as fit. With --blocks, other peers compute the rest of the blocks' experts; none: they compute all.",
+            help="Host these experts, such as 3:0-15 or all:0-7. auto: as many as fit. With --blocks, peers compute the other experts of these blocks; with none, peers compute all of them.",
             show_default=False,
         ),
     ] = field(default_factory=list)

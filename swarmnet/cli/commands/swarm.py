@@ -10,7 +10,7 @@ from swarmnet import swarm_file
 from swarmnet.cli.commands import swarm_members
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.option_groups import From
-from swarmnet.cli.options import BootstrapOption, CacheDirOption, JsonFlag, OwnSwarm, SwarmPath
+from swarmnet.cli.options import CacheDirOption, FileBootstrapOption, JsonFlag, OwnSwarm, SwarmPath
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
 from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
@@ -50,7 +50,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
             help="Copy the rules (who is admitted, what is allowed) of this swarm file. deploy/swarms has examples.",
         ),
     ] = None,
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    bootstrap: FileBootstrapOption = [],  # noqa: B006 - typer copies it
     mdns: Annotated[
         bool | None,
         typer.Option(
@@ -71,7 +71,15 @@ def create(  # noqa: PLR0913 - a command line, not an interface
     ] = [],  # noqa: B006
     cache_dir: CacheDirOption,
     days: Annotated[
-        int | None, typer.Option("--days", metavar="N", min=1, max=36500, help="Days until the file expires.")
+        int | None,
+        typer.Option(
+            "--days",
+            metavar="N",
+            min=1,
+            max=36500,
+            help="Days until the file expires.",
+            show_default="never",
+        ),
     ] = None,
     force: Annotated[
         bool,
@@ -184,7 +192,7 @@ def verify(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
 def sign(
     swarm: OwnSwarm = Path(),
     *,
-    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    bootstrap: FileBootstrapOption = [],  # noqa: B006 - typer copies it
     key: Annotated[
         Path | None,
         typer.Option("--key", metavar="FILE", help="The authority's key.", show_default="next to the file"),

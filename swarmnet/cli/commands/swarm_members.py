@@ -11,7 +11,14 @@ import typer
 
 from swarmnet import swarm_file
 from swarmnet.cli.option_groups import From
-from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, OwnSwarm, check_peer_id
+from swarmnet.cli.options import (
+    BootstrapOption,
+    DataDirOption,
+    InviteBootstrapOption,
+    JsonFlag,
+    OwnSwarm,
+    check_peer_id,
+)
 from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.entry import swarm_dir
@@ -63,7 +70,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     uses: Annotated[
         int, typer.Option("--uses", metavar="N", min=1, max=10_000, help="How many peers the invite admits.")
     ] = 1,
-    bootstrap: BootstrapOption = [],  # noqa: B006
+    bootstrap: InviteBootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -84,7 +91,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     *,
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires_s: ExpiresOption,
-    bootstrap: BootstrapOption = [],  # noqa: B006
+    bootstrap: InviteBootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:

@@ -94,7 +94,7 @@ def test_a_part_whose_name_does_not_tell_the_others_is_named(tmp_path: Path) -> 
 def test_a_part_in_the_place_of_another_is_refused(tmp_path: Path) -> None:
     first, second = split(write_gguf(tmp_path / "whole.gguf", "llama"), tmp_path)
     shutil.copy(first, second)
-    with pytest.raises(IntegrityError, match="is not part 2 of 2"):
+    with pytest.raises(IntegrityError, match="says that it is part 2 of 2"):
         opened(first, tmp_path)
 
 
