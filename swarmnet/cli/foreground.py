@@ -33,7 +33,7 @@ class Foreground:
     start: Callable[[Progress], AbstractAsyncContextManager["Supervisor"]]
     data_dir: Path
     as_json: bool
-    # stop at the end of stdin, which the end of the parent process causes
+    # stop when stdin ends, as it does when the parent process ends
     stop_on_eof: bool = False
     metrics: tuple[str, int] | None = None  # host and port of metrics and probes
     # yields its URL

@@ -113,7 +113,7 @@ def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Seq
 
 
 def expert_advice(model: CatalogModel, join: Sequence[str], experts: str, reason: str) -> dict[str, Any]:
-    """The experts that a newcomer should host, which the model needs more than further hosts of
+    """Return the experts that a newcomer should host, when the model needs these more than
     blocks."""
     return {
         "blocks": None,

@@ -93,8 +93,8 @@ class Dataset:
             ids[index, : len(here)] = here
             mask[index, : len(here)] = 1
             labels[index, : len(here)] = here.masked_fill(~torch.from_numpy(row.learned), IGNORED)
-        # No token predicts the first one. With prompt methods, virtual tokens do, but its loss does
-        # not count there either.
+        # The first token has no loss, because no token precedes it. With prompt methods virtual
+        # tokens do, but to keep losses comparable it has none there either.
         labels[:, 0] = IGNORED
         if self.labels:
             labels = torch.tensor([self.labels.index(row.label) for row in rows])

@@ -63,8 +63,8 @@ def resolve(
       below, the least recently used are removed.
     - ``published``: the name comes from another peer, so a path of this machine is not accepted.
 
-    Raises ``ConfigError`` for an unknown name, ``IntegrityError``, which names the file, for a
-    damaged file, and ``Unreachable`` if the download fails.
+    Raises ``ConfigError`` for an unknown name, ``IntegrityError`` with the path of a damaged file,
+    and ``Unreachable`` if the download fails.
     """
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -196,8 +196,8 @@ def _hub_errors(repository: str, revision: str | None) -> Iterator[None]:
 
 
 def _default_model(cache_dir: Path, progress: Progress | None) -> Path:
-    """The gguf file of the default model, from the installed package or the cache; downloaded if it
-    is in neither."""
+    """Return the gguf file of the default model, from the installed package or the cache. Download
+    it if it is in neither."""
     spec = importlib.util.find_spec(_PACKAGE)
     for folder in spec.submodule_search_locations or () if spec else ():
         if (installed := Path(folder, _FILE_NAME)).is_file():

@@ -34,9 +34,9 @@ def choose_span(claims: Sequence[Claim], *, blocks: int, length: int, rng: rando
     """Choose ``length`` blocks for a host that joins the hosts of ``claims``.
 
     While some blocks have no host, only spans that leave the fewest gaps, in the fewest pieces, are
-    candidates. So gaps stay in one piece, into which later hosts of any length fit. At most
-    ``DRAWS`` candidates are drawn with ``rng``. The one that gives the model the highest throughput
-    wins. Among equal ones, the one whose slowest block is slowest wins. Raises ``ValueError``
+    candidates. So the gaps stay together, and later hosts of any length can fill them. At most
+    ``DRAWS`` candidates are drawn with ``rng``. The candidate with the highest throughput of the
+    model wins. If candidates are equal, the one with the slowest block wins. Raises ``ValueError``
     unless 0 < length <= blocks.
     """
     if not 0 < length <= blocks:
@@ -124,4 +124,4 @@ def _reason(rates: Sequence[float], before: float, after: float) -> str:
         return f"no other host has {gaps} of these blocks"
     if after > 1.005 * before:
         return f"every block has a host, and another one here raises the swarm's throughput by {after / before - 1:.0%}"
-    return f"every block has a host, and these blocks have the slowest ones of {DRAWS} spans drawn at random"
+    return f"every block has a host, and of {DRAWS} spans drawn at random this one has the slowest hosts"

@@ -63,10 +63,10 @@ class ArrivalRates:
 def agreed_rates(members: Sequence[PeerId], reports: Mapping[PeerId, Measured]) -> dict[PeerId, float]:
     """Return the rate of every member in bytes per second: the median of the others' measurements.
 
-    The swarm's median is the median of the reporters' medians. With an even number of measurements,
-    the rate is the value between the two middle ones that is nearest to the swarm's median. A
-    member gets the swarm's median if at most half of the others measured it. This limits what false
-    reports can do:
+    Every reporter has a median of its measurements; the swarm's median is the median of these. An
+    even number of measurements has two middle values: the rate is then the swarm's median, limited
+    to the range between them. A member gets the swarm's median if at most half of the others
+    measured it. This limits what false reports can do:
 
     - One false report among three members moves a rate at most to the swarm's median.
     - A minority among more members moves no rate beyond the reports of honest members.

@@ -56,8 +56,8 @@ class JobSection(_Section):
 class ModelSection(_Section):
     """The model: a transformers config, initialised from the seed, or the name of a checkpoint.
 
-    In a sealed job ``manifest`` identifies the checkpoint's files. Without a ``checkpoint`` name
-    each worker's user gives their path.
+    In a sealed job ``manifest`` identifies the checkpoint's files. If the job has no ``checkpoint``
+    name, the user of each worker gives the path of these files.
     """
 
     config: dict[str, JsonValue] | None = None
@@ -255,7 +255,9 @@ class Job(_Section):
                 hint=f"use one of these, or a name of the hub: {_FIX}",
             )
         if data.tokenizer == OF_THE_MODEL and not model.is_checkpoint:
-            raise JobError("data", "tokenizer", "is that of the model, which has no files")
+            raise JobError(
+                "data", "tokenizer", "is the model's tokenizer, but a model from a config has none"
+            )
         if model.checkpoint is not None and not is_published(model.checkpoint):
             raise JobError(
                 "model",

@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = PIECE_BYTES
 STREAMS = 2
-"""Streams with each worker. With two, the next request is there when a chunk has been sent."""
+"""Streams with each worker. With two, a worker already has the next request when it has sent a
+chunk."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 

@@ -126,7 +126,7 @@ def page_access(
     key_option: str = "--api-key-file FILE",
     port_option: str = "--port",
 ) -> "AccessPolicy":
-    """Return who may see the page.
+    """Return the access rules of the page.
 
     Raises ``ConfigError`` for an invalid address or a missing key. A caller checks this before it
     searches the swarm, which takes seconds.

@@ -59,7 +59,7 @@ class Contacts:
         return mine[1]
 
     def learn(self, contacts: Iterable[bytes], *, only: PeerId | None = None) -> None:
-        """Keep the valid contacts. If ``only`` is given, keep no contact but that peer's."""
+        """Keep the valid contacts, or with ``only`` just the contact of that peer."""
         new = [each for each in contacts if len(each) <= MAX_CONTACT_BYTES and each not in self._sealed]
         swarm, now = self._publisher.swarm, self._publisher.clock()
         for sealed in new[:MAX_CONTACTS]:

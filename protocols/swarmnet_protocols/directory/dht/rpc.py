@@ -110,7 +110,7 @@ class GuardedP2P:
                     raise ProtocolViolation(f"{name}: {error!r}") from error
                 contacts = [self._contacts.mine(), *self._contacts.of(_named_in(reply))]
                 encoded = with_contacts(reply.SerializeToString(), contacts)
-            # ``rpc_find`` has charged its reply before it collected it.
+            # ``rpc_find`` charges for its reply itself, before it collects the records.
             if not isinstance(reply, dht_pb2.FindResponse):
                 scope.charge(Rate.FRAMES, len(encoded) / BYTES_PER_FRAME, clock())
             return encoded

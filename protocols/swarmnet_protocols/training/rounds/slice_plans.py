@@ -23,9 +23,9 @@ def plan(
 ) -> tuple[Assignment, ...]:
     """Assign all slices: keep or choose a result, or name a new reducer for slices in ``replaced``.
 
-    ``likely`` is the outcome that members may have decided; its results are chosen. Otherwise the
-    coordinator ``me`` chooses a result that it holds, and a chosen result stays. The new reducer is
-    the live member with the fewest slices.
+    If members may have decided an outcome already, it is ``likely``, and its results are chosen.
+    Otherwise the coordinator ``me`` chooses a result that it holds; an earlier choice stays if it
+    holds that result. The new reducer is the live member with the fewest slices.
     """
     reporting = [member for member in live if member in reports]
     planned = list(assignments)
@@ -66,8 +66,8 @@ def propose(
     """Return the outcome that a coordinator proposes; None if it is too early.
 
     Needs reports from a majority. Proposes COMMIT once all live members hold all results. From
-    ``majority_s`` on (``majority_suffices``) a majority of holders is enough. Without one it then
-    proposes DISCARD.
+    ``majority_s`` on (``majority_suffices``) it is enough that a majority holds all results. If no
+    majority does by then, proposes DISCARD.
     """
     chosen = tuple(assignment.chosen for assignment in assignments)
     complete = [member for member in live if member in reports and _holds_all(reports[member], chosen)]

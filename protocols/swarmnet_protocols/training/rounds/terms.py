@@ -26,7 +26,7 @@ UNMEASURED_BYTES_PER_S = 1e6
 MAX_FRACTION = 0.5
 """Largest fraction of the vector that one of three or more members reduces.
 
-It holds whatever bandwidth is reported for the member.
+It limits a member for which others report a false bandwidth.
 """
 
 Slice = tuple[int, int]
@@ -95,7 +95,7 @@ class RoundTerms:
             raise ConfigError(f"a round has 1 to {MAX_MEMBERS} members, each once; not {len(ordered)}")
         if not (0 <= exchange_number < 1 << 63 and 0 < count <= MAX_VALUES):
             raise ConfigError(f"exchange {exchange_number} of {count} values is out of range")
-        training = _training(ordered)
+        training = _reducing(ordered)
         parts = partition(count, [ordered[index].bytes_per_s for index in training])
         assigned = [pair for pair in zip(training, parts, strict=True) if pair[1][0] < pair[1][1]]
         reducers, slices = zip(*assigned, strict=True)
@@ -114,7 +114,7 @@ class RoundTerms:
     @property
     def quorum(self) -> int:
         """The least number of contributors of a result: a majority if the round is verifiable."""
-        return len(_training(self.members)) // 2 + 1 if self.rules.verifiable else 1
+        return len(_reducing(self.members)) // 2 + 1 if self.rules.verifiable else 1
 
     @property
     def is_bundled(self) -> bool:
@@ -166,7 +166,7 @@ class RoundTerms:
         return hashlib.sha256(self.job + number + self.members[member].peer.encode()).digest()
 
 
-def _training(members: Sequence[RoundMember]) -> Sequence[int]:
+def _reducing(members: Sequence[RoundMember]) -> Sequence[int]:
     """Return the members that reduce slices: all but newcomers, whose links fetch the state.
 
     If no member contributes, all reduce.
@@ -226,7 +226,7 @@ def _fractions(bytes_per_s: Sequence[float]) -> list[float]:
 def _filled(bytes_per_s: Sequence[float], spare: int, total: float) -> list[float]:
     """Return the w_i >= 0 with sum ``total`` that minimise max_i (1 + spare w_i) / b_i.
 
-    Fills from the fastest member, like water.
+    Water-filling: slower members join one after another, while that lowers the maximum.
     """
     busiest_s = math.inf
     used = 0.0

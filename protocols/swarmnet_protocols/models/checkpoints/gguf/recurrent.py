@@ -38,7 +38,7 @@ def log_of_decay(values: "Array") -> "Array":
     return found
 
 
-# Gated delta net. K key heads, and V value heads: V / K for each key head.
+# Gated delta net. It has K key heads and V value heads. V / K value heads share each key head.
 
 
 def _layer_types(header: Header) -> list[str]:
@@ -66,7 +66,8 @@ def _by_key_head(config: Any, rows: "Array") -> "Array":
 
 
 def _values_by_key_head(config: Any, rows: "Array") -> "Array":
-    """``_by_key_head`` for the rows of values, which follow the rows of queries and keys."""
+    """Reorder only the rows of values as ``_by_key_head`` does. The rows of queries and keys
+    precede them."""
     import numpy as np
 
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim

@@ -91,7 +91,7 @@ def test_windows_that_attention_does_not_get_are_refused(tmp_path: Path) -> None
 def test_experts_that_no_router_can_choose_are_refused(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="experts for a token"):
+    with pytest.raises(ConfigError, match="do not fit together"):
         opened(family, tmp_path, with_settings(**settings))
 
 
