@@ -32,8 +32,8 @@ _EXAMPLE = "an address looks like /ip4/203.0.113.7/tcp/31337"
 
 
 def parse_hosts(text: str) -> tuple[PeerId, ...]:
-    """The peer ids in a comma-separated list. Raises ``ConfigError`` for text that is not a peer
-    id."""
+    """Return the peer ids in a comma-separated list. Raises ``ConfigError`` for text that is not a
+    peer id."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if not PEER_ID.fullmatch(name):
@@ -51,7 +51,7 @@ def write_addresses(data_dir: Path, addresses: Sequence[str]) -> None:
 
 
 def read_addresses(data_dir: Path) -> tuple[str, ...]:
-    """The addresses in the file of a data directory; none before its peer has run."""
+    """Return the addresses in the file of a data directory; none before its peer has run."""
     found: list[str] = []
     with suppress(OSError, UnicodeDecodeError), (data_dir / ADDRESSES_NAME).open("rb") as file:
         lines = file.read(MAX_ADDRESSES * MAX_ADDRESS_CHARS).decode().splitlines()
@@ -96,7 +96,7 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
 
 
 def is_free(address: Multiaddr) -> bool:
-    """Whether this machine can listen on ``address`` now."""
+    """Return whether this machine can listen on ``address`` now."""
     family = socket.AF_INET if address.ip.version == 4 else socket.AF_INET6
     with socket.socket(family, socket.SOCK_STREAM if address.kind == "tcp" else socket.SOCK_DGRAM) as probe:
         if address.kind == "tcp":  # a port that was closed a moment ago is free

@@ -34,7 +34,7 @@ class AutoSwarmModelForCausalLM:
         draft: str = "",
         wait_s: float = 0.0,
     ) -> "SwarmModel":
-        """A transformers model that runs on the swarm of the file or invite ``swarm``.
+        """Return a transformers model that runs on the swarm of the file or invite ``swarm``.
 
         Use the model as a context manager, or ``close`` it.
 

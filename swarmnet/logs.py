@@ -87,7 +87,8 @@ class Throttle(logging.Filter):
 
 
 def _on_one_line(_logger: Any, _method: str, fields: Any) -> Any:
-    """A processor of structlog: messages of other programs, such as p2pd, have several lines."""
+    """Join the lines of a message. It is a processor of structlog, and messages of other programs,
+    such as p2pd, have several lines."""
     return fields | {"event": " ".join(str(fields["event"]).split())}
 
 

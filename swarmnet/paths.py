@@ -18,17 +18,17 @@ TRANSPORT_VARIABLE = "SWARMNET_TRANSPORT"
 
 
 def default_data_dir() -> Path:
-    """The folder of a node's key, control socket and addresses."""
+    """Return the folder of a node's key, control socket and addresses."""
     return _of_user(platformdirs.user_data_path)
 
 
 def default_cache_dir() -> Path:
-    """The folder of model files, which can be fetched again."""
+    """Return the folder of model files, which can be fetched again."""
     return _of_user(platformdirs.user_cache_path)
 
 
 def default_history() -> Path:
-    """The file with the lines typed in chats."""
+    """Return the file with the lines typed in chats."""
     return _of_user(platformdirs.user_state_path) / "chat_history"
 
 

@@ -12,7 +12,7 @@ _ID_CHARS = 8
 
 
 def describe(reach: "Reach") -> str:
-    """How other peers reach the node, in one line."""
+    """Return how other peers reach the node, in one line."""
     relays = ", ".join(f"…{each[-_ID_CHARS:]}" for each in reach.relays)
     nat = f" ({reach.nat} NAT)" if reach.nat else ""
     return {
@@ -25,7 +25,7 @@ def describe(reach: "Reach") -> str:
 
 
 def describe_punching(reach: "Reach") -> str:
-    """Counts of hole punching; empty before the first."""
+    """Return counts of hole punching; empty before the first."""
     if not reach.punched + reach.not_punched:
         return ""
     mean = f" in {reach.punch_s:.1f} s on average" if reach.punched else ""
@@ -33,7 +33,7 @@ def describe_punching(reach: "Reach") -> str:
 
 
 def describe_relaying(reach: "Reach") -> str:
-    """The use of the node as a relay, as text; empty if it has none."""
+    """Return the use of the node as a relay, as text; empty if it has none."""
     if not (reach.reservations or reach.forwarded_bytes):
         return ""
     forwarded = f"{reach.forwarded_bytes / (1 << 20):.1f} MiB"

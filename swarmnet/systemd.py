@@ -77,7 +77,7 @@ class Service:
         self._systemctl("daemon-reload")
 
     def status(self) -> dict[str, str]:
-        """The state of the unit: systemd's properties by name."""
+        """Return the state of the unit: systemd's properties by name."""
         _require_systemd()
         names = (
             "LoadState",
@@ -112,8 +112,8 @@ class Service:
 
 
 def unit_text(arguments: Sequence[str], *, is_system: bool) -> str:
-    """The unit that runs ``swarmnet`` with these arguments. It runs in the current directory, so
-    relative paths stay valid."""
+    """Return the unit that runs ``swarmnet`` with these arguments. It runs in the current
+    directory, so relative paths stay valid."""
     user = f"User={os.environ.get('SUDO_USER') or 'root'}\n" if is_system else ""
     target = "multi-user.target" if is_system else "default.target"
     command = " ".join(map(quote, [_program(), *arguments]))
@@ -161,7 +161,8 @@ def quote(argument: str) -> str:
 
 
 def _program() -> str:
-    """The path of the ``swarmnet`` program. Raises ``ConfigError`` if it is not installed."""
+    """Return the path of the ``swarmnet`` program. Raises ``ConfigError`` if it is not
+    installed."""
     found = shutil.which(sys.argv[0])
     if found and Path(found).name == "swarmnet":
         return str(Path(found).absolute())

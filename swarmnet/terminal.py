@@ -11,8 +11,8 @@ text."""
 
 
 def shown(text: str) -> str:
-    """``text`` without sequences that move the cursor, set the title or fill the clipboard of a
-    terminal.
+    """Return ``text`` without sequences that move the cursor, set the title or fill the clipboard
+    of a terminal.
 
     Line feeds and tabs stay, carriage returns go, and every other control character becomes a
     visible symbol.

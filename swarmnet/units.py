@@ -19,8 +19,8 @@ _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def parse_size_bytes(text: str) -> int:
-    """``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how to
-    write one."""
+    """Parse ``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how
+    to write one."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError("write a size as 512MiB or 2GB")
@@ -28,7 +28,8 @@ def parse_size_bytes(text: str) -> int:
 
 
 def parse_rate_bytes_per_s(text: str) -> float:
-    """``20mbit``, ``500kbit`` or ``2.5MB/s``. Raises ``ValueError`` that says how to write one."""
+    """Parse ``20mbit``, ``500kbit`` or ``2.5MB/s``. Raises ``ValueError`` that says how to write
+    one."""
     plain = text.strip().lower()
     bits = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)\s*([kmg])bit(?:/s)?", plain)
     if bits is not None and float(bits[1]) > 0:
@@ -39,8 +40,8 @@ def parse_rate_bytes_per_s(text: str) -> float:
 
 
 def parse_share(text: str) -> float:
-    """``80%`` as 0.8, or ``6GB`` as its bytes. A result above 1 is bytes. Raises ``ValueError``
-    that says how to write one."""
+    """Parse ``80%`` as 0.8, or ``6GB`` as its bytes. A result above 1 is bytes. Raises
+    ``ValueError`` that says how to write one."""
     percent = re.fullmatch(r"([0-9]{1,3})\s*%", text.strip())
     if percent is None:
         return float(parse_size_bytes(text))
@@ -50,7 +51,7 @@ def parse_share(text: str) -> float:
 
 
 def show_size(nbytes: float) -> str:
-    """``1.5 GB`` and the like, for people."""
+    """Return ``1.5 GB`` and the like, for people."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= 0.9995 * size:  # 999.5 kB is shown as 1 MB, not as 1000 kB
             return f"{_figures(nbytes / size)} {unit}"
@@ -58,14 +59,14 @@ def show_size(nbytes: float) -> str:
 
 
 def show_memory(nbytes: float) -> str:
-    """``6 GiB`` and the like, as people write it for ``--max-ram``."""
+    """Return ``6 GiB`` and the like, as people write it for ``--max-ram``."""
     if nbytes >= 1 << 30:
         return f"{_figures(nbytes / (1 << 30), 4)} GiB"
     return f"{_figures(nbytes / (1 << 20), 4)} MiB"
 
 
 def show_rate(bytes_per_s: float) -> str:
-    """``20 mbit/s`` and the like, for people."""
+    """Return ``20 mbit/s`` and the like, for people."""
     bits_per_s = bytes_per_s * 8
     if bits_per_s < 1e6:
         return f"{_figures(bits_per_s / 1e3)} kbit/s"
@@ -73,8 +74,8 @@ def show_rate(bytes_per_s: float) -> str:
 
 
 def parse_duration_s(text: str) -> int:
-    """``90s``, ``30m``, ``12h``, ``7d`` or ``2w``. Raises ``ValueError`` that says how to write
-    one."""
+    """Parse ``90s``, ``30m``, ``12h``, ``7d`` or ``2w``. Raises ``ValueError`` that says how to
+    write one."""
     match = re.fullmatch(r"([1-9][0-9]{0,6})([smhdw])", text.strip().lower())
     if match is None or int(match[1]) * _DURATIONS[match[2]] > MAX_DURATION_S:
         raise ValueError("write a duration as 90s, 30m, 12h, 7d or 2w; ten years are the most")
@@ -82,7 +83,7 @@ def parse_duration_s(text: str) -> int:
 
 
 def show_duration(seconds: float) -> str:
-    """``42 s``, ``17 minutes``, ``5 hours`` or ``3 days``, for people."""
+    """Return ``42 s``, ``17 minutes``, ``5 hours`` or ``3 days``, for people."""
     for unit, size in (("days", 24 * 3600), ("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -96,5 +97,5 @@ def _figures(number: float, digits: int = 3) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """``1 host``, ``2 hosts``."""
+    """Return ``1 host``, ``2 hosts``."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -159,7 +159,7 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """The entry point of ``swarmnet``."""
+    """Run the command line: the entry point of ``swarmnet``."""
     # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when
     # torch is imported. Threads end within that time unless another process has displaced one, and
     # spinning longer would take the core that the displaced thread needs.

@@ -26,5 +26,5 @@ class ClientOptions:
     max_disk_bytes: MaxDiskOption
 
     def network(self, swarm: str) -> Network:
-        """The client's connection to ``swarm``. Raises the errors of ``client_network``."""
+        """Return the client's connection to ``swarm``. Raises the errors of ``client_network``."""
         return client_network(swarm, self.bootstrap, self.data_dir, self.hosts)

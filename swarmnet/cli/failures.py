@@ -47,7 +47,7 @@ class Failure:
 
 
 def explain(error: BaseException) -> Failure:
-    """The failure to report for ``error``. For an exception group, one of its errors is
+    """Return the failure to report for ``error``. For an exception group, one of its errors is
     reported."""
     if isinstance(error, BaseExceptionGroup):
         return explain(_cause(error))
@@ -85,7 +85,7 @@ def _explain_usage(error: typer.TyperException) -> Failure:
 
 
 def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error of a task group to report: a ``SwarmnetError`` before any other."""
+    """Return the error of a task group to report: a ``SwarmnetError`` before any other."""
     leaves: list[BaseException] = []
     pending: list[BaseException] = [group]
     while pending:

@@ -173,7 +173,7 @@ def _one_line(status: "NodeStatus") -> str:
 
 
 def hosted(status: "NodeStatus") -> str:
-    """The blocks and experts that a node hosts."""
+    """Return the blocks and experts that a node hosts."""
     start, end = _span(status)
     blocks = f"blocks {start}:{end} of {status.host.total_blocks}"
     experts = f"experts {_experts(status)} (blocks:experts)"

@@ -33,7 +33,7 @@ class Group(TyperGroup):
 
 
 def command_group(about: str) -> typer.Typer:
-    """An app for a group of commands, such as `swarmnet swarm`."""
+    """Return an app for a group of commands, such as `swarmnet swarm`."""
     return typer.Typer(cls=Group, help=about, add_completion=False, rich_markup_mode=None)
 
 
@@ -104,8 +104,8 @@ class SectionedCommand(TyperCommand):
 
 
 def _name_of(argument: Any) -> str:
-    """The name of an argument in a usage line: in brackets if it is optional, without the braces
-    and type that typer adds."""
+    """Return the name of an argument in a usage line: in brackets if it is optional, without the
+    braces and type that typer adds."""
     name = str(getattr(argument, "metavar", None) or argument.name).strip("[]")
     name += "..." if argument.nargs != 1 and not name.endswith("...") else ""
     return name if argument.required else f"[{name}]"

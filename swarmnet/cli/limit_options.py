@@ -16,12 +16,13 @@ PANEL = "Limits on this machine"
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
-    """An option of `join` and `limits`; without it the stored limit stays in force."""
+    """Return an option of `join` and `limits`; without it the stored limit stays in force."""
     return typer.Option(*names, metavar=metavar, help=about, show_default=default, rich_help_panel=PANEL)
 
 
 def read_relay_rate(text: str) -> float:
-    """The value of ``--relay``, in bytes per second; 0 for ``off``. Raises ``ValueError``."""
+    """Return the value of ``--relay``, in bytes per second; 0 for ``off``. Raises
+    ``ValueError``."""
     return 0.0 if text == "off" else units.parse_rate_bytes_per_s(text)
 
 
@@ -106,7 +107,7 @@ class LimitOptions:
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """The fields of ``OwnerLimits`` that the owner named.
+        """Return the fields of ``OwnerLimits`` that the owner named.
 
         Raises ``ConfigError`` for a limit that no node can keep.
         """
@@ -131,7 +132,7 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(limits: OwnerLimits) -> dict[str, str]:
-    """The limits as rows of a table for users."""
+    """Return the limits as rows of a table for users."""
     when = [limits.schedule] if limits.schedule else []
     if limits.idle_only:
         when.append(f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}")

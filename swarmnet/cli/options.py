@@ -19,7 +19,7 @@ from swarmnet_protocols.net.p2pd.process import MIN_MEMORY_BYTES
 
 
 def _each(check: Callable[[str], None]) -> Callable[[list[str]], list[str]]:
-    """A callback that checks every value of a repeatable option."""
+    """Return a callback that checks every value of a repeatable option."""
 
     def check_all(values: list[str]) -> list[str]:
         for value in values:
@@ -44,7 +44,7 @@ def _check_device(text: str) -> str:
 
 
 def _number_format(option: str, *names: str) -> Callable[[str], str]:
-    """A check that the value of ``option`` is one of these number formats."""
+    """Return a check that the value of ``option`` is one of these number formats."""
 
     def check(text: str) -> str:
         if text not in names:
@@ -265,12 +265,13 @@ StopOnEofFlag = Annotated[bool, typer.Option("--stop-on-eof", hidden=True)]
 
 
 def devices_option(about: str) -> Any:
-    """The option `--device` of a command that can use several devices. ``about``: its help text."""
+    """Return the option `--device` of a command that can use several devices. ``about``: its help
+    text."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N[,…]]|mps", help=about, callback=_check_devices)
 
 
 def device_option(about: str) -> Any:
-    """The option `--device` of a command that uses one device. ``about``: its help text."""
+    """Return the option `--device` of a command that uses one device. ``about``: its help text."""
     return typer.Option("--device", metavar="auto|cpu|cuda[:N]|mps", help=about, callback=_check_device)
 
 

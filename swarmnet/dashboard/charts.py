@@ -14,7 +14,7 @@ GAP = 2.5
 
 
 def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
-    """The series of a model, or of the whole swarm for "", over ``window`` (a key of
+    """Return the series of a model, or of the whole swarm for "", over ``window`` (a key of
     ``WINDOWS_S``)."""
     coarse = window != "24h"
     rows = history.model_samples(model, now_s - WINDOWS_S[window], coarse=coarse)
@@ -37,7 +37,7 @@ def model_chart(history: History, model: str, window: str, now_s: float) -> dict
 
 
 def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]]:
-    """The series of a peer over 24 hours."""
+    """Return the series of a peer over 24 hours."""
     rows = history.peer_samples(peer, now_s - DAY_S, coarse=False)
     return _columns(
         rows,
@@ -51,7 +51,7 @@ def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]
 
 
 def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
-    """The series of a job, by round."""
+    """Return the series of a job, by round."""
     return {
         "at_s": [point.at_s for point in points],
         "round": [point.round for point in points],
@@ -85,7 +85,7 @@ def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
 
 
 def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:
-    """The last ``MAX_ROUNDS`` rounds, newest first."""
+    """Return the last ``MAX_ROUNDS`` rounds, newest first."""
     return [
         {"round": point.round, "at_s": point.at_s, "loss": point.loss, "workers": point.workers}
         for point in reversed(points[-MAX_ROUNDS:])

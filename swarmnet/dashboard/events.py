@@ -16,8 +16,8 @@ Entries = Mapping[str, Mapping[str, Any]]
 
 
 def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
-    """Events "joined", "left", "lost" and "recovered". A peer that started before the observer
-    gives no "joined"."""
+    """Return events "joined", "left", "lost" and "recovered". A peer that started before the
+    observer gives no "joined"."""
     announced_leave = {
         seen.peer
         for seen in snapshot.peers
@@ -63,12 +63,12 @@ def model_events(before: Entries, after: Entries, now_s: float) -> list[dict[str
 
 
 def _missing(entry: Mapping[str, Any]) -> int:
-    """Experts that hosts wait for."""
+    """Return the number of experts that hosts wait for."""
     return entry["experts"]["missing"] if entry["experts"] else 0
 
 
 def _experts_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Kind and text of the event that experts have become missing, or have peers again."""
+    """Return kind and text of the event that experts have become missing, or have peers again."""
     if _missing(new) and not _missing(old):
         return "weak", f"no peer has experts {new['experts']['missing_text']} of {new['name']}"
     if _missing(old) and not _missing(new):

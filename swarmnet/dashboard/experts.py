@@ -36,13 +36,13 @@ _experts_in = lru_cache(maxsize=1 << 14)(from_bits)
 
 
 def reported_experts(report: report_pb2.NodeReport) -> Sequence[report_pb2.BlockExperts]:
-    """The experts that a node computes for other hosts."""
+    """Return the experts that a node computes for other hosts."""
     return report.host.experts
 
 
 def hosted_experts(seen: PeerObservation) -> BlockExperts:
-    """The experts that a peer computes for other hosts: as it reports them, else as it announced
-    them."""
+    """Return the experts that a peer computes for other hosts: as it reports them, else as it
+    announced them."""
     if seen.answers and seen.newest is not None:
         return {each.block: _experts_in(each.experts) for each in reported_experts(seen.newest.report)}
     return seen.experts
@@ -54,7 +54,7 @@ def rows_computed(report: report_pb2.NodeReport) -> int:
 
 
 def peer_experts(seen: PeerObservation, rows_per_s: float) -> dict[str, Any] | None:
-    """The JSON of the experts that a peer computes for other hosts; None if it has none."""
+    """Return the JSON of the experts that a peer computes for other hosts; None if it has none."""
     experts = hosted_experts(seen)
     if not experts:
         return None
@@ -69,7 +69,7 @@ def peer_experts(seen: PeerObservation, rows_per_s: float) -> dict[str, Any] | N
 
 
 def trunk_entry(report: report_pb2.NodeReport) -> dict[str, Any] | None:
-    """The JSON of the experts of a host that peers compute; None if it has them all."""
+    """Return the JSON of the experts of a host that peers compute; None if it has them all."""
     if not report.host.HasField("trunk"):
         return None
     trunk = report.host.trunk
@@ -124,8 +124,8 @@ class ExpertCoverage:
         self.missing.update(self._cells(_experts(report.host.trunk.missing)))
 
     def entry(self) -> dict[str, Any] | None:
-        """The JSON of the map: for each block, one character for each expert; None if no peer says
-        that the model has experts."""
+        """Return the JSON of the map: for each block, one character for each expert; None if no
+        peer says that the model has experts."""
         known = {*self.replicas, *self.lacks, *self.missing}
         if not known:
             return None
@@ -148,7 +148,8 @@ class ExpertCoverage:
         }
 
     def advice(self, fewest_hosts: int) -> tuple[str, str] | None:
-        """The experts that a newcomer should host, as `join --experts` takes them, and the reason.
+        """Return the experts that a newcomer should host, as `join --experts` takes them, and the
+        reason.
 
         None if the swarm needs blocks more. ``fewest_hosts``: number of hosts of the weakest block,
         including hosts that wait for experts.
@@ -189,8 +190,8 @@ class ExpertCoverage:
         )
 
     def _load_text(self, block: int, count: int) -> str:
-        """A digit for each expert: 0 no rows, 1 below half the mean of the block, 2 below it, 3
-        below twice the mean, 4 above."""
+        """Return a digit for each expert: 0 no rows, 1 below half the mean of the block, 2 below
+        it, 3 below twice the mean, 4 above."""
         rows = [self.rows[block, expert] for expert in range(count)]
         mean = sum(rows) / count
         return "".join(
@@ -215,7 +216,7 @@ def _text(experts: BlockExperts) -> str:
 
 
 def _runs(blocks: Mapping[int, object]) -> list[list[int]]:
-    """Blocks as [start, end) of each run."""
+    """Return blocks as [start, end) of each run."""
     found: list[list[int]] = []
     for block in sorted(blocks):
         if found and found[-1][1] == block:

@@ -124,7 +124,7 @@ class Feed:
     @classmethod
     @asynccontextmanager
     async def run(cls, source: SnapshotSource, history: History) -> AsyncIterator["Feed"]:
-        """A feed that ticks while the context is open."""
+        """Yield a feed that ticks while the context is open."""
         feed = cls(source, history)
         async with in_background(feed._keep_ticking()):
             yield feed
@@ -141,7 +141,7 @@ class Feed:
 
     @asynccontextmanager
     async def watching(self, have: str = "") -> AsyncIterator[Viewer]:
-        """A viewer that receives all changes while the context is open.
+        """Yield a viewer that receives all changes while the context is open.
 
         ``have`` is the ETag of the viewer's state. If that state is still kept, the first event is
         the patch from it, otherwise the whole state. Raises ``OutOfResources`` at ``MAX_VIEWERS``.

@@ -164,7 +164,7 @@ class History:
             ).fetchall()
 
     def job_points(self, job: str) -> list[JobPoint]:
-        """The points of a job, by round."""
+        """Return the points of a job, by round."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT * FROM job_points WHERE job = ? ORDER BY round", (job,)
@@ -172,7 +172,7 @@ class History:
         return [JobPoint(*row) for row in rows]
 
     def events(self, limit: int, peer: str | None = None) -> list[dict[str, Any]]:
-        """The newest events, newest first. With ``peer``: only this peer's events."""
+        """Return the newest events, newest first. With ``peer``: only this peer's events."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT event FROM events WHERE ?1 IS NULL OR peer = ?1 ORDER BY number DESC LIMIT ?2",
@@ -181,7 +181,7 @@ class History:
         return [json.loads(event) for (event,) in rows]
 
     def peak_sessions(self, model: str, since_s: float) -> int | None:
-        """The most open sessions of a model in any sample since ``since_s``; None without
+        """Return the most open sessions of a model in any sample since ``since_s``; None without
         samples."""
         with self._lock:
             (peak,) = self._db.execute(

@@ -32,8 +32,8 @@ def model_entry(
     sessions: int,
     experts: ExpertCoverage,
 ) -> dict[str, Any]:
-    """The JSON of one model. ``hosts``: id and JSON of each peer that hosts blocks or experts of it
-    and is not gone."""
+    """Return the JSON of one model. ``hosts``: id and JSON of each peer that hosts blocks or
+    experts of it and is not gone."""
     of_blocks = [(peer, entry) for peer, entry in hosts if entry["blocks"]]
     replicas = replicas_of(model.blocks, [entry for _, entry in of_blocks if entry["state"] == "online"])
     waiting = [entry for _, entry in of_blocks if _waits(entry) or entry["state"] == "online"]
@@ -62,12 +62,12 @@ def model_entry(
 
 
 def _waits(entry: Mapping[str, Any]) -> bool:
-    """Whether a host would be online if peers had the experts that it lacks."""
+    """Return whether a host would be online if peers had the experts that it lacks."""
     return entry["state"] == "joining" and bool(entry["trunk"] and entry["trunk"]["missing"])
 
 
 def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of hosts of each block, from the JSON of the hosts that are online."""
+    """Return the number of hosts of each block, from the JSON of the hosts that are online."""
     changes = [0] * (blocks + 1)
     for entry in online:
         start, end = entry["blocks"]
@@ -77,7 +77,7 @@ def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
-    """Median and 95th percentile of a histogram in seconds; None for an empty one."""
+    """Return median and 95th percentile of a histogram in seconds; None for an empty one."""
     middle, high = quantile(times, 0.5), quantile(times, 0.95)
     if middle is None or high is None:
         return None
@@ -85,8 +85,8 @@ def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
 
 
 def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
-    """The span that a newcomer should host, as ``routing.placement`` chooses it for nodes, with the
-    reason and the command.
+    """Return the span that a newcomer should host, as ``routing.placement`` chooses it for nodes,
+    with the reason and the command.
 
     Its length is the median of the present hosts' spans.
     """

@@ -34,7 +34,8 @@ _STATES = {"choosing": "joining"}
 
 
 def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON of one peer. ``previous`` is its JSON in the last state; None for a new peer."""
+    """Return the JSON of one peer. ``previous`` is its JSON in the last state; None for a new
+    peer."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -88,8 +89,8 @@ def _role_of(seen: PeerObservation) -> str:
 
 
 def state_of(seen: PeerObservation) -> tuple[str, bool]:
-    """The state of a peer, and whether it is silent. A silent peer does not answer, so its state is
-    the announced one."""
+    """Return the state of a peer, and whether it is silent. A silent peer does not answer, so its
+    state is the announced one."""
     if seen.announced is not None and seen.announced.state == "incompatible":
         return "incompatible", not seen.answers
     if seen.answers and seen.newest is not None:
@@ -109,12 +110,12 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
 
 
 def is_shown(seen: PeerObservation, now_s: float) -> bool:
-    """Whether a peer is in the swarm, or was within the last ``GONE_SHOWN_S``."""
+    """Return whether a peer is in the swarm, or was within the last ``GONE_SHOWN_S``."""
     return state_of(seen)[0] != "gone" or now_s - _last_seen_s(seen) < GONE_SHOWN_S
 
 
 def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.NodeReport], int]) -> float:
-    """The increase of ``count`` per second between the last two reports; 0 if the newest is
+    """Return the increase of ``count`` per second between the last two reports; 0 if the newest is
     stale."""
     newest, before = seen.newest, seen.before
     if newest is None or before is None or seen.failed_at_s is not None or now_s - newest.at_s > STALE_S:
@@ -126,7 +127,7 @@ def rate_of(seen: PeerObservation, now_s: float, count: Callable[[report_pb2.Nod
 
 
 def name_of(entry: Mapping[str, Any], peer: PeerId | str) -> str:
-    """The name that a peer chose, or the end of its id, because all ids begin with the same
+    """Return the name that a peer chose, or the end of its id, because all ids begin with the same
     characters."""
     return entry["name"] or f"…{peer[-6:]}"
 
@@ -136,7 +137,7 @@ def _last_seen_s(seen: PeerObservation) -> float:
 
 
 def _facts(host: HostInfo) -> dict[str, Any]:
-    """The JSON of the facts that are in a host's announcement and also in its report."""
+    """Return the JSON of the facts that are in a host's announcement and also in its report."""
     return {
         "model": host.manifest.hex(),
         "blocks": [host.start, host.end] if host.end else None,
@@ -185,8 +186,8 @@ def _reported(reported: TimedReport, peer: PeerId) -> dict[str, Any]:
 def edge_entries(
     observations: Iterable[PeerObservation], known: Collection[PeerId], now_s: float
 ) -> dict[str, Any]:
-    """The JSON of the busiest ``MAX_EDGES`` edges by ``SOURCE>TARGET``, between ``known`` peers and
-    clients.
+    """Return the JSON of the busiest ``MAX_EDGES`` edges by ``SOURCE>TARGET``, between ``known``
+    peers and clients.
 
     An edge between two hosts is taken from the report of the receiver, which knows the sender from
     the connection.
@@ -222,7 +223,7 @@ def edge_entries(
 
 
 def _edge_rates(newest: TimedReport, before: TimedReport | None) -> dict[tuple[str, str], float]:
-    """Positions per second on each (upstream, downstream) of a host, between its last two
+    """Return positions per second on each (upstream, downstream) of a host, between its last two
     reports."""
     if before is None or newest.at_s <= before.at_s:
         return {}

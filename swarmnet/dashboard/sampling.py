@@ -86,7 +86,7 @@ class HistorySampler:
         self._recent: deque[tuple[float, dict[bytes, Counts]]] = deque()
 
     def recent(self, snapshot: Snapshot) -> dict[bytes, Counts]:
-        """Counts of each model over the ``RECENT_S`` before the snapshot."""
+        """Return counts of each model over the ``RECENT_S`` before the snapshot."""
         while len(self._recent) > 1 and self._recent[1][0] <= snapshot.now_s - RECENT_S:
             self._recent.popleft()
         earlier = self._recent[0][1] if self._recent else {}
@@ -96,8 +96,8 @@ class HistorySampler:
         }
 
     def models(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[ModelSample]:
-        """One sample of each model and one of all together, every ``MODELS.fine_s``; otherwise
-        none."""
+        """Return one sample of each model and one of all together, every ``MODELS.fine_s``;
+        otherwise none."""
         if self._models_at_s is None:
             self._restart_models(snapshot)
         seconds = snapshot.now_s - (self._models_at_s or 0.0)
@@ -124,7 +124,7 @@ class HistorySampler:
         return [*samples, _sum_of(samples, snapshot, seconds, body)]
 
     def peers(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[PeerSample]:
-        """One sample of each peer, every ``PEERS.fine_s``; otherwise none."""
+        """Return one sample of each peer, every ``PEERS.fine_s``; otherwise none."""
         if self._seen_at_s is not None:
             for peer, entry in body["peers"].items():
                 if entry["state"] == "online":
@@ -152,7 +152,7 @@ class HistorySampler:
         return samples
 
     def jobs(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[JobPoint]:
-        """One point of each job whose round changed, if a loss was reported."""
+        """Return one point of each job whose round changed, if a loss was reported."""
         points = []
         for job, entry in body["jobs"].items():
             if entry["round"] != self._rounds.get(job) and (entry["loss"] or entry["val_loss"]) is not None:

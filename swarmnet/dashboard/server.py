@@ -99,7 +99,7 @@ async def serve(feed: Feed, host: str, port: int, access: AccessPolicy) -> Async
 
 
 def create_app(feed: Feed) -> FastAPI:
-    """The ASGI app, without the middleware of ``swarmnet.web``."""
+    """Return the ASGI app, without the middleware of ``swarmnet.web``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_MIN_BYTES, compresslevel=6)
     _add_page(app)
@@ -194,8 +194,8 @@ class StaticFile:
 
 @cache
 def static_files() -> Mapping[str, StaticFile]:
-    """The files of the page by path, read and compressed once per process, so that no request waits
-    for the disk."""
+    """Return the files of the page by path, read and compressed once per process, so that no
+    request waits for the disk."""
     return {
         path.relative_to(STATIC).as_posix(): _read_static(path)
         for path in STATIC.rglob("*")
@@ -211,8 +211,8 @@ def _read_static(path: Path) -> StaticFile:
 
 
 def _conditional_response(request: Request, content: StaticFile | EncodedState) -> Response:
-    """The content, or 304 if the browser has it. With ``no-cache`` browsers ask each time, because
-    content changes under its URL."""
+    """Return the content, or 304 if the browser has it. With ``no-cache`` browsers ask each time,
+    because content changes under its URL."""
     headers = {"etag": content.etag, "cache-control": "no-cache", "vary": "accept-encoding"}
     if content.etag in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=headers)

@@ -33,7 +33,7 @@ class State:
 def derive(
     snapshot: Snapshot, previous: State | None = None, old_events: tuple[Mapping[str, Any], ...] = ()
 ) -> State:
-    """The state of a snapshot. ``previous``: the state before it, None for the first one.
+    """Return the state of a snapshot. ``previous``: the state before it, None for the first one.
 
     ``old_events``: the events of the history, newest first, for the first state.
     """
@@ -71,7 +71,7 @@ def derive(
 
 
 def merge_patch(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON Merge Patch (RFC 7386) that turns ``old`` into ``new``.
+    """Return the JSON Merge Patch (RFC 7386) that turns ``old`` into ``new``.
 
     A patch cannot set a member to null, it removes the member; readers take a missing member for
     null.
@@ -117,7 +117,7 @@ def _models(
 
 
 def _job_entry(job: JobObservation, peers: Mapping[PeerId, PeerObservation]) -> dict[str, Any]:
-    """The JSON of one job, from the reports of its workers."""
+    """Return the JSON of one job, from the reports of its workers."""
     reports = [
         seen.newest.report.worker
         for peer in job.workers

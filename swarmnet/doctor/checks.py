@@ -62,7 +62,7 @@ class Finding:
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """All findings, from the parts of this machine to its place in the network."""
+    """Return all findings, from the parts of this machine to its place in the network."""
     return [
         *_python(facts),
         *_packages(facts),
@@ -374,6 +374,6 @@ def _gib(size_bytes: int) -> str:
 
 
 def worst(findings: Sequence[Finding]) -> Level:
-    """The worst level among the findings."""
+    """Return the worst level among the findings."""
     levels = {finding.level for finding in findings}
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)

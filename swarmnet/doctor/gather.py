@@ -56,8 +56,8 @@ class DoctorOptions:
 
 
 async def gather(options: DoctorOptions) -> facts.Facts:
-    """All facts. Those that could not be collected are in ``Facts.not_gathered`` with the reason;
-    no error is raised."""
+    """Return all facts. Those that could not be collected are in ``Facts.not_gathered`` with the
+    reason; no error is raised."""
     collector = _Collector()
     node = await collector.call("node", lambda: running_node(options.data_dir), None)
     # While a node runs, its identity is in use, so the doctor takes the client's identity.
@@ -129,7 +129,7 @@ class _Collector:
 
 
 def running_node(data_dir: Path) -> "NodeStatus | None":
-    """The status of the node that runs with ``data_dir``, or None."""
+    """Return the status of the node that runs with ``data_dir``, or None."""
     from swarmnet_node.owner import control
 
     with suppress(Unreachable):
@@ -144,7 +144,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def examine_disk(purpose: str, path: Path) -> facts.Disk:
-    """The disk of ``path``, or of the nearest parent directory that exists."""
+    """Return the disk of ``path``, or of the nearest parent directory that exists."""
     existing = next(each for each in (path, *path.absolute().parents) if each.exists())
     error = "" if os.access(existing, os.W_OK | os.X_OK) else "permission denied"
     is_read_only = sys.platform != "win32" and bool(os.statvfs(existing).f_flag & os.ST_RDONLY)
@@ -164,7 +164,7 @@ def examine_memory() -> facts.Memory:
 
 
 def examine_model(options: DoctorOptions) -> facts.ModelFiles | None:
-    """Whether the model can be used, from headers and config: weights are not read."""
+    """Return whether the model can be used, from headers and config: weights are not read."""
     if options.model is None:
         return None
     from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -184,8 +184,8 @@ def examine_model(options: DoctorOptions) -> facts.ModelFiles | None:
 
 
 def examine_device() -> facts.Device:
-    """The GPU, and whether torch can use it. torch is imported only if there is one, because the
-    import takes seconds."""
+    """Return the GPU, and whether torch can use it. torch is imported only if there is one, because
+    the import takes seconds."""
     gpu = _gpu_name()
     if not gpu:
         return facts.Device()
@@ -207,7 +207,7 @@ def _gpu_name() -> str:
 
 
 def secret_files(data_dir: Path) -> list[facts.SecretFile]:
-    """The data directory and the keys in it."""
+    """Return the data directory and the keys in it."""
     if not data_dir.is_dir():
         return []
     found = []
@@ -221,7 +221,7 @@ def secret_files(data_dir: Path) -> list[facts.SecretFile]:
 
 
 def examine_listen_address(address: str) -> facts.ListenAddress:
-    """Whether a node could listen on a multiaddr."""
+    """Return whether a node could listen on a multiaddr."""
     from swarmnet_protocols.net.p2pd.process import check_free
 
     try:
@@ -237,7 +237,8 @@ def examine_listen_address(address: str) -> facts.ListenAddress:
 def examine_swarm(
     name: str | None, data_dir: Path, bootstrap: Sequence[str]
 ) -> "tuple[facts.SwarmFacts | None, Entry | None]":
-    """The swarm file, and the certificate for it in ``data_dir``. An invite is not redeemed."""
+    """Return the swarm file, and the certificate for it in ``data_dir``. An invite is not
+    redeemed."""
     if name is None:
         return None, None
     from swarmnet.swarm_file import entry as entering
@@ -259,8 +260,8 @@ def examine_swarm(
 
 
 def _certificate(entry: "Entry") -> tuple[str, float | None]:
-    """Why the data directory has no valid certificate, or the Unix time at which its certificate
-    expires."""
+    """Return why the data directory has no valid certificate, or the Unix time at which its
+    certificate expires."""
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
@@ -297,8 +298,8 @@ async def ask_peers(
 
 
 async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") -> int:
-    """The number of other peers of the swarm that mDNS finds; 0 if the swarm file does not switch
-    mDNS on."""
+    """Return the number of other peers of the swarm that mDNS finds; 0 if the swarm file does not
+    switch mDNS on."""
     if entry is None or not entry.file.mdns:
         return 0
     from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses
@@ -310,7 +311,7 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
 
 @asynccontextmanager
 async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Transport]":
-    """A transport with the identity and the membership of ``entry``, without a directory."""
+    """Yield a transport with the identity and the membership of ``entry``, without a directory."""
     # In a thread, because libp2p's bindings take seconds to import on a slow machine and would
     # delay the other deadlines.
     await asyncio.to_thread(_import_transport)

@@ -99,7 +99,7 @@ class Gateway:
         self._idle.set()
 
     def app(self) -> FastAPI:
-        """The ASGI app, without the middleware of ``swarmnet.web``."""
+        """Return the ASGI app, without the middleware of ``swarmnet.web``."""
         app = FastAPI(title="swarmnet", docs_url=None, redoc_url=None)
         get_routes: list[tuple[str, Callable[..., Any]]] = [
             ("/v1/models", self.models),
@@ -256,7 +256,7 @@ class Gateway:
     def _sequence_requests(
         self, body: GenerationRequest, prepared: Prepared, key: str
     ) -> list[answers.Request]:
-        """One request to the batcher for each choice of each prompt. Raises ``ApiError`` for
+        """Return one request to the batcher for each choice of each prompt. Raises ``ApiError`` for
         prompts that do not fit."""
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[answers.Request] = []
@@ -335,7 +335,7 @@ class Gateway:
 
 
 def _owner(body: GenerationRequest, key: str) -> str:
-    """The owner of the KV caches that a request may reuse.
+    """Return the owner of the KV caches that a request may reuse.
 
     The time to the first token shows whether the caches had the prompt, so callers with different
     keys, users or salts share none.

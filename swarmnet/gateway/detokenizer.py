@@ -119,7 +119,8 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that may be shown after ``text`` has arrived; nothing after a stop string."""
+        """Return the text that may be shown after ``text`` has arrived; nothing after a stop
+        string."""
         if self.found:
             return ""
         text = self._held + text
@@ -132,13 +133,13 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that is a proper beginning of ``stop``."""
+    """Return the length of the longest end of ``text`` that is a proper beginning of ``stop``."""
     return next(
         (count for count in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:count])), 0
     )

@@ -42,7 +42,8 @@ class ApiError(Exception):
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error response for an exception. An unexpected one becomes a 500 without its message."""
+    """Return the error response for an exception. An unexpected one becomes a 500 without its
+    message."""
     match error:
         case ApiError():
             return error
@@ -57,7 +58,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def swarm_error(error: errors.SwarmnetError) -> ApiError:
-    """The error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may
+    """Return the error response for a failure of the swarm: 503 with ``Retry-After`` if a retry may
     succeed, else 500."""
     message = f"{error} ({error.hint})" if error.hint else str(error)
     if isinstance(error, errors.NoRoom):
@@ -76,8 +77,8 @@ def swarm_error(error: errors.SwarmnetError) -> ApiError:
 
 
 def validation_error(error: ValidationError) -> ApiError:
-    """The error response for an invalid request. It names the first invalid field and quotes none
-    of its values."""
+    """Return the error response for an invalid request. It names the first invalid field and quotes
+    none of its values."""
     problem = error.errors(include_url=False, include_context=True, include_input=False)[0]
     where = [str(part)[:MAX_NAME_CHARS] for part in problem["loc"]]
     if problem["type"] == UNSUPPORTED:

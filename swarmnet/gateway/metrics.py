@@ -84,7 +84,7 @@ class GatewayMetrics:
         self._errors.labels(self._model, code).inc()
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _gauge(self, name: str, text: str, read: Callable[[], float]) -> None:

@@ -60,7 +60,7 @@ class BodyParser:
         return SPARE_VALUES + min(self.max_length, MAX_TOKENS)
 
     def parse(self, body: bytes, schema: type[R]) -> R:
-        """The request in ``body``. Raises ``ApiError`` that names the first invalid field or
+        """Return the request in ``body``. Raises ``ApiError`` that names the first invalid field or
         exceeded limit."""
         if len(body) > self.max_bytes:
             raise _too_large(f"the body is longer than {self.max_bytes} bytes")
@@ -90,7 +90,7 @@ class BodyParser:
             raise ApiError(400, f"a number has more than {MAX_DIGITS} digits", "invalid_json")
 
     def _outside_strings(self, body: bytes) -> bytes:
-        """The JSON without the contents of its strings."""
+        """Return the JSON without the contents of its strings."""
         parts = body.split(b'"', self.max_quotes + 1)
         if len(parts) > self.max_quotes + 1:
             raise _too_large(f"the body has more than {self.max_quotes} quotation marks")
@@ -122,7 +122,7 @@ def _too_large(message: str) -> ApiError:
 
 
 def is_json(content_type: str) -> bool:
-    """Whether a ``Content-Type`` is JSON. Browsers send other types cross-origin without a
+    """Return whether a ``Content-Type`` is JSON. Browsers send other types cross-origin without a
     preflight request."""
     media_type = content_type.partition(";")[0].strip().lower()
     return media_type == "application/json" or (

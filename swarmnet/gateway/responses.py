@@ -42,11 +42,11 @@ class CompletionFormatter:
         }
 
     def choice(self, deltas: Sequence[Delta]) -> dict[str, Any]:
-        """The choice of a whole response, made of all its deltas."""
+        """Return the choice of a whole response, made of all its deltas."""
         return self.chunk_choice(_concatenated(deltas))
 
     def chunk_choice(self, delta: Delta) -> dict[str, Any]:
-        """The choice of a chunk."""
+        """Return the choice of a chunk."""
         return {
             "index": delta.index,
             "text": delta.text,
@@ -55,7 +55,7 @@ class CompletionFormatter:
         }
 
     def first_chunk_choice(self, index: int) -> dict[str, Any] | None:
-        """The choice of the chunk that precedes all text, if the format has one."""
+        """Return the choice of the chunk that precedes all text, if the format has one."""
         return None
 
     def response(self, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -178,7 +178,8 @@ async def whole_response(
 async def event_stream(
     generation: Generation, formatter: CompletionFormatter, prompt_tokens: int, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """The response as server-sent events. A failure is sent as an error event before ``[DONE]``."""
+    """Yield the response as server-sent events. A failure is sent as an error event before
+    ``[DONE]``."""
     started = set()
     try:
         async for delta in generation:

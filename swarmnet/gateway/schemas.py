@@ -75,7 +75,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def _as_list(value: Any) -> Any:
-    """A single string or token list as a list of one, because OpenAI's API accepts both."""
+    """Return a single string or token list as a list of one, because OpenAI's API accepts both."""
     is_one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
     return [value] if is_one else value
 

@@ -33,17 +33,17 @@ class PromptTokenizer:
         self._thread.shutdown(wait=False)
 
     async def encode(self, text: str, *, special_tokens: bool) -> list[int]:
-        """The token ids of ``text``. Raises ``ApiError`` for a text that is far too long for the
-        context."""
+        """Return the token ids of ``text``. Raises ``ApiError`` for a text that is far too long for
+        the context."""
         return await self._run(self._encode, text, special_tokens)
 
     async def encode_chat(self, messages: Sequence[ChatMessage], *, generation_prompt: bool) -> list[int]:
-        """The token ids of a chat in the model's template. Raises ``ApiError`` if the template is
-        missing, fails or refuses it."""
+        """Return the token ids of a chat in the model's template. Raises ``ApiError`` if the
+        template is missing, fails or refuses it."""
         return await self._run(self._encode_chat, messages, generation_prompt)
 
     async def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens included."""
+        """Return the text of ``ids``, special tokens included."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._served.tokenizer.decode, ids)
 
@@ -69,8 +69,8 @@ class PromptTokenizer:
         return ids
 
     def _is_too_long(self, text: str) -> bool:
-        """Whether a long text exceeds the context, even without the tokens that cutting it may have
-        added."""
+        """Return whether a long text exceeds the context, even without the tokens that cutting it
+        may have added."""
         if len(text) <= PIECE_CHARS:
             return False
         count = 0

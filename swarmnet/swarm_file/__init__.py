@@ -30,7 +30,7 @@ def load_valid(path: Path, now: float) -> SwarmFile:
 
 
 def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
-    """The verified content of a swarm file. Raises what ``load`` raises; messages name
+    """Return the verified content of a swarm file. Raises what ``load`` raises; messages name
     ``source``."""
     reader = Reader(decode(data, source), source)
     file = reader.content()
@@ -46,8 +46,8 @@ def parse(data: bytes, *, source: str = FILE_NAME) -> SwarmFile:
 
 
 def read(path: Path) -> bytes:
-    """The bytes of a swarm file, or of the one in a directory; at most ``MAX_FILE_BYTES`` + 1,
-    because ``decode`` refuses more."""
+    """Return the bytes of a swarm file, or of the one in a directory; at most ``MAX_FILE_BYTES`` +
+    1, because ``decode`` refuses more."""
     try:
         with file_in(path).open("rb") as stream:
             return stream.read(MAX_FILE_BYTES + 1)
@@ -59,7 +59,7 @@ def read(path: Path) -> bytes:
 
 
 def decode(data: bytes, source: str) -> str:
-    """The text of a swarm file. Raises ``ConfigError`` if it is too large or not UTF-8."""
+    """Return the text of a swarm file. Raises ``ConfigError`` if it is too large or not UTF-8."""
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{source} is larger than {MAX_FILE_BYTES} bytes", hint="this is not a swarm file")
     try:
@@ -69,7 +69,7 @@ def decode(data: bytes, source: str) -> str:
 
 
 def file_in(path: Path) -> Path:
-    """The swarm file in ``path`` if that is a directory, else ``path``."""
+    """Return the swarm file in ``path`` if that is a directory, else ``path``."""
     return path / FILE_NAME if path.is_dir() else path
 
 

@@ -52,7 +52,7 @@ class Authority:
         return self.rotations[-1].keys if self.rotations else self.founders
 
     def has_signed_rotations(self, swarm_id: bytes) -> bool:
-        """Whether every rotation was signed by one of the keys before it."""
+        """Return whether every rotation was signed by one of the keys before it."""
         from swarmnet_protocols.net.identity import verify
 
         keys = self.founders
@@ -64,7 +64,7 @@ class Authority:
         return True
 
     def continues(self, other: "Authority") -> bool:
-        """Whether the keys equal ``other``, or continue ``other`` with more rotations."""
+        """Return whether the keys equal ``other``, or continue ``other`` with more rotations."""
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
     def trusted_keys(self) -> dict[bytes, float]:
@@ -140,7 +140,7 @@ class SwarmFile:
         return hashlib.sha256(_ID_DOMAIN + canonical_json(fields)).digest()
 
     def signed_bytes(self) -> bytes:
-        """The bytes that the authority signs: all fields."""
+        """Return the bytes that the authority signs: all fields."""
         return _FILE_DOMAIN + canonical_json(self._fields())
 
     def is_signed_by_authority(self, signature: bytes) -> bool:
@@ -158,7 +158,7 @@ class SwarmFile:
             )
 
     def rules(self) -> Rules:
-        """The membership rules of the swarm."""
+        """Return the membership rules of the swarm."""
         return Rules(
             swarm=self.swarm_id,
             admission=self.admission,
@@ -204,8 +204,8 @@ class SwarmFile:
 
 
 def rotation_bytes(swarm_id: bytes, number: int, rotation: Rotation) -> bytes:
-    """The bytes that an old key signs to make a rotation valid. ``number`` counts rotations from
-    0."""
+    """Return the bytes that an old key signs to make a rotation valid. ``number`` counts rotations
+    from 0."""
     fields = {"swarm": swarm_id.hex(), "number": number} | _rotation_fields(rotation)
     del fields["signature"]
     return _ROTATION_DOMAIN + canonical_json(fields)

@@ -127,7 +127,7 @@ class Entry:
 
 
 def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: Path | None = None) -> Entry:
-    """The entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
+    """Return the entry to a swarm, for the identity in ``data_dir``. ``swarm`` is one of:
 
     1. the path of a swarm file. If the authority's key lies next to it, this peer certifies itself;
     2. an invite, or the path of a file that holds an invite, because all users of a machine can
@@ -174,7 +174,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, beside: 
 def client_network(
     swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
 ) -> Network:
-    """The configuration of a client's connection. A client dials and is not dialled.
+    """Return the configuration of a client's connection. A client dials and is not dialled.
 
     The client's identity is in the folder ``client`` of the data directory, because a node may use
     the directory's own identity at the same time. In a swarm without an authority the identity is
@@ -210,7 +210,7 @@ def _distinct(*lists: Iterable[str]) -> tuple[str, ...]:
 
 
 def _enter_beside(file: SwarmFile, beside: Path, data_dir: Path, bootstrap: Sequence[str]) -> Entry:
-    """The entry of a second peer on this machine to a swarm that ``beside`` has entered.
+    """Return the entry of a second peer on this machine to a swarm that ``beside`` has entered.
 
     Raises the errors of :func:`enter`.
     """
@@ -300,7 +300,7 @@ def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> 
 
 
 def _has_certificate_of(invite: bytes, file: SwarmFile, folder: Path, now: float) -> bool:
-    """Whether ``folder`` has a valid certificate that was issued for ``invite``."""
+    """Return whether ``folder`` has a valid certificate that was issued for ``invite``."""
     from swarmnet_protocols.membership.certificates import MAX_CERTIFICATE_BYTES, open_certificate
     from swarmnet_protocols.membership.membership import CERTIFICATE_NAME
 
@@ -327,7 +327,7 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def swarm_dir(data_dir: Path, swarm_id: bytes) -> Path:
-    """The folder of one swarm in ``data_dir``."""
+    """Return the folder of one swarm in ``data_dir``."""
     return data_dir / "swarms" / swarm_id.hex()
 
 
@@ -380,7 +380,8 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
 
 
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:
-    """The stored swarm file with this name, or with this id in hexadecimal; None if there is none.
+    """Return the stored swarm file with this name, or with this id in hexadecimal; None if there is
+    none.
 
     Raises ``ConfigError`` if several swarms have the name. If no file matches and a file is
     damaged, its error is raised, because that file may have the name.

@@ -44,8 +44,8 @@ def create_key(path: Path) -> "Identity":
 
 
 def load_key(path: Path) -> "Identity":
-    """The key in ``path``. Raises ``ConfigError`` if the file holds no Ed25519 key or other users
-    can read it."""
+    """Return the key in ``path``. Raises ``ConfigError`` if the file holds no Ed25519 key or other
+    users can read it."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -70,8 +70,8 @@ def load_key(path: Path) -> "Identity":
 
 
 def read_secret(path: Path, max_bytes: int) -> str:
-    """The text in ``path``. Raises ``ConfigError`` if all users of the machine can read it, or it
-    is longer than ``max_bytes``."""
+    """Return the text in ``path``. Raises ``ConfigError`` if all users of the machine can read it,
+    or it is longer than ``max_bytes``."""
     try:
         with path.open("rb") as stream:
             status = os.fstat(stream.fileno())

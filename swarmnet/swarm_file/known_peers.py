@@ -36,14 +36,14 @@ class KnownPeers:
         return KnownPeers(tuple(dict.fromkeys((*addresses, *self.named)))[:MAX_PEERS], self.seen)
 
     def after(self, answered: Sequence[str]) -> "KnownPeers":
-        """The peers to keep when the peers at ``answered`` are in the swarm."""
+        """Return the peers to keep when the peers at ``answered`` are in the swarm."""
         there = {_peer(each) for each in answered}
         named = tuple(each for each in self.named if _peer(each) in there)
         return KnownPeers(named or self.named, tuple(dict.fromkeys(answered))[:MAX_PEERS])
 
 
 def read_known_peers(folder: Path) -> KnownPeers:
-    """The peers in the folder of a swarm; none if the file is missing or damaged."""
+    """Return the peers in the folder of a swarm; none if the file is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         with (folder / PEERS_NAME).open("rb") as file:
             content = json.loads(file.read(_MAX_BYTES))

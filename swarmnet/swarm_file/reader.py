@@ -57,8 +57,8 @@ class Reader:
         self._top = _Table(document, "", 0, text, source)
 
     def content(self) -> SwarmFile:
-        """The content, without the claimed id and the signature. Raises ``IncompatibleVersion`` for
-        a newer format."""
+        """Return the content, without the claimed id and the signature. Raises
+        ``IncompatibleVersion`` for a newer format."""
         top = self._top
         version = top.integer("format", 1, 1 << 31)
         if version > FORMAT:
@@ -97,11 +97,11 @@ class Reader:
         return file
 
     def swarm_id(self) -> bytes:
-        """The id that the file claims."""
+        """Return the id that the file claims."""
         return self._top.hex_bytes("swarm_id", "sha256:", 32)
 
     def signature(self) -> bytes:
-        """The signature of the authority."""
+        """Return the signature of the authority."""
         table = self._top.table("signature")
         table.check_keys({"ed25519"})
         return table.hex_bytes("ed25519", "", 64)
@@ -214,7 +214,7 @@ class _Table:
         return _Table(self._take(name, dict), name, 0, self._text, self._source)
 
     def tables(self, name: str, most: int) -> list["_Table"]:
-        """The tables of an array of tables; none if it is missing."""
+        """Return the tables of an array of tables; none if it is missing."""
         if name not in self:
             return []
         entries = self._take(name, list)
@@ -243,12 +243,12 @@ class _Table:
         return value
 
     def hex_bytes(self, key: str, prefix: str, size: int) -> bytes:
-        """``size`` bytes, written as ``prefix`` and hexadecimal digits."""
+        """Return ``size`` bytes, written as ``prefix`` and hexadecimal digits."""
         must = f"must be {prefix or 'text with'} {2 * size} hexadecimal digits"
         return bytes.fromhex(self.matching(key, f"{prefix}[0-9a-f]{{{2 * size}}}", must).removeprefix(prefix))
 
     def time(self, key: str) -> datetime:
-        """A time, converted to UTC."""
+        """Return a time, converted to UTC."""
         value: datetime = self._take(key, datetime)
         try:
             if value.tzinfo is not None:
@@ -308,8 +308,8 @@ class _Table:
                 )
 
     def wrong(self, key: str, must: str) -> ConfigError:
-        """The error for a wrong value of ``key``; ``must`` completes the sentence that begins with
-        the key."""
+        """Return the error for a wrong value of ``key``; ``must`` completes the sentence that
+        begins with the key."""
         return ConfigError(f"{self._source}:{self._line(key)}: {key!r} {must}", hint=_CORRECT_IT)
 
     def _take(self, key: str, kind: type) -> Any:

@@ -75,7 +75,8 @@ class ApiKeys:
         return bool(self._digests)
 
     def name_of(self, secret: str) -> str | None:
-        """The name of the key ``secret``, or None. Takes the same time for every wrong secret."""
+        """Return the name of the key ``secret``, or None. Takes the same time for every wrong
+        secret."""
         digest = _digest(secret)
         found = None
         for name, known in self._digests.items():
@@ -117,7 +118,7 @@ def check_exposed(host: str, keys: ApiKeys, *, option: str = "--api-key-file FIL
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host``, an address or a name, is reachable from this machine only."""
+    """Return whether ``host``, an address or a name, is reachable from this machine only."""
     if not host:
         return False
     try:
@@ -205,8 +206,8 @@ class ApiKeyBackend(AuthenticationBackend):
         self._basic_auth = basic_auth
 
     async def authenticate(self, conn: HTTPConnection) -> tuple[AuthCredentials, SimpleUser] | None:
-        """The key's name as the user; None on public paths. Raises ``AuthenticationError`` without
-        a valid key."""
+        """Return the key's name as the user; None on public paths. Raises ``AuthenticationError``
+        without a valid key."""
         if conn.scope["path"] in self._public_paths:
             return None
         name = self._keys.name_of(self._secret(conn.headers.get("authorization", "")))
@@ -215,7 +216,7 @@ class ApiKeyBackend(AuthenticationBackend):
         return AuthCredentials(["api"]), SimpleUser(name)
 
     def challenge(self, _conn: HTTPConnection, error: AuthenticationError) -> Response:
-        """The 401 response, with the scheme that the client should use."""
+        """Return the 401 response, with the scheme that the client should use."""
         scheme = 'Basic realm="swarmnet", charset="UTF-8"' if self._basic_auth else "Bearer"
         return error_response(401, str(error), code="invalid_api_key", headers={"www-authenticate": scheme})
 
@@ -232,7 +233,7 @@ class ApiKeyBackend(AuthenticationBackend):
 
 
 def key_name(connection: HTTPConnection) -> str:
-    """The name of the API key that authenticated a request; "" if none was needed."""
+    """Return the name of the API key that authenticated a request; "" if none was needed."""
     user = connection.scope.get("user")
     return "" if user is None else str(user.display_name)
 
@@ -329,7 +330,7 @@ class SecurityHeaders:
 def error_response(
     status: int, message: str, *, code: str, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An error in the format of OpenAI's API."""
+    """Return an error in the format of OpenAI's API."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
     return JSONResponse({"error": error}, status, headers)
 

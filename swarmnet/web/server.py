@@ -86,7 +86,7 @@ async def serve_http(
 
 
 def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
-    """A listening TCP socket. Raises ``ConfigError`` with a hint that names ``option``."""
+    """Return a listening TCP socket. Raises ``ConfigError`` with a hint that names ``option``."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host or "0.0.0.0",  # noqa: S104 - callers check for keys before they bind all addresses
@@ -108,7 +108,7 @@ def listen(host: str, port: int, *, option: str = "--port") -> socket.socket:
 
 
 def local_url(host: str, port: int) -> str:
-    """The URL at which a browser on this machine reaches a server bound to ``host``."""
+    """Return the URL at which a browser on this machine reaches a server bound to ``host``."""
     if host in {"", "0.0.0.0", "::"}:  # noqa: S104 - compared, not bound
         host = "127.0.0.1"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -179,5 +179,5 @@ class _TimedConnection(H11Protocol):
 
 
 def _host(connection: Any) -> str:
-    """The address of a connection's client; empty for one that is gone."""
+    """Return the address of a connection's client; empty for one that is gone."""
     return "" if connection.client is None else str(connection.client[0])

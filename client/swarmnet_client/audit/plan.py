@@ -57,7 +57,7 @@ class Ledger:
         self._credit += SHARE * work
 
     def may_spend(self, cost: int) -> bool:
-        """Whether the budget covers ``cost``."""
+        """Return whether the budget covers ``cost``."""
         return cost <= self._credit
 
     def charge(self, cost: int) -> None:

@@ -178,7 +178,7 @@ def judge(
         return Verdict.OPEN
 
     def is_backed(ally: torch.Tensor) -> bool:
-        """Whether the third host sides with ``ally`` at a position where the two differ."""
+        """Return whether the third host sides with ``ally`` at a position where the two differ."""
         moved = torch.stack([distances(ally, each, read) for each in third]).amax(dim=0)
         return bool((apart > (MARGIN * moved).clamp_min(1)).any())
 

@@ -90,15 +90,15 @@ class Load:
 
 
 def may_start(load: Load, limits: BatchLimits, positions: int) -> bool:
-    """Whether an answer of ``positions`` may start now. If none is active, any may."""
+    """Return whether an answer of ``positions`` may start now. If none is active, any may."""
     return load.active == 0 or (
         load.active < min(limits.active, load.room) and load.positions + positions <= limits.positions
     )
 
 
 def may_wait(load: Load, limits: BatchLimits, answers: int = 1) -> bool:
-    """Whether ``answers`` more requests may be queued. Requests that can start at once do not
-    count."""
+    """Return whether ``answers`` more requests may be queued. Requests that can start at once do
+    not count."""
     free = max(0, min(limits.active, load.room) - load.active - load.waiting)
     return load.waiting + max(1, answers - free) <= limits.waiting
 
@@ -172,7 +172,7 @@ class Batcher:
 
     @asynccontextmanager
     async def answer(self, request: Request) -> AsyncIterator[Answer]:
-        """The answer to a request; leaving the context cancels it. Raises ``Overloaded``."""
+        """Yield the answer to a request; leaving the context cancels it. Raises ``Overloaded``."""
         self.check_room()
         answer = Answer(request)
         started = asyncio.get_running_loop().time()
@@ -236,7 +236,7 @@ def _positions(request: Request) -> int:
 
 
 def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
-    """Whether an answer continues on another chain after ``why``. Counts the attempt."""
+    """Return whether an answer continues on another chain after ``why``. Counts the attempt."""
     if isinstance(why, NoRoute | NotAuthorised | ConfigError | IntegrityError):
         return False
     if isinstance(why, NoRoom) and len(answer.request.ids) + len(answer.ids) > why.room:

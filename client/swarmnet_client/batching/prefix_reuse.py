@@ -23,7 +23,7 @@ MIN_SHARED = 16
 
 
 def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """The number of equal ids at the beginning of both; 0 below ``MIN_SHARED``."""
+    """Return the number of equal ids at the beginning of both; 0 below ``MIN_SHARED``."""
     count = common_prefix(ids, others)
     return count if count >= MIN_SHARED else 0
 
@@ -165,7 +165,8 @@ def to_drop(
 
 
 def begin_alike(one: RunningSequence, other: RunningSequence, shared: int) -> bool:
-    """Whether two unsent prompts of one owner share more than the ``shared`` ids already held."""
+    """Return whether two unsent prompts of one owner share more than the ``shared`` ids already
+    held."""
     if one.answer is None or other.answer is None or one.answer.request.owner != other.answer.request.owner:
         return False
     return common(one.todo, other.todo[:-1]) >= shared + MIN_SHARED

@@ -132,7 +132,7 @@ class SequenceGroup:
         return [sequence.answer for sequence in self._sequences if sequence.answer is not None]
 
     def shared(self, request: Request) -> int:
-        """The most positions of the request that a sequence holds or is about to hold."""
+        """Return the most positions of the request that a sequence holds or is about to hold."""
         return max(max(each.shared(request), each.will_share(request)) for each in self._sequences)
 
     def join(self, answer: Answer) -> None:
@@ -212,7 +212,7 @@ class SequenceGroup:
                 self._times.add(sum(1 + len(part.draft) for part in parts), clock() - started)
 
     async def _with_drafts(self, turn: Sequence[RunningSequence]) -> list["_Part"]:
-        """The parts of one step: the newest token of each sequence, and a draft."""
+        """Return the parts of one step: the newest token of each sequence, and a draft."""
         answers = [sequence.answer for sequence in turn]
         if self._draft_model is None:
             drafts = self._drafts(turn)
@@ -242,7 +242,7 @@ class SequenceGroup:
 
     @staticmethod
     def _is_ready(sequence: RunningSequence) -> bool:
-        """Whether a sequence is past its prompt and has its newest token to send."""
+        """Return whether a sequence is past its prompt and has its newest token to send."""
         return sequence.answer is not None and bool(sequence.answer.ids) and len(sequence.todo) == 1
 
     async def _step(self, chain: Chain, parts: Sequence["_Part"]) -> None:

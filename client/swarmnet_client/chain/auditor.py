@@ -76,12 +76,12 @@ class AuditedSequence:
         self.length = row.end
 
     def inputs(self, count: int) -> torch.Tensor:
-        """The inputs of the first ``count`` positions, as they were sent; ``count`` is at most
-        ``MAX_DIGEST_POSITIONS``."""
+        """Return the inputs of the first ``count`` positions, as they were sent; ``count`` is at
+        most ``MAX_DIGEST_POSITIONS``."""
         return torch.cat(self._inputs)[:count]
 
     def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:
-        """The positions among the first ``count`` whose outputs the client has, and these
+        """Return the positions among the first ``count`` whose outputs the client has, and these
         outputs."""
         known = sorted(at for at in self._outputs if at < count)
         return known, torch.stack([self._outputs[at] for at in known])
@@ -257,7 +257,7 @@ class Auditor:
         return _ClaimedOutputs(inputs, list(range(count)), audited.sent)
 
     async def _show(self, live: LiveHop, watched: AuditedSequence, count: int) -> HopTranscript | None:
-        """The transcript of a hop for a sequence; None if the hop does not answer."""
+        """Return the transcript of a hop for a sequence; None if the hop does not answer."""
         is_last = live.hop.end == self._spec.blocks
         try:
             shown = await live.show(watched.sequence, count, within_s=self._hosts.timing.chunk_s)

@@ -185,8 +185,8 @@ class RetryPolicy:
         return self._attempts > ATTEMPTS and now > self._since + self._recover_s
 
     def may_wait(self, wait_s: float, most_s: float, now: float) -> bool:
-        """Whether a wait of ``wait_s`` for overloaded hosts ends within ``most_s`` of their first
-        refusal.
+        """Return whether a wait of ``wait_s`` for overloaded hosts ends within ``most_s`` of their
+        first refusal.
 
         What hosts say does not prolong the wait: they may lie.
         """
@@ -225,17 +225,17 @@ def before_attempt(failures: Sequence[Unfilled]) -> tuple[float, float | None]:
 
 
 def is_out_of_resources(error: SwarmnetError | None) -> bool:
-    """Whether a host refused because its memory, slots or a rate are used up."""
+    """Return whether a host refused because its memory, slots or a rate are used up."""
     return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OUT_OF_RESOURCES
 
 
 def is_missing_experts(error: SwarmnetError | None) -> bool:
-    """Whether a host refused because experts that it needs are out of reach."""
+    """Return whether a host refused because experts that it needs are out of reach."""
     return isinstance(error, Refused) and error.reason == refusal_pb2.REASON_MISSING_EXPERTS
 
 
 def explain(error: SwarmnetError) -> SwarmnetError:
-    """The error for the user after many attempts. ``error`` ended the last attempt."""
+    """Return the error for the user after many attempts. ``error`` ended the last attempt."""
     if isinstance(error, NoRoom | NoRoute | NotAuthorised):
         return error
     if isinstance(error, IncompatibleVersion):

@@ -300,7 +300,8 @@ Sender = LiveHop | ClientLink
 
 
 def gaps(hops: Sequence[LiveHop], blocks: int) -> list[tuple[int, int]]:
-    """The ranges of blocks within [0, ``blocks``) that no hop covers. ``hops`` are in order."""
+    """Return the ranges of blocks within [0, ``blocks``) that no hop covers. ``hops`` are in
+    order."""
     reached, missing = 0, []
     for live in hops:
         if live.hop.start > reached:
@@ -344,7 +345,7 @@ def _excludes(one: Hop, other: Hop) -> bool:
 
 
 def upstream(hops: Sequence[LiveHop], live: LiveHop) -> list[LiveHop]:
-    """The hops before ``live``, the nearest first."""
+    """Return the hops before ``live``, the nearest first."""
     found: list[LiveHop] = []
     while sender := next((hop for hop in hops if hop.next is (found[-1] if found else live)), None):
         found.append(sender)

@@ -37,7 +37,7 @@ class ChainLinks:
     _epoch: int = 0
 
     def next_epoch(self) -> int:
-        """The epoch of the next change of the chain."""
+        """Return the epoch of the next change of the chain."""
         self._epoch += 1
         return self._epoch
 

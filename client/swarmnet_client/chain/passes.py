@@ -127,8 +127,8 @@ class RemoteBatch:
         self._passes = PassClient(hosts, spec, self.report)
 
     async def forward(self, inputs: torch.Tensor, *, keep_graphs: bool = False) -> torch.Tensor:
-        """Hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that are not
-        finite.
+        """Return hidden states [P, D] through all blocks. Raises ``ConfigError`` for values that
+        are not finite.
 
         With ``keep_graphs`` hosts keep autograd graphs for the backward passes, if they have
         memory.
@@ -166,8 +166,8 @@ class RemoteBatch:
         return torch.cat([found for found, _ in done]), adapter_gradients
 
     async def _cut(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """The microbatches in their wire type, checked. Yields to the event loop in between: a
-        batch may be large."""
+        """Return the microbatches in their wire type, checked. Yields to the event loop in between:
+        a batch may be large."""
         parts = []
         for part in torch.split(values, [sum(counts) for counts in self._parts]):
             if not torch.isfinite(part).all():

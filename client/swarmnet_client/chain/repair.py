@@ -166,7 +166,7 @@ class ChainRepair:
         self.hosts.chain_opened(self.hops[0].peer, self.hops[-1].peer)
 
     def _explain(self, missing: list[tuple[int, int]]) -> SwarmnetError:
-        """The error for a chain that cannot be repaired."""
+        """Return the error for a chain that cannot be repaired."""
         no_route = partial(self.hosts.no_route, missing, continues=self.continues)
         error = explain(self.last_error or no_route())
         is_unhosted = isinstance(self.last_error, Unreachable) or not self.hosts.known
@@ -324,8 +324,8 @@ class ChainRepair:
         return None if await self._open(route) else Unfilled.NOT_OPENED
 
     def _route(self) -> list[Hop]:
-        """The best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom`` or
-        ``HostsOverloaded``."""
+        """Return the best route over all blocks, open hops included. Raises ``NoRoute``, ``NoRoom``
+        or ``HostsOverloaded``."""
         blocks = 0, self.spec.blocks
         self.hosts.check_room(self.positions, blocks)
         return self.hosts.route(

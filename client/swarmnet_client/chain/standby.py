@@ -73,15 +73,13 @@ class Standby:
         return not self.hops[-1].stands_by
 
     def repeats(self, after: LiveHop | None) -> bool:
-        """Whether its last hop could not link to the hop ``after`` it because both are on the same
-        host.
-        """
+        """Return whether its last hop could not link to the hop ``after`` it because both are on
+        the same host."""
         return after is not None and after.peer == self.hops[-1].peer
 
     def is_ready(self, acked: int) -> bool:
-        """Whether it has nearly all steps up to ``acked``, the last step whose outputs the client
-        has.
-        """
+        """Return whether it has nearly all steps up to ``acked``, the last step whose outputs the
+        client has."""
         return self.hops[-1].applied + LATE_STEPS >= acked
 
 
@@ -127,7 +125,7 @@ class Standbys:
     _positions: int = 0
 
     def of(self, live: LiveHop) -> Standby | None:
-        """The standby of a hop, once it is fed."""
+        """Return the standby of a hop, once it is fed."""
         place = self._places.get(live)
         return place.standby if place else None
 
@@ -137,17 +135,18 @@ class Standbys:
         return [live for each in self._standbys() for live in each.hops]
 
     def with_hop(self, live: LiveHop) -> Standby | None:
-        """The standby that a session belongs to."""
+        """Return the standby that a session belongs to."""
         return next((each for each in self._standbys() if live in each.hops), None)
 
     def fed_by(self, sender: LiveHop, epoch: int) -> Standby | None:
-        """The standby that is fed by this link of a hop."""
+        """Return the standby that is fed by this link of a hop."""
         return next(
             (each for each in self._standbys() if each.sender is sender and each.epoch == epoch), None
         )
 
     def has_given_up(self, live: LiveHop) -> bool:
-        """Whether standbys of a hop failed so often that it should be replaced without one."""
+        """Return whether standbys of a hop failed so often that it should be replaced without
+        one."""
         place = self._places.get(live)
         return place is not None and place.failures >= ATTEMPTS
 

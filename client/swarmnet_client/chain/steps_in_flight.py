@@ -50,7 +50,7 @@ class StepsInFlight:
         return not self._waiting
 
     def rests(self, seconds: float) -> bool:
-        """Whether no step has waited for its outputs for this many seconds."""
+        """Return whether no step has waited for its outputs for this many seconds."""
         return self.is_empty and asyncio.get_running_loop().time() >= self._rests_since + seconds
 
     @property

@@ -203,7 +203,8 @@ class ChainSupervisor:
                 self.repair.fail(live, Unreachable(f"{live.peer} leaves its blocks"))
 
     def _may_let_go(self, live: LiveHop) -> bool:
-        """Whether a leaving hop may go: no step waits for it, and none has waited for a while."""
+        """Return whether a leaving hop may go: no step waits for it, and none has waited for a
+        while."""
         asked_s = asyncio.get_running_loop().time() - live.leaving_since
         return asked_s >= RESTS_S and self._in_flight.rests(RESTS_S)
 

@@ -206,7 +206,7 @@ def clock_offsets(steps: Iterable[TracedStep]) -> dict[tuple[bytes, ...], dict[b
 
 
 def _answer_slices(trips: Sequence[tuple[float, float]]) -> list[Slice]:
-    """The trips, and what the client did between them."""
+    """Return the trips, and what the client did between them."""
     slices = [Slice("trip around the chain", *trip) for trip in sorted(trips)]
     gaps = [
         Slice("final norm, lm_head and sampling", one.end_s, other.start_s) for one, other in pairwise(slices)

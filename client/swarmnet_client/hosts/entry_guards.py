@@ -48,7 +48,7 @@ class EntryGuards:
         self._ends: dict[str, dict[PeerId, _Guard]] = _read(path) if path else {end: {} for end in _ENDS}
 
     def peers(self) -> frozenset[PeerId]:
-        """The present guards."""
+        """Return the present guards."""
         self._forget()
         return frozenset(peer for guards in self._ends.values() for peer in guards)
 
@@ -96,7 +96,7 @@ class EntryGuards:
 
 
 def _read(path: Path) -> dict[str, dict[PeerId, _Guard]]:
-    """The guards in the file at ``path``; none if it is missing or damaged."""
+    """Return the guards in the file at ``path``; none if it is missing or damaged."""
     ends: dict[str, dict[PeerId, _Guard]] = {end: {} for end in _ENDS}
     try:
         with path.open("rb") as stream:

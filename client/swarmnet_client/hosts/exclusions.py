@@ -98,7 +98,7 @@ class Exclusions:
         return {pair: until - SEPARATED_S for pair, (until, _) in pairs if until > now}
 
     def reporters(self, now: float) -> frozenset[PeerId]:
-        """The hosts that reported the separations of these pairs."""
+        """Return the hosts that reported the separations of these pairs."""
         return frozenset(one for until, one in self._separated_until.values() if until > now)
 
     def convict(self, peer: PeerId, now: float) -> None:
@@ -107,5 +107,5 @@ class Exclusions:
         self._convicted_until[peer] = now + CONVICTED_S
 
     def is_convicted(self, peer: PeerId, now: float) -> bool:
-        """Whether a host is excluded for wrong outputs."""
+        """Return whether a host is excluded for wrong outputs."""
         return self._convicted_until.get(peer, -math.inf) > now

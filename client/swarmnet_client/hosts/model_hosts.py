@@ -161,12 +161,12 @@ class ModelHosts:
         return tuple(self._hosts.values())
 
     def span_of(self, peer: PeerId) -> tuple[int, int] | None:
-        """The blocks [start, end) that a host announces; None if it is not known."""
+        """Return the blocks [start, end) that a host announces; None if it is not known."""
         info = self._hosts.get(peer)
         return (info.start, info.end) if info else None
 
     def record_of(self, peer: PeerId) -> bytes:
-        """The newest signed announcement of a host; empty if none is known."""
+        """Return the newest signed announcement of a host; empty if none is known."""
         info = self._hosts.get(peer)
         return info.record if info else b""
 
@@ -242,8 +242,8 @@ class ModelHosts:
         return found
 
     def is_doubtful(self, route: Sequence[Hop], opened: Collection[Hop]) -> bool:
-        """Whether ``route`` uses a recently failed host, or neighbours that recently did not reach
-        each other.
+        """Return whether ``route`` uses a recently failed host, or neighbours that recently did not
+        reach each other.
 
         Hops in ``opened`` do not count.
         """
@@ -283,7 +283,7 @@ class ModelHosts:
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 
     def room(self, span: tuple[int, int]) -> float:
-        """Positions of this client that fit into a chain over ``span``, as hosts announce.
+        """Return positions of this client that fit into a chain over ``span``, as hosts announce.
 
         Infinite while some block has no known host.
         """
@@ -301,11 +301,11 @@ class ModelHosts:
             raise NoRoom(positions, int(room))
 
     def without_room(self, positions: int) -> frozenset[PeerId]:
-        """The hosts that announce less room than ``positions``."""
+        """Return the hosts that announce less room than ``positions``."""
         return frozenset(host.peer for host in self.known if host.room < positions)
 
     def can_replace(self, hop: Hop) -> bool:
-        """Whether other hosts have all blocks of ``hop``."""
+        """Return whether other hosts have all blocks of ``hop``."""
         others = [host for host in self._hosts.values() if host.peer not in {hop.peer, *self.banned}]
         return not uncovered(others, (hop.start, hop.end))
 

@@ -236,7 +236,8 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._adapter, self._is_checked = self._blocks.adapter(client_adapter), True
 
     def _is_in_use(self, client_adapter: ClientAdapter, *, is_token: bool) -> bool:
-        """Whether the sequences use ``client_adapter``. For one token, only versions are compared.
+        """Return whether the sequences use ``client_adapter``. For one token, only versions are
+        compared.
 
         A prefix comes only with the first call.
         """

@@ -37,7 +37,8 @@ class ClientAdapter:
 
     @classmethod
     def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
-        """The active parameters. Raises ``ConfigError`` for an adapter that hosts cannot apply."""
+        """Return the active parameters. Raises ``ConfigError`` for an adapter that hosts cannot
+        apply."""
         return cls(active_pairs(layers), prefix)
 
     @property
@@ -72,7 +73,7 @@ class ClientAdapter:
         return next((tensor.shape[1] for tensor in self.prefix.values()), 0)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters as tensors of an adapter, float32 on the CPU, with their autograd
+        """Return the parameters as tensors of an adapter, float32 on the CPU, with their autograd
         graph."""
         tensors = dict(self.prefix)
         for name, parts in self.pairs.items():
@@ -84,7 +85,7 @@ class ClientAdapter:
 
     @torch.no_grad()
     def is_in(self, adapter: Adapter | None) -> bool:
-        """Whether ``adapter`` has exactly these values."""
+        """Return whether ``adapter`` has exactly these values."""
         tensors = self.tensors()
         known = {} if adapter is None else adapter.tensors
         return tensors.keys() == known.keys() and all(
@@ -93,8 +94,8 @@ class ClientAdapter:
 
 
 def active_pairs(layers: Iterable[Placeholder]) -> Pairs:
-    """The pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts cannot
-    apply."""
+    """Return the pairs that PEFT would apply now. Raises ``ConfigError`` for an adapter that hosts
+    cannot apply."""
     pairs: Pairs = {}
     for block, layer in enumerate(layers):
         if not isinstance(layer, Placeholder) or layer.block != block:
@@ -140,8 +141,8 @@ def _lora_refusal(name: str, why: str) -> ConfigError:
 
 
 def prefix_tensors(cache: Cache, config: Any) -> dict[str, torch.Tensor]:
-    """The keys and values [key heads, n, head size] of every block, float32 on the CPU. Gradients
-    flow through them into ``cache``.
+    """Return the keys and values [key heads, n, head size] of every block, float32 on the CPU.
+    Gradients flow through them into ``cache``.
 
     Raises ``ConfigError`` for a cache that is not the same prefix for every row and every block.
     """

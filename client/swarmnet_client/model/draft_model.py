@@ -39,8 +39,8 @@ class DraftModel:
 
     @classmethod
     def load(cls, target: LocalModel, options: LoadOptions) -> "DraftModel":
-        """The model ``options.draft``, to draft for ``target``. Raises ``ConfigError`` if their
-        tokens differ, and what ``resolve`` raises."""
+        """Return the model ``options.draft``, to draft for ``target``. Raises ``ConfigError`` if
+        their tokens differ, and what ``resolve`` raises."""
         local = resolve(options.draft, cache_dir=target.cache_dir)
         if local.tokenizer().get_vocab() != target.tokenizer().get_vocab():
             raise ConfigError(
@@ -50,7 +50,7 @@ class DraftModel:
         return cls(local.load_whole(dtype=options.dtype, device=options.device).eval())
 
     def sequence(self, ids: Sequence[int]) -> "DraftModelSequence":
-        """A sequence that begins with ``ids``, which are read in the background."""
+        """Return a sequence that begins with ``ids``, which are read in the background."""
         return DraftModelSequence(self, ids)
 
     def close(self) -> None:

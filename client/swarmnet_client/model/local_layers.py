@@ -152,7 +152,7 @@ class LocalLayers:
 
     @torch.inference_mode()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [P, D] of token ids [P], on the CPU."""
+        """Return embeddings [P, D] of token ids [P], on the CPU."""
         return embed(self._model, ids.to(self._device)).cpu()
 
     @torch.inference_mode()

@@ -123,7 +123,7 @@ class SwarmModel:
 
     @torch.inference_mode()
     def _embed(self, values: torch.Tensor) -> torch.Tensor:
-        """Embeddings [P, D] of logged inputs: of ids [P], or embeddings [P, D] unchanged."""
+        """Return embeddings [P, D] of logged inputs: of ids [P], or embeddings [P, D] unchanged."""
         if values.is_floating_point():
             return values
         model: Any = self
@@ -327,7 +327,7 @@ def _generate(architecture: Any) -> Callable[..., Any]:
 
 
 def _placed(value: Any, device: torch.device) -> Any:
-    """A tensor on ``device``; anything else unchanged."""
+    """Return a tensor on ``device``; anything else unchanged."""
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
@@ -361,7 +361,8 @@ def _without_prefix(mask: torch.Tensor | None, positions: int) -> torch.Tensor |
 
 
 def _is_prompted(model: Any) -> bool:
-    """Whether PEFT prepares the inputs of ``generate``, as it does to put prompts before them."""
+    """Return whether PEFT prepares the inputs of ``generate``, as it does to put prompts before
+    them."""
     return getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
 
 

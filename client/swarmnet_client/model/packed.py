@@ -43,7 +43,7 @@ class Native:
 
     @classmethod
     def load(cls, cache_dir: Path) -> "Native | None":
-        """The code compiled for this machine, kept in ``cache_dir``; None if it cannot be
+        """Return the code compiled for this machine, kept in ``cache_dir``; None if it cannot be
         compiled."""
         library = native_code.load(SOURCE, cache_dir)
         return None if library is None else cls(library)
@@ -77,7 +77,7 @@ class PackedWeight:
         return None
 
     def times(self, rows: torch.Tensor) -> torch.Tensor:
-        """The product [N, outputs] of ``rows`` [N, inputs], float32, with the weight."""
+        """Return the product [N, outputs] of ``rows`` [N, inputs], float32, with the weight."""
         rows = rows.contiguous()
         output = torch.empty(len(rows), self._outputs)
         threads = torch.get_num_threads()

@@ -82,11 +82,11 @@ class Unpadded:
         return cls(mask, columns)
 
     def close(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` [B, n, ...] with the tokens of each row side by side."""
+        """Return ``values`` [B, n, ...] with the tokens of each row side by side."""
         return values.gather(1, self._index(values))
 
     def open(self, values: torch.Tensor) -> torch.Tensor:
-        """``values`` [B, n, ...], as ``close`` returns them, at their former columns."""
+        """Return ``values`` [B, n, ...], as ``close`` returns them, at their former columns."""
         return torch.zeros_like(values).scatter(1, self._index(values), values)
 
     def _index(self, values: torch.Tensor) -> torch.Tensor:

@@ -43,8 +43,8 @@ class RemoteWeight(nn.Parameter):
         torch.Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
     def applied(self, function: Apply) -> torch.Tensor:
-        """The result of ``function`` (a change of type or device) on this weight, again without
-        memory."""
+        """Return the result of ``function`` (a change of type or device) on this weight, again
+        without memory."""
         return function(self.detach().as_strided((), ())).expand(self.shape)
 
 

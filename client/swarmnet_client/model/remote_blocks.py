@@ -65,7 +65,7 @@ class RemoteBlocks:
         return Chain.open(self._runtime.hosts, spec, self._embed, self._read)
 
     def _batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
-        """A batch of sequences of these lengths, for a forward and backward passes."""
+        """Return a batch of sequences of these lengths, for a forward and backward passes."""
         batch = RemoteBatch(self._runtime.hosts, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch

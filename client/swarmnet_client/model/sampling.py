@@ -86,7 +86,8 @@ def choose(scores: torch.Tensor, draws: list[Draw]) -> list[Token]:
 
 
 def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """The scores with biases and penalties of all rows; the same tensor if there are none."""
+    """Return the scores with biases and penalties of all rows; the same tensor if there are
+    none."""
     # torch reads lists fifty times more slowly
     rows, tokens, values = array("q"), array("q"), array("f")
     for row, draw in enumerate(draws):
@@ -102,7 +103,7 @@ def _changed(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
 
 
 def _changes(draw: Draw) -> dict[int, float]:
-    """The change of the score of each token."""
+    """Return the change of the score of each token."""
     sampling = draw.sampling
     changes = dict(sampling.biases)
     if sampling.penalises:

@@ -49,7 +49,7 @@ of positions in recent steps: the more sizes were seen, the less the guess count
 
 
 def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    """The number of equal ids at the beginning of both."""
+    """Return the number of equal ids at the beginning of both."""
     count = 0
     for one, other in zip(ids, others, strict=False):
         if one != other:
@@ -177,8 +177,8 @@ class DraftSequence(Protocol):
         """Add tokens at the end of the sequence."""
 
     def tokens(self) -> Iterator[tuple[int, float]]:
-        """The most likely continuation: each token with its probability, computed when it is asked
-        for."""
+        """Return the most likely continuation: each token with its probability, computed when it is
+        asked for."""
 
 
 class Speculator:
@@ -247,15 +247,16 @@ class Speculator:
         return valid
 
     def _rate(self, bucket: int) -> float:
-        """The expected share of right tokens in a bucket."""
+        """Return the expected share of right tokens in a bucket."""
         return self._accepted[bucket] / self._checked[bucket]
 
 
 def _bucket(match: int) -> int:
-    """The index of the acceptance rate of tokens after a match of ``match`` tokens."""
+    """Return the index of the acceptance rate of tokens after a match of ``match`` tokens."""
     return min(match, MAX_MATCH).bit_length() - 1
 
 
 def _bucket_of_model(probability: float) -> int:
-    """The index of the acceptance rate for tokens with this probability from a draft model."""
+    """Return the index of the acceptance rate for tokens with this probability from a draft
+    model."""
     return _OF_MODEL + sum(probability > each for each in _CONFIDENCES[:-1])

@@ -72,7 +72,7 @@ def check_made_for(directory: Path, manifest: bytes) -> None:
 
 
 def hashes_of(directory: Path) -> dict[str, str]:
-    """The SHA-256 of the files of an adapter, in hexadecimal, for its summary."""
+    """Return the SHA-256 of the files of an adapter, in hexadecimal, for its summary."""
     return {name: sha256_of(directory / name, None).hex() for name in (CONFIG_FILE, WEIGHTS_FILE)}
 
 
@@ -88,7 +88,7 @@ def _check_hashes(directory: Path) -> None:
 
 
 def load_adapter(model: Any, directory: Path) -> Any:
-    """``model`` with the adapter of ``directory``, ready to generate.
+    """Return ``model`` with the adapter of ``directory``, ready to generate.
 
     Raises ``ConfigError`` or ``IntegrityError`` for a directory without an adapter or with one for
     another model.
@@ -137,8 +137,8 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
 
 
 def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
-    """Whether every LoRA rank of the config is at most the largest dimension in the file. True for
-    other methods."""
+    """Return whether every LoRA rank of the config is at most the largest dimension in the file.
+    True for other methods."""
     if config["peft_type"] != "LORA":
         return True
     by_module = config.get("rank_pattern", {})
@@ -149,7 +149,7 @@ def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bo
 
 
 def _prompts_fit(config: dict[str, Any], model: Any, stored: dict[str, tuple[int, ...]]) -> bool:
-    """Whether the prompts of the config fit the model and the file. True for LoRA.
+    """Return whether the prompts of the config fit the model and the file. True for LoRA.
 
     PEFT would allocate whatever sizes the config states.
     """

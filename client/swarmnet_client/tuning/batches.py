@@ -71,14 +71,14 @@ class Dataset:
         return -(-len(self.train) // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """The batch of step 0, 1, ...: every epoch takes all rows once, in a new order."""
+        """Return the batch of step 0, 1, ...: every epoch takes all rows once, in a new order."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
         return self._padded([self.train[row] for row in chosen])
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """All held-out rows, the longest first: rows of one length share a batch."""
+        """Yield all held-out rows, the longest first: rows of one length share a batch."""
         rows = sorted(self.held_out, key=lambda row: -len(row.ids))
         for first in range(0, len(rows), self.batch_size):
             yield self._padded(rows[first : first + self.batch_size])
@@ -103,8 +103,8 @@ class Dataset:
 
 @lru_cache(maxsize=1)
 def epoch_order(seed: int, epoch: int, rows: int) -> Sequence[int]:
-    """The order of the rows in an epoch. Cached for the steps of the epoch: shuffling a million
-    rows takes seconds."""
+    """Return the order of the rows in an epoch. Cached for the steps of the epoch: shuffling a
+    million rows takes seconds."""
     order = list(range(rows))
     random.Random(f"{seed}/epoch/{epoch}").shuffle(order)
     return order
@@ -136,7 +136,7 @@ def split(
 
 
 def classes(train: Sequence[Example], held_out: Sequence[Example]) -> tuple[str, ...]:
-    """The labels of the training rows, sorted.
+    """Return the labels of the training rows, sorted.
 
     Raises ``ConfigError`` for fewer than 2 or more than ``MAX_LABELS`` labels, or for a held-out
     row with another label.

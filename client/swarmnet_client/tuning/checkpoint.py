@@ -46,7 +46,7 @@ class TuneCheckpoint:
 
     @classmethod
     def load(cls, path: Path) -> "TuneCheckpoint | None":
-        """The checkpoint at ``path``; None if there is no file.
+        """Return the checkpoint at ``path``; None if there is no file.
 
         Raises ``IntegrityError`` for a file that ``save`` did not write.
         """
@@ -72,8 +72,8 @@ class TuneCheckpoint:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file next to ``path``. It replaces ``path``, synced to the disk, when the block
-    ends without an exception.
+    """Yield a temporary file next to ``path``. It replaces ``path``, synced to the disk, when the
+    block ends without an exception.
 
     Raises ``OutOfResources`` when the disk is full.
     """

@@ -61,7 +61,7 @@ class TuneSettings:
         return self.virtual_tokens if self.method in _PROMPTS else 0
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that the method uses."""
+        """Return the settings that the method uses."""
         fields = asdict(self) | {"method": str(self.method), "target_modules": list(self.target_modules)}
         unused = {"rank", "alpha", "target_modules"} if self.method in _PROMPTS else {"virtual_tokens"}
         return {name: value for name, value in fields.items() if name not in unused}
@@ -83,7 +83,8 @@ def quiet_peft() -> Iterator[None]:
 
 
 def attach(model: Any, name: str, settings: TuneSettings) -> Any:
-    """A PEFT model around ``model``, called ``name``. The seed determines its initial parameters.
+    """Return a PEFT model around ``model``, called ``name``. The seed determines its initial
+    parameters.
 
     Raises ``ConfigError`` for settings that do not fit the model.
     """

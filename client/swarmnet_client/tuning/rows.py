@@ -60,8 +60,8 @@ class BadRow(ValueError):
 
 
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
-    """All rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows; the
-    message lists the first bad rows."""
+    """Return all rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows;
+    the message lists the first bad rows."""
     rows: list[Example] = []
     shown: list[str] = []
     bad = 0
@@ -103,7 +103,7 @@ class Encoder:
         self._start = marks[: -len(self._end)] if self._end and marks[-1:] == self._end else marks
 
     def encode(self, line: int, fields: Mapping[str, Any]) -> Example:
-        """The row with these ``fields``. Raises ``BadRow`` if it cannot be used."""
+        """Return the row with these ``fields``. Raises ``BadRow`` if it cannot be used."""
         found = [kind for kind in self._kinds if all(name in fields for name in kind)]
         if len(found) != 1:
             wanted = " or ".join("{" + ", ".join(f'"{name}"' for name in kind) + "}" for kind in self._kinds)
@@ -144,8 +144,8 @@ class Encoder:
         return ids
 
     def _turns(self, messages: object) -> Iterator[tuple[str, bool]]:
-        """The rendered conversation in pieces, and whether a piece is an assistant's message, which
-        counts in the loss."""
+        """Yield the rendered conversation in pieces, and whether a piece is an assistant's message,
+        which counts in the loss."""
         checked = _messages(messages)
         whole = self._render(checked)
         written = 0

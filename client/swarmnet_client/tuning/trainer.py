@@ -85,8 +85,8 @@ class Tuner:
             yield self._learn()
 
     def summary(self) -> dict[str, Any]:
-        """The curves so far: ``losses`` of the steps from 1 on, and ``evaluations`` of held-out
-        rows."""
+        """Return the curves so far: ``losses`` of the steps from 1 on, and ``evaluations`` of
+        held-out rows."""
         evaluations = []
         for point in self.history:
             if not math.isnan(point.val_loss):
@@ -96,8 +96,8 @@ class Tuner:
         return {"losses": losses, "evaluations": evaluations}
 
     def checkpoint(self, about: Mapping[str, Any]) -> TuneCheckpoint:
-        """A checkpoint of the run. Save it at once: it shares the run's tensors, which the next
-        step changes."""
+        """Return a checkpoint of the run. Save it at once: it shares the run's tensors, which the
+        next step changes."""
         tensors = {f"parameter/{name}": value for name, value in self._parameters.items()}
         for name, value in self._parameters.items():
             for key, state in self._optimizer.state[value].items():

@@ -87,7 +87,7 @@ class DuplicateWatch:
             yield watch
 
     def warning(self) -> str:
-        """The warning for the owner; empty while there is no duplicate."""
+        """Return the warning for the owner; empty while there is no duplicate."""
         if asyncio.get_running_loop().time() >= self._heard_at + REMEMBERED_S:
             return ""
         ours = self._transport.addresses()

@@ -29,7 +29,7 @@ MAX_ERROR_CHARS = 500
 
 
 def memory_limit(request_bytes: int) -> int:
-    """Bytes that the rendering of a request may take, in addition to the idle process."""
+    """Return bytes that the rendering of a request may take, in addition to the idle process."""
     return MEMORY_BYTES + MEMORY_PER_REQUEST_BYTE * request_bytes
 
 

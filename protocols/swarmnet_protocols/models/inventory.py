@@ -38,7 +38,7 @@ def remember_model(model: LocalModel, cache_dir: Path) -> None:
 
 
 def stored_models(cache_dir: Path) -> list[StoredModel]:
-    """The models that came from the hub or from peers, by name."""
+    """Return the models that came from the hub or from peers, by name."""
     whole = dict(_whole_repositories())
     parts = {each.folder.name: each.size for each in stored_files(parts_folder(cache_dir))}
     found = {name: StoredModel(name, size, None) for name, size in whole.items()}
@@ -85,7 +85,7 @@ def _note_path(name: str, cache_dir: Path) -> Path:
 
 
 def _notes(cache_dir: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """Name and files of each model that was noted."""
+    """Yield name and files of each model that was noted."""
     for path in sorted((cache_dir / "models").glob("*.json")):
         with suppress(OSError, ValueError, LookupError, TypeError):
             note = json.loads(path.read_bytes())
@@ -93,7 +93,7 @@ def _notes(cache_dir: Path) -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def _whole_repositories() -> Iterator[tuple[str, int]]:
-    """Name and bytes of each model in the hub's cache."""
+    """Yield name and bytes of each model in the hub's cache."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

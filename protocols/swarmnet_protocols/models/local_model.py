@@ -84,7 +84,8 @@ class LocalModel:
         return self._checkpoint.precision
 
     def sizes(self, *blocks: BlockKey) -> WeightSizes:
-        """The sizes of the tensors of some blocks, or of the local layers, before any is loaded."""
+        """Return the sizes of the tensors of some blocks, or of the local layers, before any is
+        loaded."""
         return self._checkpoint.sizes(name for block in blocks for name in self.manifest.tensors[block])
 
     def largest_block(self, start: int, end: int) -> int:
@@ -136,7 +137,7 @@ class LocalModel:
         return listing_hash(listing) if listing else None
 
     def shared(self) -> "SharedWeights":
-        """The weights that are on this machine and verified, to be served to peers."""
+        """Return the weights that are on this machine and verified, to be served to peers."""
         return SharedWeights(self.manifest, self._checkpoint, self.parts)
 
     def verify(self, progress: Progress | None = None) -> None:
@@ -278,7 +279,7 @@ class LocalModel:
         return read
 
     def expert_counts(self) -> dict[int, int]:
-        """The number of routed experts of each block that has some."""
+        """Return the number of routed experts of each block that has some."""
         from swarmnet_protocols.models.partial_model import expert_counts
 
         return expert_counts(self.config)
@@ -328,7 +329,7 @@ class LocalModel:
         return model
 
     def load_whole(self, *, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
-        """The whole CausalLM, as transformers loads it."""
+        """Return the whole CausalLM, as transformers loads it."""
         from swarmnet_protocols.models.partial_model import build_whole
 
         names = self._checkpoint.tensor_names
@@ -355,13 +356,13 @@ class LocalModel:
         )
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The model's tokenizer with its chat template."""
+        """Return the model's tokenizer with its chat template."""
         self._check(())
         return self._checkpoint.tokenizer()
 
     def end_ids(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
-        """The ids of the tokens that end an answer: one set for every program that generates.
-        ``tokenizer`` is the model's own."""
+        """Return the ids of the tokens that end an answer: one set for every program that
+        generates. ``tokenizer`` is the model's own."""
         from swarmnet_protocols.models.end_tokens import end_ids
 
         generation, config = self._checkpoint.generation_config(), self.config

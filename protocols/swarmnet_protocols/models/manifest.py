@@ -50,7 +50,7 @@ class Manifest:
         return hashlib.sha256(b"swarmnet-manifest-1\n" + canonical_json(canonical)).digest()
 
     def to_json(self) -> str:
-        """A JSON object, which :meth:`from_json` reads."""
+        """Return a JSON object, which :meth:`from_json` reads."""
         return json.dumps(
             {
                 "architecture": self.architecture,

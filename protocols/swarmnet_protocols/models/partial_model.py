@@ -58,7 +58,7 @@ rare."""
 
 
 def causal_class(config: "PretrainedConfig") -> type:
-    """The CausalLM class of an architecture.
+    """Return the CausalLM class of an architecture.
 
     Raises ``ConfigError`` if there is none, or if the config selects an attention or experts
     implementation that is not built in.
@@ -98,7 +98,7 @@ def _check_implementations(config: "PretrainedConfig") -> None:
 
 
 def architecture_of(config: "PretrainedConfig") -> str:
-    """The name of the architecture's CausalLM class, e.g. ``LlamaForCausalLM``."""
+    """Return the name of the architecture's CausalLM class, e.g. ``LlamaForCausalLM``."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -139,8 +139,8 @@ def _of_layers(config: "PretrainedConfig", name: str) -> set[int]:
 
 
 def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
-    """The class of an architecture's decoder stack, and the names of its embeddings and its final
-    norm.
+    """Return the class of an architecture's decoder stack, and the names of its embeddings and its
+    final norm.
 
     Raises ``ConfigError`` if the stack has other parts than these and layers.
     """
@@ -166,8 +166,8 @@ def _no_blocks(config: "PretrainedConfig", reason: str) -> ConfigError:
 
 
 def _ends_of(base: Any) -> tuple[str, str] | None:
-    """The names of a decoder stack's embeddings and final norm; None if it has other parts than
-    these, layers and rotary embeddings."""
+    """Return the names of a decoder stack's embeddings and final norm; None if it has other parts
+    than these, layers and rotary embeddings."""
     children = {name: child for name, child in base.named_children() if not name.startswith("rotary_emb")}
     if not isinstance(children.pop("layers", None), nn.ModuleList) or len(children) != 2:
         return None
@@ -177,7 +177,7 @@ def _ends_of(base: Any) -> tuple[str, str] | None:
 
 
 def max_positions(config: "PretrainedConfig") -> int:
-    """The most positions of a sequence.
+    """Return the most positions of a sequence.
 
     In some models the rotary embedding of all positions changes at a certain length (LongRoPE, Ding
     et al., 2024; dynamic NTK). There every host would have to compute all earlier positions again,
@@ -200,8 +200,8 @@ def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def build_span(config: "PretrainedConfig", start: int, end: int) -> "ModelBuilder":
-    """A builder of the decoder stack of blocks [start, end): no embeddings, no final norm, layers
-    numbered from 0."""
+    """Return a builder of the decoder stack of blocks [start, end): no embeddings, no final norm,
+    layers numbered from 0."""
     cls, ends = decoder_stack(config)
     return ModelBuilder(_stripped_class(cls, partial(_keep_span, start=start, end=end, ends=ends)), config)
 
@@ -234,7 +234,8 @@ def build_experts(config: "PretrainedConfig", block: int) -> "ModelBuilder":
 
 
 def expert_counts(config: "PretrainedConfig") -> dict[int, int]:
-    """The number of routed experts of each block that has some, known without reading weights."""
+    """Return the number of routed experts of each block that has some, known without reading
+    weights."""
     empty = build_span(config, 0, config.num_hidden_layers).empty()
     return {int(path.split(".")[1]): module.num_experts for path, module in experts_modules(empty)}
 
@@ -253,8 +254,8 @@ def _keep_only(module: nn.Module, path: str) -> None:
 def build_local_layers(
     config: "PretrainedConfig", on_layers: Callable[[nn.ModuleList], None], *, labels: int | None = None
 ) -> "ModelBuilder":
-    """A builder of the model without its layers. ``on_layers`` is called with the layers, on the
-    meta device.
+    """Return a builder of the model without its layers. ``on_layers`` is called with the layers, on
+    the meta device.
 
     The model is the CausalLM, or with ``labels`` the sequence classifier of ``labels`` classes,
     whose head is initialised if the checkpoint has none. Raises ``ConfigError`` if transformers has
@@ -272,7 +273,7 @@ def build_local_layers(
 
 
 def _classifier_class(config: "PretrainedConfig") -> type:
-    """The sequence classifier of an architecture. Raises ``ConfigError`` if transformers has
+    """Return the sequence classifier of an architecture. Raises ``ConfigError`` if transformers has
     none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
@@ -332,7 +333,7 @@ def _install_packed(
 
 
 def build_whole(config: "PretrainedConfig") -> "ModelBuilder":
-    """A builder of the whole CausalLM."""
+    """Return a builder of the whole CausalLM."""
     return ModelBuilder(causal_class(config), config)
 
 
@@ -350,7 +351,7 @@ class ModelBuilder:
         self._optional = optional
 
     def empty(self) -> nn.Module:
-        """The model on the meta device: shapes without values.
+        """Return the model on the meta device: shapes without values.
 
         Raises ``ConfigError`` for a config of which none can be built.
         """
@@ -364,7 +365,7 @@ class ModelBuilder:
         return empty
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the model's weights in ``dtype``, computed without reading any."""
+        """Return bytes of the model's weights in ``dtype``, computed without reading any."""
         return sum(parameter.numel() for parameter in self.empty().parameters()) * dtype.itemsize
 
     def load(
@@ -451,7 +452,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def with_blocks(config: "PretrainedConfig", start: int, end: int) -> "PretrainedConfig":
-    """A copy of the config for blocks [start, end) only."""
+    """Return a copy of the config for blocks [start, end) only."""
     config = copy.deepcopy(config)
     _keep_blocks(config, start, end)
     return config

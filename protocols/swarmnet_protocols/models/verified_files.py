@@ -75,8 +75,8 @@ class VerifiedFiles:
                 partial.remove()
 
     def has(self, file: ModelFile) -> bool:
-        """Whether a file is whole and was hashed, in this process or before, and has not changed
-        since."""
+        """Return whether a file is whole and was hashed, in this process or before, and has not
+        changed since."""
         path = self._checkpoint.path_of(file.name)
         stamp = _stamp_if_present(path)
         if stamp is None:
@@ -123,7 +123,7 @@ class VerifiedFiles:
 
 
 def _is_marked(mark: Path, path: Path) -> bool:
-    """Whether the file was verified and has not changed since."""
+    """Return whether the file was verified and has not changed since."""
     try:
         return bool(json.loads(mark.read_bytes()) == stamp_of(path))
     except (OSError, ValueError):

@@ -35,7 +35,7 @@ class Conversation:
         return self.raw or not self.tokenizer.chat_template
 
     def encode(self) -> "torch.Tensor":
-        """The tokens that the model reads before its next answer, [1, tokens]. Raises
+        """Return the tokens that the model reads before its next answer, [1, tokens]. Raises
         ``ConfigError`` if its template fails."""
         if self.is_plain:
             text = self.system + "".join(turn.question + turn.answer for turn in self.turns)
@@ -46,7 +46,7 @@ class Conversation:
         return input_ids
 
     def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
-        """The tokens of :meth:`encode`, and the number of oldest turns dropped so that
+        """Return the tokens of :meth:`encode`, and the number of oldest turns dropped so that
         ``answer_tokens`` fit after them.
 
         After each drop, the hosts compute all remaining turns again. To make drops rare, half the
@@ -62,8 +62,8 @@ class Conversation:
         return input_ids, dropped
 
     def messages(self) -> list[dict[str, str]]:
-        """The messages as chat templates and the OpenAI API take them; the last one is a question
-        if it has no answer yet."""
+        """Return the messages as chat templates and the OpenAI API take them; the last one is a
+        question if it has no answer yet."""
         told = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
             told.append({"role": "user", "content": turn.question})

@@ -223,7 +223,7 @@ class _Streamer:
             self._show(text)
 
     def answer(self, prompt_tokens: int, run: Any) -> RunAnswer:
-        """The answer so far, and the hosts that computed it."""
+        """Return the answer so far, and the hosts that computed it."""
         total_s = time.monotonic() - self.started
         return RunAnswer(
             text="".join(self._pieces),

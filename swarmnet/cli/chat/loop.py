@@ -288,7 +288,7 @@ def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions
 
 
 def _mended(before: Sequence[RunHop], answer: RunAnswer) -> str:
-    """A sentence that names the hosts that joined the chain during an answer."""
+    """Return a sentence that names the hosts that joined the chain during an answer."""
     newcomers = [hop for hop in answer.route if hop not in before]
     names = ", ".join(f"…{hop.peer_id[-8:]} ({hop.start}:{hop.end})" for hop in newcomers)
     return f"a host left; continued on {names or 'the others'} after {answer.longest_stall_s:.1f} s"

@@ -142,7 +142,7 @@ def _print(results: Sequence[BenchRun], *, as_json: bool) -> None:
 def _measure_here(
     name: str, client: ClientOptions, device: str, dtype: str, *, quiet: bool
 ) -> tuple["BlockSpeed", int]:
-    """The speed of ``LOCAL_BLOCKS`` blocks, and the number of blocks of the model."""
+    """Return the speed of ``LOCAL_BLOCKS`` blocks, and the number of blocks of the model."""
     with progress(quiet=quiet) as report:
         import_transformers()
         from swarmnet_node.loading.block_speed import measure_blocks

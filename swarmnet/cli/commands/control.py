@@ -106,7 +106,8 @@ def finish(
 
 
 def _fields(node: "NodeStatus") -> dict[str, object]:
-    """The keys that docs/json.md lists: the fields of the message, and some fields of its host."""
+    """Return the keys that docs/json.md lists: the fields of the message, and some fields of its
+    host."""
     host = node.host
     record = host.record
     fields = _plain(node)
@@ -132,8 +133,8 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
 
 
 def _plain(message: "Message") -> dict[str, object]:
-    """The fields of a message by name, as JSON has them: bytes in hexadecimal digits, null for what
-    is not set."""
+    """Return the fields of a message by name, as JSON has them: bytes in hexadecimal digits, null
+    for what is not set."""
 
     def plain(value: object) -> object:
         return _plain(value) if hasattr(value, "DESCRIPTOR") else value  # type: ignore[arg-type]

@@ -175,8 +175,8 @@ def check_origin(text: str) -> str:
 
 
 def _keys(files: Sequence[Path]) -> "ApiKeys":
-    """The API keys of the environment and of ``files``. A key without a name is named after its
-    file and line."""
+    """Return the API keys of the environment and of ``files``. A key without a name is named after
+    its file and line."""
     from swarmnet.web.middleware import ApiKeys
 
     keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
@@ -200,7 +200,7 @@ def _is_key(line: str) -> bool:
 
 
 def _named(line: str, place: str) -> tuple[str, str]:
-    """The name and key of a line ``NAME:KEY``; for a line ``KEY`` the name is ``place``."""
+    """Return the name and key of a line ``NAME:KEY``; for a line ``KEY`` the name is ``place``."""
     name, colon, key = line.strip().partition(":")
     return (name, key) if colon else (place, name)
 

@@ -128,8 +128,8 @@ def create(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
-    """A model as the swarm file lists it. A local model is listed under the name of its file or
-    directory, a model from the hub under its name on the hub."""
+    """Return a model as the swarm file lists it. A local model is listed under the name of its file
+    or directory, a model from the hub under its name on the hub."""
     from swarmnet_protocols.models import resolve
     from swarmnet_protocols.models.public_names import name_for_peers
 

@@ -331,7 +331,7 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
 
 
 def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
-    """The revocation list in ``path``. Its key need not be trusted any more."""
+    """Return the revocation list in ``path``. Its key need not be trusted any more."""
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
 
     rules = file.rules()

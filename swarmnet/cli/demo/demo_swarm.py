@@ -38,7 +38,7 @@ class Child:
         what: str,
         on_other: Callable[[dict[str, Any]], object] = lambda event: None,
     ) -> dict[str, Any]:
-        """The first event that is wanted; ``on_other`` gets the events before it.
+        """Return the first event that is wanted; ``on_other`` gets the events before it.
 
         Raises ``SwarmnetError`` for an error event, or if the process ends first, and
         ``DeadlineExceeded`` with ``what`` if it takes longer than ``seconds``.

@@ -74,7 +74,7 @@ async def _ask(swarm: DemoSwarm) -> dict[str, Any]:
 
 
 def _expected(cache_dir: Path) -> list[int]:
-    """The greedy tokens of the model in one process, as transformers gives them."""
+    """Return the greedy tokens of the model in one process, as transformers gives them."""
     import torch
 
     from swarmnet_protocols.models import resolve

@@ -47,7 +47,7 @@ class Display(Protocol):
 
 @contextmanager
 def display(*, as_json: bool) -> Iterator[Display]:
-    """The display for this output: JSON, bars on a terminal, or lines."""
+    """Yield the display for this output: JSON, bars on a terminal, or lines."""
     if as_json:
         yield JsonLines()
         return

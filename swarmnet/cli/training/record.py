@@ -108,8 +108,8 @@ class TrainingRecord:
 
 
 def read_status(folder: Path) -> dict[str, Any]:
-    """The status in ``folder``. Raises ``ConfigError`` if there is none, ``IntegrityError`` if it
-    is incomplete."""
+    """Return the status in ``folder``. Raises ``ConfigError`` if there is none, ``IntegrityError``
+    if it is incomplete."""
     path = folder / STATUS_FILE
     try:
         with path.open("rb") as file:
@@ -129,7 +129,7 @@ def read_status(folder: Path) -> dict[str, Any]:
 
 
 def read_history(folder: Path) -> Iterator[dict[str, float]]:
-    """The points of a history, oldest first: totals, and either ``loss`` or ``val_loss``.
+    """Yield the points of a history, oldest first: totals, and either ``loss`` or ``val_loss``.
     Incomplete lines are skipped."""
     path = folder / HISTORY_FILE
     if not path.exists():
@@ -146,8 +146,8 @@ def read_history(folder: Path) -> Iterator[dict[str, float]]:
 
 
 def newest_job(data_dir: Path) -> str:
-    """The job that was trained last with this data directory. Raises ``ConfigError`` if there is
-    none."""
+    """Return the job that was trained last with this data directory. Raises ``ConfigError`` if
+    there is none."""
     found = list((data_dir / "training").glob(f"*/{STATUS_FILE}"))
     if not found:
         raise ConfigError(

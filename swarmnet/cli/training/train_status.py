@@ -108,8 +108,8 @@ def _show(
 
 
 def _is_running(fields: dict[str, Any]) -> bool:
-    """Whether the process that wrote the status still runs. A process that started later has only
-    reused its pid."""
+    """Return whether the process that wrote the status still runs. A process that started later has
+    only reused its pid."""
     import psutil
 
     try:

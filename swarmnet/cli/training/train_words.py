@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
-    """What a job reads, sends and uses on this machine. Paths in it were given by this machine's
-    user, not by the job's author."""
+    """Return what a job reads, sends and uses on this machine. Paths in it were given by this
+    machine's user, not by the job's author."""
     from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
 
     if job.data.hub is not None:
@@ -36,14 +36,14 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
 
 
 def tell(event: Fields, status: Fields) -> Telling:
-    """An event of a worker for the display. ``status`` is the status in its ``TrainingRecord``
-    after the event."""
+    """Return an event of a worker for the display. ``status`` is the status in its
+    ``TrainingRecord`` after the event."""
     bar = Bar("rounds", status["round"], status["rounds"]) if "rounds" in status else None
     return Telling(sentence(event), _is_news(event), summary(status), bar)
 
 
 def summary(status: Fields) -> str:
-    """The status of a worker in one line."""
+    """Return the status of a worker in one line."""
     parts = [f"round {status['round']} of {status['rounds']}"] if "rounds" in status else []
     for name, label in (("loss", "loss"), ("val_loss", "validation")):
         if status.get(name) is not None:
@@ -59,7 +59,7 @@ def summary(status: Fields) -> str:
 
 
 def sentence(event: Fields) -> str:
-    """An event as a sentence."""
+    """Return an event as a sentence."""
     match event["event"]:
         case "round":
             outcome = "committed" if event["committed"] else f"discarded ({event['reason']})"
@@ -112,7 +112,7 @@ def sentence(event: Fields) -> str:
 
 
 def _is_news(event: Fields) -> bool:
-    """Whether an event says more than the bars show."""
+    """Return whether an event says more than the bars show."""
     if event["event"] == "round":
         return not event["committed"] or bool(event["excluded"])
     return event["event"] not in {"eval", "waiting"}

@@ -13,7 +13,7 @@ class Words:
         self._received = 0
 
     def tell(self, event: Fields) -> Telling:
-        """The sentence of an event. Call it with every event of a run, in order."""
+        """Return the sentence of an event. Call it with every event of a run, in order."""
         sentence, kind = self._sentence(event), event["event"]
         bar = Bar("steps", event["step"], self._steps) if kind in {"begin", "step"} else None
         summary = sentence if kind == "step" else None

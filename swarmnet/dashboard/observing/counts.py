@@ -39,7 +39,7 @@ class Counts:
         )
 
     def since(self, earlier: "Counts") -> "Counts":
-        """The difference between these counts and ``earlier`` ones."""
+        """Return the difference between these counts and ``earlier`` ones."""
         return Counts(
             self.positions - earlier.positions,
             self.answered - earlier.answered,
@@ -51,12 +51,12 @@ class Counts:
 
 
 def hosts_blocks(report: report_pb2.NodeReport) -> bool:
-    """Whether a node hosts blocks of a model, and not experts only."""
+    """Return whether a node hosts blocks of a model, and not experts only."""
     return report.host.record.end > 0
 
 
 def counts_of(host: report_pb2.HostReport) -> Counts:
-    """The counts of a host since its start."""
+    """Return the counts of a host since its start."""
     return Counts(
         host.positions,
         host.answered,
@@ -68,7 +68,7 @@ def counts_of(host: report_pb2.HostReport) -> Counts:
 
 
 def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Counts:
-    """The counts of a host from one report to a later one.
+    """Return the counts of a host from one report to a later one.
 
     After a restart of the host, its counts begin at 0. A counter that decreased counts as
     unchanged, and none grows faster than ``MAX_PER_SECOND``.
@@ -91,13 +91,14 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
 
 
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
-    """Whether a node was not restarted between two of its reports, and hosts the same model."""
+    """Return whether a node was not restarted between two of its reports, and hosts the same
+    model."""
     return after.uptime_s >= before.uptime_s and after.host.record.manifest == before.host.record.manifest
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
-    """The quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its bucket;
-    None for an empty histogram.
+    """Return the quantile ``share`` (0 to 1) of a histogram in seconds, interpolated within its
+    bucket; None for an empty histogram.
 
     For a quantile beyond the last bound, the last bound is returned.
     """

@@ -188,7 +188,7 @@ class PeerTracker:
             totals.add_failure(seen.newest.report.host.record.manifest)
 
     def is_expired(self, now_s: float) -> bool:
-        """Whether the peer has been gone for longer than it is shown."""
+        """Return whether the peer has been gone for longer than it is shown."""
         seen = self.observation
         if seen.announced is not None or seen.answers:
             return False

@@ -80,7 +80,7 @@ class Observer:
         swarm: SwarmInfo,
         model_names: Mapping[bytes, str] | None = None,
     ) -> AsyncIterator["Observer"]:
-        """An observer that crawls and polls while the context is open.
+        """Yield an observer that crawls and polls while the context is open.
 
         ``model_names``: the models that the swarm file lists, by manifest hash; all other models
         are ignored. Without it, all models of the catalog are observed.
@@ -218,8 +218,8 @@ class Observer:
             )
 
     async def _look_up_each(self, keys: Iterable[K], look_up: Callable[[K], Awaitable[T]]) -> dict[K, T]:
-        """The result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time. Failed lookups are
-        left out."""
+        """Return the result of ``look_up`` for each key, ``MAX_LOOKUPS`` at a time. Failed lookups
+        are left out."""
 
         async def one(key: K) -> tuple[K, T] | None:
             async with self._lookups:

@@ -37,7 +37,7 @@ class PollCandidate:
 
 
 def select_peers(candidates: Collection[PollCandidate], slots: int, salt: bytes) -> set[PeerId]:
-    """The peers to poll, at most ``slots``."""
+    """Return the peers to poll, at most ``slots``."""
     if len(candidates) <= slots:
         return {each.peer for each in candidates}
     rank = _subnet_ranks(candidates, salt)
@@ -77,8 +77,8 @@ def _subnet_ranks(candidates: Iterable[PollCandidate], salt: bytes) -> Mapping[P
 
 
 def subnets_of(addresses: Sequence[str]) -> set[str]:
-    """The subnets of multiaddrs: /16 (IPv4), /48 (IPv6) or the DNS name. Addresses without any of
-    these share the subnet ""."""
+    """Return the subnets of multiaddrs: /16 (IPv4), /48 (IPv6) or the DNS name. Addresses without
+    any of these share the subnet ""."""
     return {_subnet_of(address) for address in addresses} or {""}
 
 

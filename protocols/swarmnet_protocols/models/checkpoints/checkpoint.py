@@ -41,16 +41,16 @@ class BlockNaming:
     renames: Mapping[str, str] | None = None
 
     def is_of_language_model(self, tensor_name: str) -> bool:
-        """Whether the tensor is part of the language model."""
+        """Return whether the tensor is part of the language model."""
         return self.renames is None or self._prefix_of(tensor_name) is not None
 
     def block_of(self, tensor_name: str) -> int | None:
-        """The block that a tensor belongs to; None for the local layers."""
+        """Return the block that a tensor belongs to; None for the local layers."""
         match = self.pattern.match(tensor_name)
         return int(match[2]) if match else None
 
     def renumbered(self, tensor_name: str, first_block: int) -> str:
-        """The name in transformers, with blocks numbered from ``first_block``."""
+        """Return the name in transformers, with blocks numbered from ``first_block``."""
         name = self.pattern.sub(
             lambda match: f"{match[1]}{int(match[2]) - first_block}{match[3]}", tensor_name
         )
@@ -181,7 +181,7 @@ class ModelCheckpoint(Protocol):
         """The storage format of most weights of the blocks, in lower case: ``bf16``, ``q4_k``."""
 
     def holders(self, names: Iterable[str]) -> set[str]:
-        """The files that contain these tensors."""
+        """Return the files that contain these tensors."""
 
     def sizes(self, names: Iterable[str]) -> WeightSizes:
         """Return the sizes of these tensors, from headers alone. Empty if all of them stay
@@ -210,7 +210,7 @@ class ModelCheckpoint(Protocol):
         """
 
     def generation_config(self) -> "GenerationConfig | None":
-        """The generation config of the checkpoint; None if it has none."""
+        """Return the generation config of the checkpoint; None if it has none."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -240,7 +240,7 @@ class ModelCheckpoint(Protocol):
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:
-    """The SHA-256 of a file. Raises ``IntegrityError`` if it cannot be read."""
+    """Return the SHA-256 of a file. Raises ``IntegrityError`` if it cannot be read."""
     return hash_pieces(path, (), progress).sha256
 
 

@@ -94,7 +94,7 @@ def _pattern_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
 
 
 def expert_of(name: str) -> int | None:
-    """The number of the expert that a tensor belongs to."""
+    """Return the number of the expert that a tensor belongs to."""
     match = _EXPERT.search(name)
     return int(match[1]) if match else None
 

@@ -52,7 +52,7 @@ class ExpertPlace:
         return f"{path}.{parts[self.part]}_proj" if self.parts > 1 else self.parameter
 
     def has(self, wanted: Collection[int]) -> bool:
-        """Whether the tensor has one of these experts."""
+        """Return whether the tensor has one of these experts."""
         return self.expert is None or self.expert in wanted
 
     def slices(self, wanted: Collection[int] | None) -> Iterator[tuple[int, slice]]:
@@ -170,7 +170,7 @@ class ExpertReader:
         self._found.setdefault(place.parameter, {})
 
     def has_wanted(self, name: str) -> bool:
-        """Whether a tensor belongs to a wanted expert, or to no expert."""
+        """Return whether a tensor belongs to a wanted expert, or to no expert."""
         return name not in self._places or any(True for _ in self._places[name].slices(self._wanted[name]))
 
     def read(self, name: str, matrix_of: Callable[[slice], PackedTensor]) -> None:
@@ -194,8 +194,8 @@ class ExpertReader:
                 self._found[place.parameter][expert] = matrix.loaded(self._device)
 
     def finish(self) -> dict[str, dict[int, Matrix]]:
-        """The matrices, by parameter and number of the expert. Raises ``IntegrityError`` if one is
-        missing."""
+        """Return the matrices, by parameter and number of the expert. Raises ``IntegrityError`` if
+        one is missing."""
         for parameter, expected in self._expected.items():
             if missing := expected - self._found[parameter].keys():
                 raise IntegrityError(f"the checkpoint lacks expert {min(missing)} of {parameter}")

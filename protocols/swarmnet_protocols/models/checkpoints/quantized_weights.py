@@ -105,8 +105,8 @@ class StoredWeight:
 
 
 def scheme_of(settings: Mapping[str, Any]) -> Scheme:
-    """The scheme that a model's ``quantization_config`` describes. Raises ``ConfigError`` if it is
-    not supported."""
+    """Return the scheme that a model's ``quantization_config`` describes. Raises ``ConfigError`` if
+    it is not supported."""
     method = str(settings.get("quant_method", ""))[:100]
     match method:
         case "fp8" if settings.get("expert_dtype", "fp8") == "fp8":
@@ -154,7 +154,7 @@ def _block_of(size: Any) -> tuple[int, int] | None:
 
 
 def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTensor:
-    """Codes [rows, columns] and one scale for the matrix, one for each row, or one for each
+    """Return codes [rows, columns] and one scale for the matrix, one for each row, or one for each
     ``block`` of rows and columns."""
     codes, scales = tensors
     rows, columns = codes.shape
@@ -175,8 +175,8 @@ def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTenso
 
 
 def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
-    """One matrix with the rows of all experts, of codes [experts, rows, blocks, 16] and exponents
-    [experts, rows, blocks]. A byte has two codes, the first in the low four bits."""
+    """Return one matrix with the rows of all experts, of codes [experts, rows, blocks, 16] and
+    exponents [experts, rows, blocks]. A byte has two codes, the first in the low four bits."""
     codes, exponents = tensors
     if codes.dtype != torch.uint8 or exponents.dtype != torch.uint8 or codes.shape != (*exponents.shape, 16):
         raise ValueError(f"codes {tuple(codes.shape)} and exponents {tuple(exponents.shape)}")
@@ -186,14 +186,14 @@ def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
 
 
 def _pack_awq(tensors: Tensors) -> PackedTensor:
-    """Codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]: AWQ's
-    layout for GEMM."""
+    """Return codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]:
+    AWQ's layout for GEMM."""
     codes, zeros, scales = tensors
     return _pack_int4(_digits(codes, _AWQ_NIBBLES).T, _digits(zeros, _AWQ_NIBBLES).T, scales.T)
 
 
 def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
-    """Codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales
+    """Return codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales
     [groups, rows], and the group of each column."""
     codes, zeros, scales, *rest = tensors
     matrix = _digits(codes.T, _NIBBLES)
@@ -206,8 +206,8 @@ def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
 
 
 def _pack_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> PackedTensor:
-    """Codes [rows, columns], and zero points and scales [rows, groups], where a group is ``columns
-    / groups`` neighbouring columns."""
+    """Return codes [rows, columns], and zero points and scales [rows, groups], where a group is
+    ``columns / groups`` neighbouring columns."""
     rows, columns = codes.shape
     if zeros.shape != scales.shape or len(scales) != rows or columns % max(1, scales.shape[1]):
         raise ValueError(
@@ -227,7 +227,8 @@ def _pack_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -
 
 
 def _digits(data: torch.Tensor, places: tuple[int, ...]) -> torch.Tensor:
-    """The 4-bit digits of numbers of 32 bits [n, m], in the order of ``places``: uint8 [n, 8 m]."""
+    """Return the 4-bit digits of numbers of 32 bits [n, m], in the order of ``places``: uint8 [n, 8
+    m]."""
     if data.dtype != torch.int32 or data.dim() != 2:
         raise ValueError(f"codes of {data.dtype} {tuple(data.shape)}, expected int32 of two dimensions")
     shifts = torch.tensor([4 * place for place in places], dtype=torch.int32)

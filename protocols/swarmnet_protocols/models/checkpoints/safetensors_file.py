@@ -135,7 +135,7 @@ class SafetensorsCheckpoint:
         return self._tensors(weight)
 
     def _whole(self, weight: str) -> Path | None:
-        """The path of a weight file that is on disk as a whole."""
+        """Return the path of a weight file that is on disk as a whole."""
         return file_of(self.root, weight, has_weights=True)
 
     def path_of(self, file: str) -> Path:
@@ -223,7 +223,7 @@ class SafetensorsCheckpoint:
             whole.check(shapes, are_all=len(shapes) == len(names))
 
     def _shapes(self, names: Iterable[str]) -> dict[str, Sequence[int]]:
-        """The shapes of tensors by transformers' names, as far as headers are here. Parts of
+        """Return the shapes of tensors by transformers' names, as far as headers are here. Parts of
         quantised weights, which have other shapes than the weights, are left out."""
         found = {
             name: tensor.shape
@@ -258,7 +258,7 @@ class SafetensorsCheckpoint:
         return language_config(self._whole_config()[0])
 
     def _whole_config(self) -> "tuple[PretrainedConfig, dict[str, Any]]":
-        """The config, with all parts of a multimodal model, and the settings in its file."""
+        """Return the config, with all parts of a multimodal model, and the settings in its file."""
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -415,7 +415,7 @@ def _causes(settings: Mapping[str, Any], faults: tuple[type[BaseException], ...]
 
 
 def _weight_files(root: Path, *, has_single: bool) -> tuple[list[str], dict[str, str]]:
-    """The safetensors files of a directory, and the file of each tensor by its index.
+    """Return the safetensors files of a directory, and the file of each tensor by its index.
     ``has_single``: the hub has ``SINGLE_NAME``."""
     index = file_of(root, INDEX_NAME)
     if index is None:

@@ -94,7 +94,7 @@ class Outcome:
     """Transfer times of every member's last contribution and last result."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
-        """The members with a contribution in at least one slice of the average, sorted."""
+        """Return the members with a contribution in at least one slice of the average, sorted."""
         return tuple(sorted({peer for peers in self.contributors for peer in peers}))
 
     def slices_with(self, peer: PeerId) -> tuple[Slice, ...]:

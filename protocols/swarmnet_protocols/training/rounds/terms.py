@@ -150,7 +150,7 @@ class RoundTerms:
         return tuple(sorted(range(len(self.members)), key=self._order_key))
 
     def digest(self) -> bytes:
-        """The SHA-256 of all terms. It must be equal at all members."""
+        """Return the SHA-256 of all terms. It must be equal at all members."""
         peers = " ".join(member.peer for member in self.members)
         text = f"{self.exchange_number} {self.state.hex()} {peers} {self.slices} {self.reducers} {self.codec.name}"
         if self.rules.verifiable:
@@ -158,7 +158,7 @@ class RoundTerms:
         return hashlib.sha256(self.job + text.encode()).digest()
 
     def agreement(self) -> bytes:
-        """The beginning of the digest. Each member sends it in its first message."""
+        """Return the beginning of the digest. Each member sends it in its first message."""
         return self.digest()[:AGREEMENT_BYTES]
 
     def _order_key(self, member: int) -> bytes:

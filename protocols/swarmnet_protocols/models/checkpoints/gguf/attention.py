@@ -99,7 +99,7 @@ def key_heads(kind: str) -> Setting:
 
 
 def has_full_values(header: Header) -> bool:
-    """Whether blocks with full attention have values of their own, instead of reusing their
+    """Return whether blocks with full attention have values of their own, instead of reusing their
     keys."""
     block = sliding_except(6)(header).index("full_attention")
     return f"blk.{block}.attn_v.weight" in header.shapes
@@ -116,7 +116,7 @@ QWEN35_ROPE = {
 
 
 def head_sizes(header: Header) -> tuple[int, int]:
-    """The sizes of a query head and of a value head.
+    """Return the sizes of a query head and of a value head.
 
     Newer converters describe the one head of compressed keys under the usual keys, and these sizes
     under others.
@@ -126,14 +126,15 @@ def head_sizes(header: Header) -> tuple[int, int]:
 
 
 def mscale(header: Header) -> Any:
-    """The key holds a tenth of ``mscale_all_dim``. llama.cpp uses the same value as ``mscale``
-    (llama-context.cpp)."""
+    """Return the key holds a tenth of ``mscale_all_dim``. llama.cpp uses the same value as
+    ``mscale`` (llama-context.cpp)."""
     found = header.own.get("rope.scaling.yarn_log_multiplier")
     return LEFT_OUT if found is None else round(10 * found, 6)
 
 
 def keys_and_values(config: Any, keys: "Array", values: "Array") -> "Array":
-    """The rows of keys and of values of each head: [H, rank, keys] and [H, values, rank] joined."""
+    """Return the rows of keys and of values of each head: [H, rank, keys] and [H, values, rank]
+    joined."""
     import numpy as np
 
     return np.concatenate([keys.swapaxes(1, 2), values], 1).reshape(-1, config.kv_lora_rank)

@@ -190,7 +190,7 @@ def check_keys(config: "PretrainedConfig", header: Header) -> None:
 
 
 def _agrees(value: Any, expected: Any) -> bool:
-    """Whether a key has the expected value, in the precision of float32.
+    """Return whether a key has the expected value, in the precision of float32.
 
     ``expected`` None: the config has no such setting. A set: any of these values means the same.
     """
@@ -227,7 +227,7 @@ def _layer(config: Any, block: int) -> Any:
 
 
 def _head_size(config: Any, kind: str = "full_attention") -> int:
-    """The size of heads in blocks with this kind of attention."""
+    """Return the size of heads in blocks with this kind of attention."""
     kinds = getattr(config, "layer_types", None) or []
     layer = _layer(config, kinds.index(kind) if kind in kinds else 0)
     return int(getattr(layer, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def dense_blocks(header: Header) -> list[int]:
-    """The blocks without experts."""
+    """Return the blocks without experts."""
     return [block for block in header.blocks if f"blk.{block}.ffn_gate_inp.weight" not in header.shapes]
 
 
 def joined(_: Any, *parts: "Array") -> "Array":
-    """The rows of several tensors, one tensor after another."""
+    """Return the rows of several tensors, one tensor after another."""
     import numpy as np
 
     return np.concatenate(parts)
@@ -54,7 +54,7 @@ groups_used = _group_setting(1, "expert_group_used_count")
 
 
 def is_deepseek_v3(header: Header) -> bool:
-    """Whether experts are chosen as in DeepSeek V3: by sigmoids with a bias.
+    """Return whether experts are chosen as in DeepSeek V3: by sigmoids with a bias.
 
     Files of GLM-4.7-Flash do not say so. llama.cpp recognises them by their number of blocks and
     their vocabulary (src/models/deepseek2.cpp).

@@ -175,7 +175,7 @@ class GgufCheckpoint:
             ) from error
 
     def _numbers(self, name: str) -> list[float]:
-        """The values of a small tensor."""
+        """Return the values of a small tensor."""
         tensor = self._tensors[name]
         with self._paths[self._file_of[name]].open("rb") as file:
             file.seek(tensor.offset)
@@ -369,7 +369,8 @@ class GgufCheckpoint:
     def _expert(
         self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
     ) -> "PackedTensor":
-        """The matrix of one expert. Formats without a packed product are dequantised to float32."""
+        """Return the matrix of one expert. Formats without a packed product are dequantised to
+        float32."""
         import torch
 
         from swarmnet_protocols.quantization.formats import Format
@@ -388,8 +389,8 @@ class GgufCheckpoint:
         return quantize_if_wanted(matrix, quantized, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
-        """The weights in float32. Raises ``ConfigError`` for a format that gguf's Python code does
-        not read."""
+        """Return the weights in float32. Raises ``ConfigError`` for a format that gguf's Python
+        code does not read."""
         from gguf import GGMLQuantizationType, dequantize
 
         try:

@@ -42,8 +42,8 @@ def log_of_decay(values: "Array") -> "Array":
 
 
 def _layer_types(header: Header) -> list[str]:
-    """Which blocks are recurrent. In a file without a list, all blocks but every n-th are recurrent
-    (src/models/qwen35.cpp)."""
+    """Return which blocks are recurrent. In a file without a list, all blocks but every n-th are
+    recurrent (src/models/qwen35.cpp)."""
     interval = header.own.get("full_attention_interval", 4)
     recurrent = header.own.get("attention.recurrent_layers")
     if not isinstance(recurrent, tuple):
@@ -75,7 +75,7 @@ def _values_by_key_head(config: Any, rows: "Array") -> "Array":
 
 
 def joined_by_key_head(config: Any, qkv: "Array", z: "Array") -> "Array":
-    """The rows of each key head: its queries, keys, values and gates."""
+    """Return the rows of each key head: its queries, keys, values and gates."""
     import numpy as np
 
     heads, keys = config.linear_num_key_heads, config.linear_num_key_heads * config.linear_key_head_dim

@@ -67,7 +67,7 @@ class Header:
         return int(own.get("attention.key_length", own["embedding_length"] // own["attention.head_count"]))
 
     def has(self, name: str) -> bool:
-        """Whether any block has a tensor of this name."""
+        """Return whether any block has a tensor of this name."""
         return any(f"blk.{block}.{name}" in self.shapes for block in self.blocks)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
@@ -141,7 +141,7 @@ class Architecture:
 
 
 def _rotated_share(header: Header) -> float:
-    """The part of each head that rotary embeddings change."""
+    """Return the part of each head that rotary embeddings change."""
     size = header.head_size
     return float(header.own.get("rope.dimension_count", size) / size)
 

@@ -219,7 +219,7 @@ def _shaped(values: "Array", shape: tuple[int, ...]) -> "Array":
 
 
 def _merged(name: str, *parts: "Array", takes_turns: bool, is_transposed: bool) -> "Array":
-    """The weights [E, rows, D], or biases [E, rows], of E experts, from their parts."""
+    """Return the weights [E, rows, D], or biases [E, rows], of E experts, from their parts."""
     import numpy as np
 
     if len({part.shape for part in parts}) > 1:
