@@ -53,12 +53,14 @@ def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
     """
     shared, real = pytestconfig.rootpath / ".pytest_cache" / "native", native_code._built
 
-    def built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
-        library = real(source, headers, shared, compiler)
+    def built(
+        source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
+    ) -> Path:
+        library = real(source, headers, shared, compiler, target)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / library.name).exists():
             shutil.copyfile(library, folder / library.name)
-        return real(source, headers, folder, compiler)
+        return real(source, headers, folder, compiler, target)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native_code, "_built", built)

@@ -100,6 +100,9 @@ def _options(
             help="Log records of this level and above go to stderr.",
         ),
     ] = "warning",
+    native_target: Annotated[
+        str, typer.Option(envvar="SWARMNET_NATIVE_TARGET", hidden=True, help="Best target of native code.")
+    ] = "",
     _debug: Annotated[
         bool, typer.Option("--debug", hidden=True, help="Show the traceback of an error.")
     ] = False,
@@ -107,6 +110,10 @@ def _options(
     if no_color:
         os.environ["NO_COLOR"] = "1"
     configure(log_format=log_format, level=log_level)
+    if native_target:
+        from swarmnet_protocols.machine.native_code import choose_target
+
+        choose_target(native_target)
 
 
 def execute(arguments: Sequence[str]) -> int:

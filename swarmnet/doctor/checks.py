@@ -129,7 +129,8 @@ def _within(version: str, tested: str) -> bool:
 
 def _compiler(facts: Facts) -> Finding:
     if facts.compiler:
-        return Finding("compiler", Level.OK, f"native code is compiled with {facts.compiler}")
+        target = f" for {facts.target}" if facts.target else ""
+        return Finding("compiler", Level.OK, f"native code is compiled with {facts.compiler}{target}")
     text = "no C compiler was found: without compiled kernels, a CPU decodes about half as fast"
     return Finding("compiler", Level.WARN, text, "sudo apt install gcc")
 

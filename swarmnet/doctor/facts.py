@@ -115,6 +115,8 @@ class Facts:
     device: Device
     compiler: str
     """Path of the C compiler; empty if there is none."""
+    target: str = ""
+    """The best set of instructions that this processor has for compiled code."""
     model: ModelFiles | None = None
     """None unless the user asks about one."""
     secrets: Sequence[SecretFile] = ()

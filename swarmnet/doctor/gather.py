@@ -20,6 +20,7 @@ from swarmnet.doctor.checks import TESTED
 from swarmnet.reach import advice, describe
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.network import LOOPBACK, any_port
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
@@ -66,6 +67,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
     swarm, entry = await collector.call(
         "swarm", lambda: examine_swarm(options.swarm, directory, options.bootstrap), (None, None)
     )
+    target = await collector.call("compiler", lambda: native_code.targets()[0].name, "")
     device, model, disks, listening, (peers, ports), local_peers = await asyncio.gather(
         collector.call("device", examine_device, facts.Device()),
         collector.wait(PEERS_S, "model", asyncio.to_thread(examine_model, options), None),
@@ -90,6 +92,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         memory=examine_memory(),
         device=device,
         compiler=shutil.which("cc") or "",
+        target=target,
         model=model,
         secrets=secret_files(options.data_dir),
         node=node.state if node else "",

@@ -97,3 +97,27 @@ void times(const packed *of, const float *x, int64_t rows, int64_t threads, floa
                 of->blocks ? dot_blocks(of->blocks + first, of->scales + first / BLOCK, x + row * size, size)
                            : dot_halves(of->halves + first, x + row * size, size);
 }
+
+/* Multiplies small integers, where every sum is exact, from blocks and from halves. native_code.py calls it. */
+int trial(void) {
+    enum { OUTPUTS = 5, INPUTS = 2 * BLOCK, ROWS = 2 };
+    static float weight[OUTPUTS][INPUTS], scales[OUTPUTS][INPUTS / BLOCK], x[ROWS][INPUTS], out[ROWS][OUTPUTS];
+    static int8_t blocks[OUTPUTS][INPUTS];
+    static uint16_t halves[OUTPUTS][INPUTS];
+    for (int i = 0; i < INPUTS; i++) {
+        for (int o = 0; o < OUTPUTS; o++) weight[o][i] = i % BLOCK ? (float)((o * 7 + i * 3) % 11 - 5) : INT8_MAX;
+        for (int r = 0; r < ROWS; r++) x[r][i] = (float)((r * 5 + i) % 7 - 3);
+    }
+    if (!pack_blocks(*weight, OUTPUTS * INPUTS / BLOCK, *blocks, *scales) || !pack_halves(*weight, OUTPUTS * INPUTS, *halves)) return 1;
+    packed forms[] = {{*blocks, *scales, NULL, OUTPUTS, INPUTS}, {NULL, NULL, *halves, OUTPUTS, INPUTS}};
+    for (int form = 0; form < 2; form++) {
+        times(forms + form, *x, ROWS, 1, *out);
+        for (int r = 0; r < ROWS; r++)
+            for (int o = 0; o < OUTPUTS; o++) {
+                float sum = 0;
+                for (int i = 0; i < INPUTS; i++) sum += weight[o][i] * x[r][i];
+                if (sum != out[r][o]) return 1;
+            }
+    }
+    return 0;
+}

@@ -1,50 +1,142 @@
-"""Compiles swarmnet's C code with the machine's compiler at first use, and caches the library."""
+"""Compiles swarmnet's C code with the machine's compiler at first use, and caches the library.
+
+1. The best target that the processor has is chosen: a set of instructions for the compiler.
+2. The source is compiled for it.
+3. A process of its own calls the library's ``trial``. If that dies or computes something wrong, the
+   next simpler target takes its place, here and in all later starts.
+
+Every library exports ``int trial(void)``, which returns 0 if the code computes what it should.
+"""
 
 import ctypes
 import hashlib
 import logging
 import os
+import platform
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.platform import is_ours, mode_for_others
 
 _log = logging.getLogger(__name__)
 
 COMPILE = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-c"),
+    # Results must be the same for every target. So a multiplication and an addition are joined into
+    # one operation only where the code says so.
+    *("-std=gnu11", "-O3", "-ffp-contract=off", "-fopenmp", "-fPIC", "-c"),
     # Sizes come from models that others made. So no array on the stack has such a size, and a write
     # beyond an array ends the process.
     *("-Werror=vla", "-fstack-protector-strong", "-fstack-clash-protection"),
 )
-LINK = ("-shared", "-Wl,-z,defs")
+LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic")  # its own `times`, not that of libc
 COMPILER_TIMEOUT_S = 60.0
+TRIAL_TIMEOUT_S = 20.0
+"""A trial takes a tenth of a second, and longer on a busy machine."""
+_CHOSEN = {"target": ""}
+_CALL_TRIAL = """
+import ctypes, sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+sys.exit(ctypes.CDLL(sys.argv[2]).trial())
+"""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A set of instructions that code is compiled for."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    """Options of the compiler."""
+    features: frozenset[str] = frozenset()
+    """What the processor must have, as /proc/cpuinfo names it."""
+
+
+_V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
+_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_PLAIN = Target("plain")
+TARGETS = {
+    "x86_64": (
+        Target("avx512vnni", ("-march=x86-64-v4", "-mavx512vnni"), _V4 | {"avx512_vnni"}),
+        Target("avxvnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
+        Target("avx2", ("-march=x86-64-v3",), _V3),
+        _PLAIN,
+    ),
+    "aarch64": (Target("neon", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})), _PLAIN),
+}
+"""The targets of a kind of machine, the best first. Others have ``plain``: the compiler's own
+choice."""
 
 
 class _Unavailable(Exception):
     pass
 
 
+class _Untrusted(Exception):
+    """Code for a target that cannot be used here. Code for another one may be."""
+
+
+def choose_target(name: str) -> None:
+    """Use no better target than this one in this process from now on."""
+    _CHOSEN["target"] = name
+
+
+def targets(most: str | None = None) -> list[Target]:
+    """Return this machine's targets, the best first.
+
+    ``most`` leaves out better ones than the named target; the default is what ``choose_target``
+    chose. Raises ``ConfigError`` if the machine has no such target.
+    """
+    features = frozenset(" ".join(_processor()).split())
+    found = [each for each in TARGETS.get(platform.machine(), (_PLAIN,)) if each.features <= features]
+    most = most or _CHOSEN["target"]
+    if not most:
+        return found
+    names = [each.name for each in found]
+    if most not in names:
+        raise ConfigError(f"no target {most} on this machine: it has {', '.join(names)}")
+    return found[names.index(most) :]
+
+
 def load(
-    source: Path, cache_dir: Path, *, headers: Sequence[Path] = (), compiler: str = "cc"
+    source: Path,
+    cache_dir: Path,
+    *,
+    headers: Sequence[Path] = (),
+    target: str | None = None,
+    compiler: str = "cc",
 ) -> ctypes.CDLL | None:
     """Compile and load one C file, which may include ``headers``.
 
-    Returns None and logs a warning if it cannot be compiled.
+    ``target``: the best target to use, as in ``targets``. Returns None and logs a warning if the
+    file cannot be compiled, or its code fails for every target.
     """
-    try:
-        return ctypes.CDLL(str(_built(source, headers, cache_dir / "native", compiler)))
-    except (_Unavailable, OSError, subprocess.SubprocessError) as error:
-        _log.warning("computing without native code (%s): %s", source.name, error)
-        return None
+    failure: Exception | None = None
+    for each in targets(target):
+        try:
+            return ctypes.CDLL(str(_built(source, headers, cache_dir / "native", compiler, each)))
+        except _Untrusted as error:
+            _log.warning("%s is not used for %s: %s", source.name, each.name, error)
+            failure = error
+        except (_Unavailable, OSError, subprocess.SubprocessError) as error:
+            failure = error
+            break
+    _log.warning("computing without native code (%s): %s", source.name, failure)
+    return None
 
 
-def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -> Path:
-    """Return the path of the library. Its name has two hashes: of what it is built from, and of the
-    library itself."""
+def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: Target) -> Path:
+    """Return the path of a library that passed its trial.
+
+    Its name has two hashes: of what it is built from, and of the library itself. A file with only
+    the first hash says why the trial failed.
+    """
     path = shutil.which(compiler)
     if path is None:
         raise _Unavailable(f"no {compiler} on this machine")
@@ -54,8 +146,12 @@ def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -
     if not is_ours(status) or mode_for_others(status, 0o022):
         raise _Unavailable(f"others can write into {folder}")
     texts = [each.read_text() for each in (source, *headers)]
-    key = [*texts, *COMPILE, *LINK, path, str(openmp), *_processor()]
+    options = (*COMPILE, *target.flags)
+    key = [*texts, *options, *LINK, path, str(openmp), *_processor()]
     digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    failed = folder / f"{digest}.failed"
+    if failed.exists():
+        raise _Untrusted(failed.read_text())
     for library in folder.glob(f"{digest}-*.so"):
         if library.stem.removeprefix(f"{digest}-") == _hash_of(library):
             return library
@@ -63,11 +159,33 @@ def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str) -
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         compiled, linked = Path(scratch, "code.o"), Path(scratch, "code.so")
         include = [f"-I{folder}" for folder in sorted({str(each.parent) for each in headers})]
-        _run(path, *COMPILE, *include, str(source), "-o", str(compiled))
+        _run(path, *options, *include, str(source), "-o", str(compiled))
         _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
+        verdict = _try(linked, openmp, scratch)
+        if verdict:
+            failed.write_text(verdict)
+            raise _Untrusted(verdict)
         library = folder / f"{digest}-{_hash_of(linked)}.so"
         os.replace(linked, library)
     return library
+
+
+def _try(library: Path, openmp: Path, folder: str) -> str:
+    """Call the library's trial in a process of its own. Return what is wrong, or an empty text."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", _CALL_TRIAL, str(openmp), str(library)],
+        cwd=folder,  # a core dump goes there, and with it
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=TRIAL_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode < 0:
+        return f"its trial ends with {signal.Signals(-done.returncode).name}"
+    wrong = done.stderr.strip()[-500:] or "it computes something else on this machine"
+    return wrong if done.returncode else ""
 
 
 def _hash_of(library: Path) -> str:
@@ -85,8 +203,11 @@ def _openmp_of_torch() -> Path:
 
 
 def _processor() -> list[str]:
-    """Return the processor features that ``-march=native`` uses."""
-    lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    """Return what Linux says about the processor and its features. Empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return []
     return [line for line in lines if line.startswith(("model", "flags", "CPU", "Features"))]
 
 
@@ -95,4 +216,4 @@ def _run(*command: str) -> None:
         command, capture_output=True, text=True, errors="replace", timeout=COMPILER_TIMEOUT_S, check=False
     )
     if done.returncode:
-        raise _Unavailable(f"{command[0]} fails: {done.stderr.strip()[:500]}")
+        raise _Untrusted(f"{command[0]} fails: {done.stderr.strip()[:500]}")

@@ -7,6 +7,7 @@
 #ifndef SWARMNET_PRODUCT_H
 #define SWARMNET_PRODUCT_H
 
+#include "lanes.h"
 #include "unpack.h"
 
 /* Rows of one format, each of whole blocks, one after another. */
@@ -26,34 +27,21 @@ typedef struct {
     int64_t first, end;
 } range;
 
-/* WIDTH: floats of one vector register. The registers hold the sums of OUTPUTS outputs for half of
- * TILE_ROWS rows, or of half the outputs for all rows. */
+/* The registers hold the sums of OUTPUTS outputs for half of TILE_ROWS rows, or of half the outputs for
+ * all rows. */
 #if defined __AVX512F__
-enum { WIDTH = 16, OUTPUTS = 4, TILE_ROWS = 8 };
-#elif defined __AVX__
-enum { WIDTH = 8, OUTPUTS = 4, TILE_ROWS = 4 };
-#elif defined __aarch64__
-enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 8 };
+enum { OUTPUTS = 4, TILE_ROWS = 8 };
 #else
-enum { WIDTH = 4, OUTPUTS = 4, TILE_ROWS = 4 };
+enum { OUTPUTS = 4, TILE_ROWS = 2 };
 #endif
 /* Columns that are unpacked at a time, a multiple of every format's block. OUTPUTS times these floats
  * take 64 KiB on a thread's stack. Whole rows might not fit: a model chooses their width. With fewer
  * columns, short pieces cost more than they save. */
 enum { COLUMNS = 4096 };
-typedef float floats __attribute__((vector_size(WIDTH * sizeof(float)), aligned(sizeof(float))));
 
 /* The smaller and the larger of two numbers. */
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
-
-static inline float sum_of(floats x) {
-    typedef float four __attribute__((vector_size(4 * sizeof(float))));
-    four parts[WIDTH / 4];
-    memcpy(parts, &x, sizeof x);
-    for (int i = 1; i < WIDTH / 4; i++) parts[0] += parts[i];
-    return (parts[0][0] + parts[0][1]) + (parts[0][2] + parts[0][3]);
-}
 
 /* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows. Both are compile-time
  * constants, so that the sums stay in registers. There are enough sums to hide the latency of one.
@@ -66,23 +54,24 @@ static inline float sum_of(floats x) {
 static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch,
                                                        int64_t size, const int outputs, const int rows, int add,
                                                        float *out, int64_t stride) {
-    floats sums[TILE_ROWS][OUTPUTS] = {0};
+    lanes sums[TILE_ROWS][OUTPUTS] = {0};
     int64_t i = 0;
-    for (; i + WIDTH <= size; i += WIDTH) {
-        floats of_outputs[OUTPUTS];
+    for (; i + LANES <= size; i += LANES) {
+        lanes of_outputs[OUTPUTS];
         for (int o = 0; o < outputs; o++) {
             if (ahead) __builtin_prefetch(weights + ahead + o * size + i);
-            of_outputs[o] = *(const floats *)(weights + o * size + i);
+            of_outputs[o] = lanes_at(weights + o * size + i);
         }
         for (int r = 0; r < rows; r++) {
-            floats of_row = *(const floats *)(x + r * pitch + i);
-            for (int o = 0; o < outputs; o++) sums[r][o] += of_outputs[o] * of_row;
+            lanes of_row = lanes_at(x + r * pitch + i);
+            for (int o = 0; o < outputs; o++) sums[r][o] = fused_lanes(of_outputs[o], of_row, sums[r][o]);
         }
     }
     for (int r = 0; r < rows; r++)
         for (int o = 0; o < outputs; o++) {
-            float sum = sum_of(sums[r][o]);
-            for (int64_t j = i; j < size; j++) sum += weights[o * size + j] * x[r * pitch + j];
+            if (i < size)
+                sums[r][o] = fused_lanes(first_lanes(weights + o * size + i, size - i), first_lanes(x + r * pitch + i, size - i), sums[r][o]);
+            float sum = sum_of_lanes(sums[r][o]);
             out[r * stride + o] = add ? out[r * stride + o] + sum : sum;
         }
 }

@@ -21,3 +21,28 @@ void unpack_rows(const segment *of, int64_t size, int64_t first, int64_t end, in
     for (int64_t row = first; row < end; row++)
         unpack(of->format, of->rows + row * of->row_bytes, size, out + (row - first) * size);
 }
+
+/* Multiplies small integers as float32 and as Q8_0, where every sum is exact. native_code.py calls it. */
+int trial(void) {
+    enum { INPUTS = 64, HALF = 21, ROWS = 11 };
+    static float dense[HALF][INPUTS], x[ROWS][INPUTS], out[ROWS][2 * HALF];
+    static uint8_t blocks[HALF][INPUTS / 32][34];
+    for (int o = 0; o < HALF; o++)
+        for (int i = 0; i < INPUTS; i++) {
+            dense[o][i] = (o * 7 + i * 3) % 11 - 5;
+            blocks[o][i / 32][1] = 0x3c; /* a scale of one */
+            blocks[o][i / 32][2 + i % 32] = (uint8_t)(int8_t)dense[o][i];
+        }
+    for (int r = 0; r < ROWS; r++)
+        for (int i = 0; i < INPUTS; i++) x[r][i] = (r * 5 + i) % 7 - 3;
+    segment segments[] = {{(uint8_t *)dense, F32, sizeof *dense, HALF}, {(uint8_t *)blocks, Q8_0, sizeof *blocks, HALF}};
+    linear of = {segments, NULL, 2, INPUTS};
+    multiply(&of, 2 * HALF, *x, ROWS, 1, *out);
+    for (int r = 0; r < ROWS; r++)
+        for (int o = 0; o < 2 * HALF; o++) {
+            float sum = 0;
+            for (int i = 0; i < INPUTS; i++) sum += dense[o % HALF][i] * x[r][i];
+            if (sum != out[r][o]) return 1;
+        }
+    return 0;
+}

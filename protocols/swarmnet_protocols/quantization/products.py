@@ -20,9 +20,9 @@ from torch.nn import functional
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
 
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("unpack.h", "product.h"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "unpack.h", "product.h"))
 """Included by C code that multiplies with packed matrices."""
-_SOURCE = Path(__file__).with_name("products.c")
+SOURCE = Path(__file__).with_name("products.c")
 FEW_ROWS = 64
 """Most rows for the product in C. With more rows, torch's product with unpacked panels is
 faster."""
@@ -197,6 +197,9 @@ class Products:
 
 
 @cache
-def load_products(cache_dir: Path) -> Products:
-    """The products of this machine; the compiled code is kept in ``cache_dir``."""
-    return Products(native_code.load(_SOURCE, cache_dir, headers=HEADERS))
+def load_products(cache_dir: Path, target: str | None = None) -> Products:
+    """The products of this machine; the compiled code is kept in ``cache_dir``.
+
+    ``target``: the best one to compile it for (``native_code.targets``).
+    """
+    return Products(native_code.load(SOURCE, cache_dir, headers=HEADERS, target=target))

@@ -21,6 +21,7 @@ from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
 from swarmnet_node.owner import control
 from swarmnet_protocols import errors
+from swarmnet_protocols.machine import native_code
 from tests.support.models.tiny import save_tiny_llama
 from tests.support.processes.commands import every_command
 from tests.support.swarm.fake_node import TRUNK_STATUS, FakeNode
@@ -84,6 +85,15 @@ def test_a_shell_completes_commands_and_options(
         with pytest.raises(SystemExit):
             cli.execute([])
         assert wanted in capsys.readouterr().out.split()
+
+
+def test_the_environment_chooses_the_target_of_native_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(native_code._CHOSEN, "target", "")
+    monkeypatch.setenv("SWARMNET_NATIVE_TARGET", "plain")
+    assert cli.execute(["status", "--data-dir", str(tmp_path)]) != 0  # no node runs there
+    assert [each.name for each in native_code.targets()] == ["plain"]
 
 
 def test_colours_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

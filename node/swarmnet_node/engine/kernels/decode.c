@@ -285,3 +285,29 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
         }
     }
 }
+
+/* A step of three positions of one sequence, through a layer whose last products are zeros: it must
+ * leave hidden as it is. native_code.py calls it. */
+int trial(void) {
+    enum { HIDDEN = 40, SIZE = 16, HEADS = 3, INNER = 24, ROWS = 3, ALL = (HEADS + 2) * SIZE };
+    static float weights[2 * INNER + ALL][HIDDEN], zeros[HIDDEN][HEADS * SIZE], gains[HIDDEN], angles[2][SIZE];
+    static float keys[ROWS][SIZE], values[ROWS][SIZE], scratch[8192], hidden[ROWS][HIDDEN], before[ROWS][HIDDEN];
+    for (int i = 0; i < HIDDEN; i++) {
+        gains[i] = 1;
+        for (int o = 0; o < 2 * INNER + ALL; o++) weights[o][i] = (float)((o * 7 + i * 3) % 11 - 5) / 16;
+        for (int r = 0; r < ROWS; r++) before[r][i] = (float)((r * 5 + i) % 7 - 3);
+    }
+    for (int i = 0; i < SIZE; i++) angles[0][i] = angles[1][i] = 0.5f;
+    memcpy(hidden, before, sizeof hidden);
+    segment qkv = {(uint8_t *)weights, F32, sizeof *weights, ALL}, gate_up = {(uint8_t *)weights[ALL], F32, sizeof *weights, 2 * INNER};
+    segment output = {(uint8_t *)zeros, F32, HEADS * SIZE * sizeof(float), HIDDEN}, down = {(uint8_t *)zeros, F32, INNER * sizeof(float), HIDDEN};
+    norm of = {gains, 1e-5f}, none = {NULL, 0};
+    layer l = {{&qkv, NULL, 1, HIDDEN}, {&output, NULL, 1, HEADS * SIZE}, {&gate_up, NULL, 1, HIDDEN}, {&down, NULL, 1, INNER},
+               of, none, none, of, HEADS, 1, INNER, 0.25f};
+    float *caches[] = {*keys, *values};
+    new_position positions[ROWS];
+    for (int r = 0; r < ROWS; r++) positions[r] = (new_position){r, ROWS, *angles, caches, NULL};
+    step s = {1, HIDDEN, SIZE, 2048, 1024, ROWS, 1, 0};
+    decode(&s, &l, positions, scratch, *hidden);
+    return memcmp(hidden, before, sizeof hidden) != 0;
+}

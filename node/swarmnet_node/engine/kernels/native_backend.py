@@ -134,13 +134,14 @@ class NativeBackend(TorchBackend):
         self.decode.argtypes = [c_void_p] * 5
 
     @classmethod
-    def load(cls, cache_dir: Path) -> "NativeBackend | None":
+    def load(cls, cache_dir: Path, target: str | None = None) -> "NativeBackend | None":
         """Compile the code, or load it from ``cache_dir`` if it was compiled before.
 
-        None if this machine cannot compile or load it.
+        ``target``: the best one to use (``native_code.targets``). Returns None if this machine
+        cannot compile or load the code.
         """
-        library = native_code.load(SOURCE, cache_dir, headers=HEADERS)
-        return None if library is None else cls(library, load_products(cache_dir))
+        library = native_code.load(SOURCE, cache_dir, headers=HEADERS, target=target)
+        return None if library is None else cls(library, load_products(cache_dir, target))
 
     def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
         return NativeDecodeStep(self, layers, rotary) if fits(layers, rotary) else None

@@ -2,13 +2,16 @@
 it."""
 
 import logging
+import platform
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.products import HEADERS
 from tests.defences import defence, replacing
@@ -40,6 +43,78 @@ def test_code_is_compiled_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert [path.suffix for path in before] == [".so"] * 2  # the decode step, and the products
 
 
+@pytest.mark.parametrize(
+    ("trial", "told"),
+    [
+        ("raise(SIGILL); return 0;", "SIGILL"),
+        ("abort();", "SIGABRT"),
+        ("return 1;", "computes something else"),
+    ],
+)
+def test_code_that_fails_its_trial_gives_way_to_a_simpler_target(
+    trial: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library for the best target fails on this processor; its verdict is not asked for again."""
+    best = native_code.Target("best", ("-DBEST",))
+    simple = native_code.Target("simple", ("-DSIMPLE",))
+    monkeypatch.setattr(native_code, "targets", lambda _: [best, simple])
+    source = tmp_path / "code.c"
+    source.write_text(f"""
+        #include <signal.h>
+        #include <stdlib.h>
+        #ifdef BEST
+        int target(void) {{ return 2; }}
+        int trial(void) {{ {trial} }}
+        #else
+        int target(void) {{ return 1; }}
+        int trial(void) {{ return 0; }}
+        #endif
+    """)
+    library = native_code.load(source, tmp_path)
+    assert library is not None
+    assert library.target() == 1
+    assert "code.c is not used for best" in caplog.text
+    assert told in caplog.text
+
+    caplog.clear()
+    monkeypatch.setattr(subprocess, "run", None)  # a second start compiles and tries nothing
+    library = native_code.load(source, tmp_path)
+    assert library is not None
+    assert library.target() == 1
+    assert told in caplog.text
+
+
+def test_code_without_a_trial_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source = tmp_path / "code.c"
+    source.write_text("int nothing(void) { return 0; }")
+    assert native_code.load(source, tmp_path) is None
+    assert "undefined symbol: trial" in caplog.text
+
+
+def test_targets_are_those_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = " ".join(sorted(native_code.TARGETS["x86_64"][0].features))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    names = {
+        features: ["avx512vnni", "avx2", "plain"],
+        f"{features} avx_vnni": ["avx512vnni", "avxvnni", "avx2", "plain"],
+        features.replace("avx512_vnni", ""): ["avx2", "plain"],
+        features.replace("f16c", ""): ["plain"],
+        "": ["plain"],
+    }
+    for found, expected in names.items():
+        monkeypatch.setattr(native_code, "_processor", lambda found=found: [f"flags : {found}"])
+        assert [each.name for each in native_code.targets()] == expected
+
+
+def test_a_simpler_target_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [each.name for each in native_code.targets("plain")] == ["plain"]
+    monkeypatch.setitem(native_code._CHOSEN, "target", "plain")
+    assert [each.name for each in native_code.targets()] == ["plain"]
+    native_code.choose_target("mmx")
+    with pytest.raises(ConfigError, match=r"no target mmx on this machine: it has .*plain"):
+        native_code.targets()
+
+
 def test_damaged_code_is_compiled_again(cache: Path, tmp_path: Path) -> None:
     shutil.copytree(cache / "native", tmp_path / "native")
     whole = {library.read_bytes() for library in (tmp_path / "native").glob("*.so")}
@@ -60,7 +135,10 @@ def test_code_has_no_variable_length_array_on_the_stack(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = tmp_path / "array.c"
-    source.write_text("int last(int size) { int array[size]; array[size - 1] = 1; return array[size - 1]; }")
+    source.write_text(
+        "int last(int size) { int array[size]; array[size - 1] = 1; return array[size - 1]; }"
+        "int trial(void) { return last(2) - 1; }"
+    )
     assert native_code.load(source, tmp_path) is None
     assert "vla" in caplog.text
 
