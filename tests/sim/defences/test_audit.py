@@ -3,7 +3,7 @@ replaced, and no honest host is accused."""
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,55 +24,10 @@ from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing
 from tests.support.attacks.forgers import FORGERS, Forger, towards
-from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, start
+from tests.support.attacks.lying_hosts import PROMPT, STEPS, THREE_OF_EACH, lying, names, start, used
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
-PROMPT = [2, 7, 1, 8]
-STEPS = 200
 POSITIONS = STEPS + len(PROMPT)
-
-
-def names(lab: Lab, peers: Iterable[str]) -> list[str]:
-    known = {lab.peer_id(name): name for name in lab.nodes}
-    return [known[peer] for peer in peers]
-
-
-def prefer(swarm: ModelHosts, first: Iterable[str]) -> None:
-    """Route through these hosts as long as they may be used, so that a test need not wait for
-    chance."""
-    route = swarm.route
-    wanted = set(first)
-
-    def preferring(span: tuple[int, int], **ends: Any) -> Any:
-        known = dict(swarm._hosts)
-        banned = set(swarm.banned)
-        others = {
-            peer: host
-            for peer, host in known.items()
-            if peer in wanted - banned
-            or not any(other in wanted - banned and known[other].start == host.start for other in known)
-        }
-        swarm._hosts = others
-        try:
-            return route(span, **ends)
-        finally:
-            swarm._hosts = known
-
-    swarm.route = preferring  # type: ignore[method-assign]
-
-
-async def used(
-    lab: Lab, liars: Iterable[str], look: Callable[[ModelHosts, Chain], None], prompt: list[int] = PROMPT
-) -> list[int]:
-    """An answer of ``STEPS`` steps through ``liars`` first, after which ``look`` looks."""
-    await asyncio.sleep(1.0)
-    async with lab.client() as swarm:
-        await asyncio.sleep(1.0)
-        prefer(swarm, [lab.peer_id(name) for name in liars])
-        async with lab.chain(swarm) as chain:
-            tokens = await lab.generate(chain, prompt, STEPS)
-            look(swarm, chain)
-            return tokens
 
 
 async def never(self: object) -> None:
@@ -145,7 +100,6 @@ def test_the_last_hop_returns_outputs_of_first_positions() -> None:
 def test_a_convicted_host_is_not_used_even_if_it_is_the_only_one(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await start(lab, {"a1": (0, 6), "a2": (0, 6)})
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             await asyncio.sleep(1.0)
             for name in "a1", "a2":

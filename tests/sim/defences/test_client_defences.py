@@ -20,12 +20,12 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2, refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
+from tests.support.attacks.lying_hosts import PROMPT, assert_liar_is_replaced
 from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.network.memory_network import MemoryStream
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 HIDDEN = 32
-PROMPT = [2, 7, 1, 8]
 LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "c2": (4, 6)}
 
 
@@ -53,47 +53,6 @@ def blame(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
 
 def lie_not_finite(_reply: pb.SessionReply, _payload: bytes) -> Refusal:
     return Refusal(refusal_pb2.REASON_NOT_FINITE, "")
-
-
-Forge = Callable[[MemoryStream, Message], Message | Refusal | None]
-"""The message that a liar sends in place of another, or its refusal of the stream; None: it sends
-the true message."""
-
-
-def assert_liar_is_replaced(
-    reference: Reference,
-    layout: Mapping[str, tuple[int, int]],
-    forge: Forge,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first peer that lies continues to lie; the answer is right, and the last chain does not
-    contain the liar."""
-    honest = MemoryStream.send
-    liar = ""
-
-    async def send(self: MemoryStream, message: Message) -> None:
-        nonlocal liar
-        sender = self._transport.peer_id
-        forged = forge(self, message) if liar in ("", sender) else None
-        if forged is not None:
-            liar = sender
-        if isinstance(forged, Refusal):
-            self.refuse(forged)
-        else:
-            await honest(self, forged or message)
-
-    monkeypatch.setattr(MemoryStream, "send", send)
-
-    async def scenario(lab: Lab) -> list[int]:
-        await lab.start_all(layout)
-        await asyncio.sleep(1.0)
-        async with lab.client() as swarm, lab.chain(swarm) as chain:
-            tokens = await lab.generate(chain, PROMPT, 6)
-            assert liar not in [hop for hop, _, _ in chain.report.route]
-        return tokens
-
-    assert simulate(reference, scenario) == reference.greedy(PROMPT, 6)
-    assert liar
 
 
 LIES = [nan_output, wrong_size, wrong_bytes, lie_too_long, blame, lie_not_finite]
@@ -189,7 +148,6 @@ def test_a_host_out_of_memory_is_left_for_another_one(reference: Reference) -> N
 def test_memory_used_up_on_all_hosts_has_its_own_error(reference: Reference) -> None:
     async def scenario(lab: Lab) -> float:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=280_000))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             began = asyncio.get_running_loop().time()
             with pytest.raises(OutOfResources):
@@ -266,7 +224,6 @@ def test_an_announced_host_that_does_not_serve_is_skipped_for_a_while(reference:
                 hosts_topic(lab.manifest, lab.peer_id("hostile")), record.SerializeToString(), lifetime_s=45.0
             )
             await lab.start("honest", lab.hosting((0, 6)))
-            await asyncio.sleep(1.0)
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 return await lab.generate(chain, PROMPT, 4)
 

@@ -15,10 +15,10 @@ from swarmnet_protocols.routing.relocation import LOOK_S
 from swarmnet_protocols.routing.sightings import PATIENCE_S, PROVEN_S, Sightings
 from swarmnet_protocols.wire import records_pb2 as pb
 from tests.defences import defence, nothing, replacing, yes
-from tests.sim.placement.test_moves import PROMPT
 from tests.support.attacks import forgers
 from tests.support.attacks.forgers import Forger
 from tests.support.attacks.invented_hosts import invented_hosts, refuse, replay
+from tests.support.swarm.relocation import PROMPT
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 HOURS_S = 2 * 3600.0

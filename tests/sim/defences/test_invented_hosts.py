@@ -14,10 +14,9 @@ from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S, SWITCH_CONF
 from swarmnet_protocols.routing.sightings import ModelClaims, Sightings
 from swarmnet_protocols.routing.throughput import Claim
 from tests.defences import Patch, defence, replacing, yes
-from tests.sim.placement.test_moves import GAP_S, PROMPT, wait_for_span
-from tests.sim.placement.test_switches import LabModels
 from tests.support.attacks.invented_hosts import invented_hosts, replay
 from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.relocation import GAP_S, PROMPT, LabModels, wait_for_span
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 
 LONG_S = CONFIRM_S + 15 * LOOK_S

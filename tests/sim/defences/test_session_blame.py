@@ -36,11 +36,6 @@ LAYOUTS: dict[str, Mapping[str, tuple[int, int]]] = {
 }
 
 
-async def start(lab: Lab, layout: Mapping[str, tuple[int, int]]) -> None:
-    await lab.start_all(layout)
-    await asyncio.sleep(1.0)  # the directory shows them all
-
-
 async def assert_ends_at_once(lab: Lab, swarm: ModelHosts, spec: ChainSpec, what: str) -> ConfigError:
     """The request ends and no host is blamed: the same hosts are asked again."""
     async with Chain.open(swarm, spec, lab.reference.embed) as chain:
@@ -60,7 +55,7 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     reference: Reference, layout: Mapping[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab, layout)
+        await lab.start_all(layout)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=pair(HUGE, HUGE))
             error = await assert_ends_at_once(lab, swarm, spec, "not finite")
@@ -74,7 +69,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(
     reference: Reference, layout: Mapping[str, tuple[int, int]]
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab, layout)
+        await lab.start_all(layout)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=unknown_module())
             await assert_ends_at_once(lab, swarm, spec, "no_such_proj")
@@ -92,7 +87,7 @@ def test_a_session_that_hosts_find_too_long_ends_at_once(
     monkeypatch.setattr(ChainSpec, "prefix_positions", 0)
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, layout)
+        await lab.start_all(layout)
         async with lab.client() as swarm:
             longest = PREFIX + len(PROMPT) - 1
             spec = ChainSpec(6, HIDDEN, longest, torch.float32, adapter=adapter)
@@ -126,7 +121,7 @@ def test_a_host_whose_message_breaks_the_client_is_replaced(
     break_on(monkeypatch, is_first)
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["two hosts"])
+        await lab.start_all(LAYOUTS["two hosts"])
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             assert await lab.generate(chain, PROMPT, 4) == reference.greedy(PROMPT, 4)
             assert chain.report.failovers == 1
@@ -142,7 +137,7 @@ def test_a_bug_that_messages_of_all_hosts_meet_ends_the_chain(
     break_on(monkeypatch, lambda _: True)
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS[layout])
+        await lab.start_all(LAYOUTS[layout])
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             started = asyncio.get_running_loop().time()
             with pytest.raises(UnhandledMessage, match="KeyError: 'no such thing'"):
@@ -164,7 +159,7 @@ def test_a_bug_in_the_search_for_standbys_ends_the_chain(
     monkeypatch.setattr(Standbys, "_route", no_route)
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["two hosts"])
+        await lab.start_all(LAYOUTS["two hosts"])
         async with lab.client() as swarm, lab.chain(swarm, standby=True) as chain:
             with pytest.raises(SwarmnetError, match="the chain broke: KeyError: 'no such thing'"):
                 await lab.generate(chain, PROMPT, 8)

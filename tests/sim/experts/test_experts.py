@@ -1,8 +1,6 @@
 """Routed experts on several peers give the tokens of one machine, whatever becomes of the peers."""
 
 import asyncio
-import random
-import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -11,19 +9,14 @@ import torch
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.experts import expert_dispatcher, expert_link
-from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
-from swarmnet_protocols.directory.host_announcements import HostSample
-from swarmnet_protocols.directory.node_reports import experts_of
-from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
-from swarmnet_protocols.errors import MissingExperts, NoRoute, SwarmnetError
+from swarmnet_protocols.errors import MissingExperts, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.routing.experts.moves import most_moves
-from swarmnet_protocols.wire import records_pb2, session_pb2
+from swarmnet_protocols.wire import session_pb2
 from tests.defences import defence, replacing
 from tests.support.network.memory_network import Delivery, LinkProfile
-from tests.support.network.virtual_time import WaitingExecutor
 from tests.support.swarm.expert_lab import (
     FAULTS,
     LAN,
@@ -32,12 +25,10 @@ from tests.support.swarm.expert_lab import (
     ExpertLab,
     Told,
     load_experts_reference,
-    report_of,
     spread,
     told,
 )
-from tests.support.swarm.fake_machine import FakeMachine
-from tests.support.swarm.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 TOKENS = 6
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "glm4_moe")
@@ -77,7 +68,6 @@ def test_replicas_answer_for_a_peer_that_has_rows_of_many_sessions(mixtral: Refe
         for number, own in enumerate([*spread(2), *spread(3)]):
             await experts.peer(f"peer{number}", experts.everywhere(own))
         trunk = await experts.trunk("trunk", own=())
-        await asyncio.sleep(1.0)
         peers = {lab.peer_id(f"peer{number}") for number in range(5)}
         hit = lab.once(rows_to(peers, 1), hurt(lab, "crash"))
         async with lab.client() as swarm:
@@ -126,7 +116,6 @@ def test_a_replica_answers_for_a_peer_that_fails(mixtral: Reference, block: int,
             await experts.peer(f"peer{number}", experts.everywhere(own))
         trunk = await experts.trunk("trunk", own=())
         peers = {lab.peer_id(f"peer{number}") for number in range(4)}
-        await asyncio.sleep(1.0)
         hit = lab.once(rows_to(peers, block), hurt(lab, fault))
         answered = await told(lab)
         assert hit, "the fault was never injected"
@@ -147,7 +136,6 @@ def test_a_trunk_with_room_loads_experts_that_no_peer_has(mixtral: Reference, fa
         experts = ExpertLab(lab)
         await experts.peer("peer", experts.everywhere(range(8)))
         trunk = await experts.trunk("trunk", own=(), has_room=True)
-        await asyncio.sleep(1.0)
         assert lab.once(rows_to({lab.peer_id("peer")}, 2), hurt(lab, fault)) == []
         answered = await told(lab)
         assert trunk.experts.dispatcher is not None
@@ -167,7 +155,6 @@ def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Refere
         await experts.peer("half", experts.everywhere(range(4)))
         await experts.peer("other", experts.everywhere(range(4, 8)))
         trunk = await experts.trunk("trunk", own=())
-        await asyncio.sleep(1.0)
         lab.once(rows_to({lab.peer_id("half")}, 1), hurt(lab, "crash"))
         with pytest.raises(SwarmnetError, match=r"no peer within reach has experts \d:[0-3]") as raised:
             await told(lab)
@@ -182,83 +169,6 @@ def test_an_answer_stops_with_the_experts_named_that_no_peer_has(mixtral: Refere
         assert trunk.experts.dispatcher is not None
         assert not trunk.experts.dispatcher.links.missing()
         assert (await told(lab)).tokens == mixtral.greedy(PROMPTS[3], LONG)
-
-    simulate(mixtral, scenario, link=LAN)
-
-
-def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:
-    async def scenario(lab: Lab) -> None:
-        experts = ExpertLab(lab)
-        blocks = {*experts.blocks}
-        starting = asyncio.create_task(experts.trunk("trunk", own=range(2)))
-        await asyncio.sleep(30)
-        async with lab.network.transport(lab.peer_id("observer")) as observer:
-            waiting = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert waiting.record.state == records_pb2.HOST_STATE_JOINING
-            lacked = {block: frozenset(range(2, 8)) for block in blocks}
-            assert experts_of(waiting.trunk.lacks) == experts_of(waiting.trunk.missing) == lacked
-            assert experts_of(waiting.experts) == experts.everywhere(range(2))
-            peer = await experts.peer("peer", experts.everywhere(range(2, 8)))
-            trunk = await starting
-            await told(lab)
-            there = (await report_of(observer, lab.peer_id("peer"))).host
-            assert there.expert_streams == 1
-            rows = rows_by_expert(there.experts)
-            assert {block for block, _ in rows} == blocks
-            assert {expert for _, expert in rows} <= {*range(2, 8)}
-            host = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert (host.record.state, len(host.trunk.missing)) == (records_pb2.HOST_STATE_ONLINE, 0)
-            assert list(host.trunk.round_trips_s) == pytest.approx([2 * LAN.delay_s], rel=0.5)
-            assert (
-                sum(rows.values())
-                == host.trunk.rows
-                == sum(rows_by_expert(peer.status().host.experts).values())
-                > 0
-            )
-            await lab.stop("peer")
-            await asyncio.sleep(5)
-            alone = (await report_of(observer, lab.peer_id("trunk"))).host
-            assert experts_of(alone.trunk.missing) == lacked
-            status = trunk.status()
-            assert (status.state, experts_of(status.host.trunk.missing)) == ("joining", lacked)
-
-    simulate(mixtral, scenario, link=LAN)
-
-
-def test_a_trunks_owner_sees_which_experts_it_awaits_and_may_end_it(mixtral: Reference) -> None:
-    async def scenario(lab: Lab) -> None:
-        experts = ExpertLab(lab)
-        hosting = experts.trunk_hosting(range(2), WaitingExecutor())
-        async with lab.supervised(
-            "trunk", hosting, FakeMachine(), OwnerLimits(), is_loaded=False
-        ) as supervisor:
-            await asyncio.sleep(30)
-            status = supervisor.status()
-            assert status.state == "joining"
-            missing = experts_of(status.host.trunk.missing)
-            assert missing == {block: frozenset(range(2, 8)) for block in experts.blocks}
-            supervisor.finish(30.0)
-            assert not await supervisor.started()
-            await supervisor.finished()
-            await asyncio.sleep(1.0)
-            directory = MemoryDirectory(lab.board, peer("looker"), SWARM)
-            async with lab.client("looker"):
-                [found] = await HostSample(directory, lab.manifest, random.Random(0)).refresh()
-            assert found.state == "leaving"
-
-    simulate(mixtral, scenario, link=LAN)
-
-
-def test_a_client_is_told_for_which_experts_hosts_wait(mixtral: Reference) -> None:
-    async def scenario(lab: Lab) -> None:
-        experts = ExpertLab(lab)
-        starting = asyncio.create_task(experts.trunk("trunk", own=range(2)))
-        await experts.peer("peer", experts.everywhere(range(2, 7)))
-        await asyncio.sleep(20)
-        with pytest.raises(NoRoute, match=r"hosts wait for experts 0-\d:7 \(block:experts\)") as raised:
-            await told(lab)
-        assert re.search(r"swarmnet join SWARM --experts '0-\d:7'", raised.value.hint)
-        starting.cancel()
 
     simulate(mixtral, scenario, link=LAN)
 
@@ -315,7 +225,6 @@ def test_another_trunk_goes_on_when_a_trunk_fails_with_rows_under_way(mixtral: R
         for name in ("trunk", "trunk2"):
             await experts.trunk(name, own=())
         peers = {lab.peer_id(f"peer{number}") for number in range(2)}
-        await asyncio.sleep(1.0)
 
         def at_source(delivery: Delivery) -> None:
             {"crash": lab.network.crash, "hang": lab.network.hang}[fault](delivery.source)
@@ -372,7 +281,6 @@ def test_experts_move_to_where_rows_need_them_and_are_never_missing(
         counts = experts.model.expert_counts()
         for number in range(3):
             await experts.choosing_peer(f"peer{number}", capacity=4 * len(counts))
-            await asyncio.sleep(1.0)  # it is announced: the next one chooses others
         trunks = [await experts.trunk(f"trunk{number}", (), span) for number, span in enumerate(spans)]
         dispatchers = [trunk.experts.dispatcher for trunk in trunks if trunk.experts.dispatcher is not None]
         assert len(dispatchers) == len(spans)
@@ -424,7 +332,9 @@ def test_peers_that_have_chosen_the_same_experts_share_them_out(mixtral: Referen
     async def scenario(lab: Lab) -> None:
         experts = ExpertLab(lab)
         capacity = 5 * len(experts.model.expert_counts())
-        peers = [await experts.choosing_peer(f"peer{number}", capacity) for number in range(2)]
+        peers = await asyncio.gather(
+            *(experts.choosing_peer(f"peer{number}", capacity) for number in range(2))
+        )
         assert peers[0].experts == peers[1].experts, "they chose before they saw each other"
         started = asyncio.get_running_loop().time()
         await experts.trunk("trunk", own=())  # it serves as soon as every expert is there

@@ -208,7 +208,6 @@ async def converse(lab: Lab, *, faults: int) -> Answer:
     rng = random.Random(f"{lab.seed}/overlaps")
     layout = random_layout(rng)
     await lab.start_all(layout)
-    await asyncio.sleep(1.0)  # the directory shows them all
     trouble = Faults(lab, rng, dict(layout), faults)
     answer = Answer(layout, faults=trouble.happened, kinds=trouble.kinds)
     standby = rng.choice([None, None, True, False])

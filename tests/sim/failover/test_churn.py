@@ -22,7 +22,6 @@ async def storm(lab: Lab, *, sheltered: bool) -> list[SwarmnetError | None]:
     random_links(lab, names + clients, rng)
     for name, blocks in zip(names, spans, strict=True):
         await lab.start(name, lab.hosting(blocks))
-    await asyncio.sleep(1.0)
     spared = frozenset(names[: len(cover)]) if sheltered else frozenset()
     trouble = Trouble(lab, random.Random(f"{lab.seed}/trouble"), spared, faults=8)
     trouble.begin()

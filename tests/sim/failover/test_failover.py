@@ -2,103 +2,33 @@
 never an error."""
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from swarmnet_client.chain.chain import Chain
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.protocol_ids import LINK, SESSION
 from swarmnet_protocols.timing import Timing
-from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.network.deliveries import arrives_at, request
 from tests.support.network.memory_network import Delivery, LinkProfile
+from tests.support.swarm.interrupted import (
+    CRASH_S,
+    LIMIT_S,
+    ONE_REPLICA,
+    PHASES,
+    PREFILL_STEPS,
+    PROMPT,
+    SILENT_S,
+    STEP_S,
+    TOKENS,
+    TWO_OF_EACH,
+    Outcome,
+    converse,
+    hurt,
+    run_with,
+)
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
-
-PROMPT = [5, 6, 7, 8, 9] * 60  # two chunks: steps 1 and 2
-PREFILL_STEPS = 2
-TOKENS = 10
-LAST_STEP = PREFILL_STEPS + TOKENS - 1
-
-ONE_REPLICA = {"a": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6)}
-TWO_OF_EACH = {"a": (0, 2), "a2": (0, 2), "b": (2, 4), "b2": (2, 4), "c": (4, 6), "c2": (4, 6)}
-
-STEP_S = 0.1
-"""More than a step or the replay of the prompt takes on these links, where computing takes no
-time."""
-CRASH_S = 0.5 + STEP_S
-SILENT_S = 3.0 + STEP_S
-
-
-@dataclass
-class Outcome:
-    """The tokens and waits of a client, and the sessions that it opened."""
-
-    tokens: list[int] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
-    route: list[PeerId] = field(default_factory=list)
-    opened: list[PeerId] = field(default_factory=list)
-    failovers: int = 0
-
-    @property
-    def longest_s(self) -> float:
-        return max(self.waits_s)
-
-
-async def converse(lab: Lab, layout: Mapping[str, tuple[int, int]], prepare: Callable[[], object]) -> Outcome:
-    """Send a prompt and read its answer on nodes of ``layout``. Afterwards no live node holds
-    anything for it."""
-    await lab.start_all(layout)
-    await asyncio.sleep(1.0)  # the directory shows them all
-    prepare()
-    outcome = Outcome()
-    loop = asyncio.get_running_loop()
-
-    def on_open(delivery: Delivery) -> None:
-        if request(delivery) == "open":
-            outcome.opened.append(delivery.target)
-
-    lab.network.observers.append(on_open)
-    async with lab.client() as swarm:
-        chain: Chain
-        async with lab.chain(swarm) as chain:
-            times = [loop.time()]
-            outcome.tokens = await lab.generate(chain, PROMPT, TOKENS, lambda _: times.append(loop.time()))
-            outcome.waits_s = [after - before for before, after in pairwise(times)]
-            outcome.route = [peer for peer, _, _ in chain.report.route]
-            outcome.failovers = chain.report.failovers
-        await asyncio.sleep(1.0)
-    client = lab.peer_id("client")
-    alive = {name for name in layout if lab.network.passes(client, lab.peer_id(name))}
-    assert not alive & lab.sessions().keys(), "a session outlived its client"
-    assert not alive & lab.cache_bytes().keys(), "a cache outlived its session"
-    return outcome
-
-
-def hurt(lab: Lab, fault: str) -> Callable[[Delivery], None]:
-    """Do ``fault`` to the receiver of a delivery."""
-    network = lab.network
-    return {
-        "crash": lambda delivery: network.crash(delivery.target),
-        "hang": lambda delivery: network.hang(delivery.target),
-        "isolate": lambda delivery: network.isolate(delivery.target),
-        "cut from client": lambda delivery: network.cut(delivery.target, lab.peer_id("client")),
-    }[fault]
-
-
-LIMIT_S = {"crash": CRASH_S, "hang": SILENT_S, "isolate": SILENT_S, "cut from client": SILENT_S}
-PHASES = {
-    "connect": "open",
-    "link": "link",
-    "prefill": "step 1",
-    "first token": f"step {PREFILL_STEPS}",
-    "middle": f"step {PREFILL_STEPS + TOKENS // 2}",
-    "last token": f"step {LAST_STEP}",
-}
 
 
 def test_logs_of_client_and_hosts_name_a_session_alike(
@@ -170,21 +100,6 @@ def test_a_replica_continues_when_a_hop_fails(
     # heartbeats.
     assert fault == "cut from client" or hit[0].target not in outcome.route
     assert outcome.longest_s <= LIMIT_S[fault]
-
-
-def run_with(
-    reference: Reference, layout: Mapping[str, tuple[int, int]], plan: Callable[[Lab], list[list[Delivery]]]
-) -> Outcome:
-    """A conversation during which all faults of ``plan`` are injected."""
-    hits: list[list[Delivery]] = []
-
-    async def scenario(lab: Lab) -> Outcome:
-        return await converse(lab, layout, lambda: hits.extend(plan(lab)))
-
-    outcome = simulate(reference, scenario)
-    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
-    assert all(hits), "a fault was never injected"
-    return outcome
 
 
 @pytest.mark.matrix
@@ -309,7 +224,6 @@ def test_a_repair_does_not_wait_for_a_directory_that_does_not_answer(reference: 
 
     async def scenario(lab: Lab) -> float:
         await lab.start_all(ONE_REPLICA)
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             clock = asyncio.get_running_loop().time
             times: list[float] = []
@@ -350,115 +264,6 @@ def test_the_one_failed_host_that_returns_is_found(reference: Reference, fault: 
     outcome = run_with(reference, ONE_REPLICA, plan)
     # When the host is back, an attempt at each of the two may still have to time out.
     assert BACK_S < outcome.longest_s <= BACK_S + 2 * timing.open_s + STEP_S
-
-
-@pytest.mark.parametrize("victim", ["a", "b", "c"])
-def test_a_reset_connection_is_opened_again(reference: Reference, victim: str) -> None:
-    """Both ends are well: nothing is replaced, and no position is computed twice."""
-
-    async def scenario(lab: Lab) -> Outcome:
-        hits: list[list[Delivery]] = []
-
-        def reset(delivery: Delivery) -> None:
-            lab.network.reset(delivery.source, delivery.target, LINK)
-
-        def prepare() -> None:
-            hits.append(lab.once(arrives_at({lab.peer_id(victim)}, PHASES["middle"]), reset))
-
-        outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
-        assert all(hits)
-        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
-        return outcome
-
-    outcome = simulate(reference, scenario)
-    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
-    assert outcome.failovers == 0
-    assert max(outcome.waits_s[1:]) <= STEP_S
-
-
-@pytest.mark.parametrize("host", ["a", "b", "c"])
-@pytest.mark.parametrize("phase", ["opening", "prefill", "middle"])
-def test_a_session_moves_to_a_better_path_between_two_steps(
-    reference: Reference, host: str, phase: str
-) -> None:
-    """Nothing is replaced, no position is lost or computed twice, and the stream over the other
-    path ends."""
-
-    async def scenario(lab: Lab) -> Outcome:
-        hits: list[list[Delivery]] = []
-        requests: list[str | None] = []
-        client, peer = lab.peer_id("client"), lab.peer_id(host)
-
-        def improve(_: Delivery) -> None:
-            lab.network.improve(client, peer, SESSION)
-
-        def watch(delivery: Delivery) -> None:
-            if delivery.protocol.id == SESSION.id and delivery.target == peer:
-                requests.append(pb.SessionRequest.FromString(delivery.message.header).WhichOneof("kind"))
-
-        def prepare() -> None:
-            lab.network.observers.append(watch)
-            hits.append(lab.once(arrives_at({peer}, {"opening": "link", **PHASES}[phase]), improve))
-
-        outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
-        assert all(hits)
-        assert requests.count("open") == requests.count("resume") == 1
-        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
-        return outcome
-
-    outcome = simulate(reference, scenario)
-    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
-    assert outcome.failovers == 0
-    assert max(outcome.waits_s[1:]) <= STEP_S
-
-
-def test_an_answer_goes_on_when_a_host_fails_after_its_session_moved(reference: Reference) -> None:
-    async def scenario(lab: Lab) -> Outcome:
-        client, peers = lab.peer_id("client"), {lab.peer_id("b"), lab.peer_id("b2")}
-
-        def prepare() -> None:
-            lab.once(
-                arrives_at(peers, "step 3"), lambda hit: lab.network.improve(client, hit.target, SESSION)
-            )
-            lab.once(arrives_at(peers, "step 6"), hurt(lab, "crash"))
-
-        return await converse(lab, ONE_REPLICA, prepare)
-
-    outcome = simulate(reference, scenario)
-    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
-    assert outcome.failovers == 1
-
-
-@pytest.mark.parametrize("receiver", ["a", "b", "c"])
-def test_a_link_moves_to_a_better_path_between_two_steps(reference: Reference, receiver: str) -> None:
-    """Nothing is replaced, and no position is lost or computed twice."""
-
-    async def scenario(lab: Lab) -> Outcome:
-        hits: list[list[Delivery]] = []
-        links = 0
-
-        def improve(delivery: Delivery) -> None:
-            lab.network.improve(delivery.source, delivery.target, LINK)
-
-        def count(delivery: Delivery) -> None:
-            nonlocal links
-            is_first = delivery.protocol.id == LINK.id and delivery.target == lab.peer_id(receiver)
-            links += is_first and pb.LinkRequest.FromString(delivery.message.header).HasField("link")
-
-        def prepare() -> None:
-            lab.network.observers.append(count)
-            hits.append(lab.once(arrives_at({lab.peer_id(receiver)}, PHASES["middle"]), improve))
-
-        outcome = await converse(lab, {"a": (0, 2), "b": (2, 4), "c": (4, 6)}, prepare)
-        assert all(hits)
-        assert links >= 2
-        assert {node.status().host.positions for node in lab.nodes.values()} == {len(PROMPT) + TOKENS - 1}
-        return outcome
-
-    outcome = simulate(reference, scenario)
-    assert outcome.tokens == reference.greedy(PROMPT, TOKENS)
-    assert outcome.failovers == 0
-    assert max(outcome.waits_s[1:]) <= STEP_S
 
 
 def test_a_host_that_sends_heartbeats_but_no_results_is_replaced(

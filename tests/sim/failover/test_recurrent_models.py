@@ -2,7 +2,6 @@
 go back."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
-from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.steps import Row, Step
 from tests.defences import defence, replacing
 from tests.support.attacks.raw_client import (
@@ -21,10 +19,9 @@ from tests.support.attacks.raw_client import (
     session_reply,
     with_stranger,
 )
-from tests.support.models.hub_families import FAMILIES
 from tests.support.network.deliveries import arrives_at
 from tests.support.network.memory_network import Delivery
-from tests.support.swarm.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, load_family, simulate
 
 PROMPT = [5, 6, 7, 8, 9] * 30
 TOKENS = 8
@@ -33,12 +30,7 @@ LAYOUT = {"a": (0, 2), "b": (2, 4), "b2": (2, 4)}
 
 @pytest.fixture(scope="module")
 def recurrent(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    return reference_in(tmp_path_factory.mktemp("recurrent"))
-
-
-def reference_in(folder: Path) -> Reference:
-    path = FAMILIES["qwen3_5"].save(folder / "model")
-    return Reference(resolve(str(path), cache_dir=folder / "cache"))
+    return load_family("qwen3_5", tmp_path_factory.mktemp("recurrent"))
 
 
 def test_a_replica_rebuilds_recurrent_states_when_a_hop_fails(recurrent: Reference) -> None:
@@ -47,7 +39,6 @@ def test_a_replica_rebuilds_recurrent_states_when_a_hop_fails(recurrent: Referen
     async def scenario(lab: Lab) -> tuple[list[int], int]:
         nonlocal hit
         await lab.start_all(LAYOUT)
-        await asyncio.sleep(1.0)  # the directory shows them all
         replicas = {lab.peer_id("b"), lab.peer_id("b2")}
         hit = lab.once(arrives_at(replicas, "step 5"), lambda delivery: lab.network.crash(delivery.target))
         chain: Chain
@@ -68,7 +59,6 @@ def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Refe
     async def scenario(lab: Lab) -> int:
         for name in ("a", "b"):
             await lab.start(name, lab.hosting(LAYOUT[name]))
-        await asyncio.sleep(1.0)
         chain: Chain
         async with lab.client() as swarm, lab.chain(swarm, max_length=256) as chain:
             await lab.generate(chain, PROMPT, TOKENS)

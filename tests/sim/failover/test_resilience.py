@@ -28,16 +28,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 
 
-async def start_all(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
-    await lab.start_all(layout)
-    await asyncio.sleep(1.0)
-
-
 @pytest.mark.parametrize("fault", ["crash", "hang"])
 @pytest.mark.parametrize("victim", ["a", "b", "c"])
 def test_without_a_replica_the_error_names_the_blocks(reference: Reference, victim: str, fault: str) -> None:
     async def scenario(lab: Lab) -> tuple[NoRoute, float]:
-        await start_all(lab, LAYOUT)
+        await lab.start_all(LAYOUT)
         loop = asyncio.get_running_loop()
         lost_at = 0.0
 
@@ -61,7 +56,7 @@ def test_without_a_replica_the_error_names_the_blocks(reference: Reference, vict
 
 def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Reference) -> None:
     async def scenario(lab: Lab) -> NoRoute:
-        await start_all(lab, {"a": (0, 2), "c": (4, 6)})
+        await lab.start_all({"a": (0, 2), "c": (4, 6)})
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             with pytest.raises(NoRoute) as caught:
                 await lab.generate(chain, PROMPT, 1)
@@ -76,7 +71,7 @@ def test_a_request_continues_when_the_missing_blocks_return(
     reference: Reference, victim: str, away_s: float
 ) -> None:
     async def scenario(lab: Lab) -> list[int]:
-        await start_all(lab, LAYOUT)
+        await lab.start_all(LAYOUT)
 
         async def come_back() -> None:
             await lab.stop(victim)
@@ -100,7 +95,7 @@ def test_a_request_continues_when_the_missing_blocks_return(
 @pytest.mark.parametrize("leaver", ["a", "b", "c"])
 def test_clients_leave_a_finishing_host_without_losing_a_token(reference: Reference, leaver: str) -> None:
     async def scenario(lab: Lab) -> tuple[list[list[int]], float]:
-        await start_all(lab, LAYOUT)
+        await lab.start_all(LAYOUT)
         loop = asyncio.get_running_loop()
         finished_s = float("inf")
 
@@ -141,7 +136,7 @@ def test_clients_leave_a_finishing_host_without_losing_a_token(reference: Refere
 
 def test_a_finishing_host_without_a_replica_serves_out_its_grace(reference: Reference) -> None:
     async def scenario(lab: Lab) -> list[int]:
-        await start_all(lab, LAYOUT)
+        await lab.start_all(LAYOUT)
 
         def on_token(number: int) -> None:
             if number == 1:
@@ -222,7 +217,7 @@ def test_a_restarted_node_fills_the_gap_it_left(reference: Reference) -> None:
 
 def test_a_dead_host_leaves_the_routes_of_its_clients_and_then_of_all(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start_all(lab, {**LAYOUT, "b2": (2, 4)})
+        await lab.start_all({**LAYOUT, "b2": (2, 4)})
         dead = lab.peer_id("b")
         async with lab.client() as swarm:
             await asyncio.sleep(2.0)
@@ -253,7 +248,7 @@ def trace(reference: Reference, seed: int) -> str:
     """The digest of every message of a request during which a host crashes."""
 
     async def scenario(lab: Lab) -> str:
-        await start_all(lab, {**LAYOUT, "b2": (2, 4)})
+        await lab.start_all({**LAYOUT, "b2": (2, 4)})
         served = {lab.peer_id("b"), lab.peer_id("b2")}
         lab.once(lambda d: d.target in served and d.time_s > 1.3, lambda d: lab.network.crash(d.target))
         error = await request(lab, "client", random.Random(seed), 6)

@@ -13,64 +13,21 @@ import torch
 from swarmnet_node.engine import stage as stage_module
 from swarmnet_node.engine.memory_account import P2PD_BYTES, Footprint
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.node import Node
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.routing.relocation import CONFIRM_S, LOOK_S
-from swarmnet_protocols.session.steps import Row
 from tests.support.network.private_swarm import PrivateSwarm
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.relocation import GAP_S, PROMPT, Reader, wait_for_span
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
-PROMPT = [5, 6, 7, 8]
 FOUND_S = CONFIRM_S + 20 * LOOK_S
 """A shortage is confirmed, and the move made, at each look with some chance."""
-GAP_S = 120.0
-"""A third of the hosts may leave without a word: within this time every block has a host again."""
-PAUSE_S = 2.0
-"""Seconds between two tokens of a slow reader."""
 MAX_POSITIONS = 512
 """Positions of the tiny model. A reader that waits longer for a move makes longer pauses."""
-
-
-async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while node.span != span:  # noqa: ASYNC110 - in virtual time
-            await asyncio.sleep(1.0)
-
-
-class Reader:
-    """A client that reads one answer slowly, token by token, until it is told to stop."""
-
-    def __init__(self, lab: Lab, pause_s: float = PAUSE_S) -> None:
-        self._lab = lab
-        self._pause_s = pause_s
-        self.tokens: list[int] = []
-        self.waits_s: list[float] = []
-        self.handovers = self.failovers = 0
-        self.is_enough = False
-        self.begun = asyncio.Event()
-
-    async def read(self) -> None:
-        clock = asyncio.get_running_loop().time
-        async with self._lab.client() as swarm, self._lab.chain(swarm) as chain:
-            fed, new = 0, list(PROMPT)
-            while not self.is_enough:
-                began = clock()
-                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), torch.tensor(new))
-                self.waits_s.append(clock() - began)
-                fed += len(new)
-                new = [self._lab.reference.next_token(hidden)]
-                self.tokens += new
-                self.begun.set()
-                await asyncio.sleep(self._pause_s)
-            self.handovers, self.failovers = chain.report.handovers, chain.report.failovers
-
-    def check(self) -> None:
-        assert self.tokens == self._lab.reference.greedy(PROMPT, len(self.tokens))
 
 
 def test_a_host_moves_to_where_hosts_are_short_and_clients_go_on(reference: Reference) -> None:

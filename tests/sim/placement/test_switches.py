@@ -2,22 +2,19 @@
 comes back if it cannot host the other model."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
-from swarmnet_node.hosted_blocks import Hosting
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import READ_AGAIN_S
 from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
-from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import LOOK_S, SWITCH_CONFIRM_S
-from tests.sim.placement.test_moves import PROMPT, Reader
 from tests.support.swarm.fake_machine import FakeMachine
+from tests.support.swarm.relocation import PROMPT, LabModels, Reader
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 
 FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
@@ -28,56 +25,6 @@ FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
 def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder: Path = tmp_path_factory.mktemp("beta")
     return load_reference(folder / "model", folder / "cache", blocks=4)
-
-
-@dataclass(frozen=True)
-class LabModels:
-    """The models of some labs in one swarm, for a node of the first."""
-
-    labs: Sequence[Lab]
-    asked: list[bytes] = field(default_factory=list)
-    error: SwarmnetError | None = None
-    """The error of every attempt to read a model for hosting."""
-    load_error: SwarmnetError | None = None
-    """The error of every attempt to load its blocks."""
-    outline_at: float = 0.0
-    """Seconds from which on the outlines of other models can be read."""
-
-    @property
-    def manifests(self) -> Sequence[bytes]:
-        return [lab.manifest for lab in self.labs[1:]]
-
-    def own(self) -> ServedModel:
-        return self._described(self.labs[0])
-
-    async def read(self, manifest: bytes, blocks: int) -> ServedModel:
-        if asyncio.get_running_loop().time() < self.outline_at:
-            raise Unreachable("no peer of the swarm provides the model", hint="")
-        found = self._described(self._lab(manifest))
-        return replace(found, length=min(found.blocks, blocks))
-
-    async def hosting(self, manifest: bytes, weight_bytes: int, limits: OwnerLimits) -> Hosting:
-        self.asked.append(manifest)
-        assert weight_bytes > 0
-        lab = self._lab(manifest)
-        others = replace(self, labs=[lab, *(each for each in self.labs if each is not lab)])
-        await asyncio.sleep(60.0)  # longer than a record lasts
-        if self.error is not None:
-            raise self.error
-        hosting = lab.hosting(num_blocks=3, may_move=True, others=others)
-        return replace(hosting, load=self._fail) if self.load_error is not None else hosting
-
-    def _fail(self, _start: int, _end: int) -> None:
-        assert self.load_error is not None
-        raise self.load_error
-
-    def _lab(self, manifest: bytes) -> Lab:
-        return next(lab for lab in self.labs if lab.manifest == manifest)
-
-    @staticmethod
-    def _described(lab: Lab) -> ServedModel:
-        blocks = lab.reference.local.manifest.blocks
-        return ServedModel(lab.manifest, f"{blocks} blocks", blocks, 1.0, ())
 
 
 async def wait_until(holds: Callable[[], bool], within_s: float) -> None:

@@ -16,7 +16,7 @@ from tests.defences import Patch, defence, replacing
 from tests.sim.scale import __main__ as command
 from tests.sim.scale.population import HOUR, arrivals_per_s
 from tests.sim.scale.scenarios import SCENARIOS, Result, Setting, run
-from tests.unit.protocols.routing.test_claimed_speed import replace_both
+from tests.support.attacks.switched_off import replace_both
 
 FEW_CLIENTS = 10
 FIELDS = {

@@ -46,7 +46,6 @@ def test_clients_get_the_right_tokens_when_a_host_with_an_arena_dies(
 
         for name, blocks in LAYOUT.items():
             await lab.start(name, replace(lab.hosting(blocks), load=load))
-        await asyncio.sleep(1.0)  # the directory shows them all
         replicas = {lab.peer_id("b"), lab.peer_id("b2")}
         hit = lab.once(arrives_at(replicas, "step 6"), crash)
         answers = await asyncio.gather(

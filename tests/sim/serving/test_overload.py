@@ -108,7 +108,6 @@ def test_other_hosts_are_used_before_a_busy_one_is_waited_for(reference: Referen
             with pytest.raises(HostsOverloaded):
                 await answer(lab, swarm)
             await lab.start("b", lab.hosting(BLOCKS))
-            await asyncio.sleep(1.0)  # it announces itself
             await swarm.refresh()
             return await answer(lab, swarm)
 
@@ -267,7 +266,6 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
         with pytest.raises(HostsOverloaded):
             await answer(lab, swarm)
         await lab.start("b", lab.hosting(BLOCKS))
-        await asyncio.sleep(1.0)  # it announces itself
         await swarm.refresh()
         async with lab.chain(swarm) as chain:
             began = await lab.generate(chain, PROMPT, 1)

@@ -13,7 +13,6 @@ def test_failover_stays_within_one_precision_or_reports_why_not(reference: Refer
         await lab.start_all({"a1": (0, 2), "b1": (2, 4), "b2": (2, 4), "c1": (4, 6)})
         for name in "b7", "b8", "b9":
             await lab.start(name, lying(lab.hosting((2, 4)), precision="int4"))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             await asyncio.sleep(1.0)
             async with lab.chain(swarm) as chain:

@@ -15,9 +15,8 @@ from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row
-from tests.sim.failover.test_recurrent_models import reference_in
 from tests.support.swarm.batching import all_answered, answered, batcher, request
-from tests.support.swarm.swarm_lab import Lab, Reference, simulate
+from tests.support.swarm.swarm_lab import Lab, Reference, load_family, simulate
 
 SPANS = {"a": (0, 2), "b": (2, 4), "c": (4, 6)}
 SYSTEM = [2 + number * 7 % 90 for number in range(200)]
@@ -243,7 +242,7 @@ def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Ref
 
 
 def test_a_reused_prompt_of_a_recurrent_model_gives_the_same_answer(tmp_path: Path) -> None:
-    recurrent = reference_in(tmp_path)
+    recurrent = load_family("qwen3_5", tmp_path)
     wanted = [[5, 6, 7, 8, 9] * 20 + [10 + user] for user in range(4)]
 
     async def scenario(lab: Lab) -> tuple[list[list[int]], list[int]]:
@@ -316,7 +315,6 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
     async def scenario(lab: Lab) -> None:
         spans = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "d": (0, 6)}
         await lab.start_all(spans)
-        await asyncio.sleep(1.0)
         rng = random.Random(f"{seed}/events")
         chain: Chain
         async with lab.client() as swarm, lab.chain(swarm) as chain:

@@ -48,7 +48,6 @@ def test_a_prompt_that_never_fits_is_refused_before_any_computation(
         await lab.start(
             "small", lab.hosting((3, 6), max_cache_bytes=cache_bytes(reference, POSITIONS, (3, 6)))
         )
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             if knows:
                 await asyncio.sleep(1.0)
@@ -68,7 +67,6 @@ def test_hosts_with_room_are_chosen_although_others_are_nearer(reference: Refere
             hosting = lab.hosting((0, 6), max_cache_bytes=cache_bytes(reference, POSITIONS))
             await lab.start(f"small{number}", hosting)
         await lab.start("large", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             await asyncio.sleep(1.0)
             async with lab.chain(swarm) as chain:
@@ -83,7 +81,6 @@ def test_hosts_with_room_are_chosen_although_others_are_nearer(reference: Refere
 def test_a_session_moves_to_a_host_with_room_when_its_own_is_full(reference: Reference) -> None:
     async def scenario(lab: Lab) -> tuple[list[int], list[str]]:
         await lab.start("small", lab.hosting((0, 6), max_cache_bytes=cache_bytes(reference, POSITIONS)))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             tokens = await lab.generate(chain, SHORT, 4)
             await lab.start("large", lab.hosting((0, 6)))
@@ -120,7 +117,6 @@ def test_a_host_that_is_full_is_asked_again_after_a_growing_pause(reference: Ref
 
     async def scenario(lab: Lab) -> None:
         node = await lab.start("a", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         lab.network.observers.append(watch)
         async with lab.client() as swarm:
             await asyncio.sleep(1.0)

@@ -24,7 +24,7 @@ from swarmnet_protocols.session import hop_times
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
-from tests.sim.defences.test_client_defences import assert_liar_is_replaced
+from tests.support.attacks.lying_hosts import assert_liar_is_replaced
 from tests.support.attacks.switched_off import overlooking
 from tests.support.network.memory_network import MemoryStream
 from tests.support.network.virtual_time import TimedExecutor
@@ -163,7 +163,6 @@ def test_a_session_that_is_not_traced_is_told_no_times(
 def test_a_trace_goes_on_when_a_hop_dies(reference: Reference) -> None:
     async def scenario(lab: Lab) -> Trace:
         await lab.start_all({**SPANS, "b2": (2, 4)})
-        await asyncio.sleep(1.0)
         trace = Trace(asyncio.get_running_loop().time)
         async with lab.client() as swarm, traced_chain(lab, swarm, trace) as chain:
 

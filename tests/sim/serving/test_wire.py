@@ -11,17 +11,15 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.session.wire_tensors import position_bytes
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.sim.defences.test_audit import names, used
-from tests.sim.failover.test_failover import ONE_REPLICA, PROMPT, TOKENS
-from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, start
+from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, names, start, used
 from tests.support.network.deliveries import arrives_at, request
 from tests.support.network.memory_network import Delivery
+from tests.support.swarm.interrupted import ONE_REPLICA, PROMPT, TOKENS
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 
 async def answer(lab: Lab, prompt: Sequence[int] = PROMPT) -> tuple[list[int], Chain]:
     """The tokens of a client, and its chain."""
-    await asyncio.sleep(1.0)  # the directory shows all nodes
     async with lab.client() as swarm:
         await asyncio.sleep(0.5)
         async with lab.chain(swarm) as chain:

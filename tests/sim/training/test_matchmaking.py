@@ -8,39 +8,16 @@ from typing import Any
 
 import pytest
 
-from swarmnet_protocols.errors import ProtocolViolation, StreamEnded
-from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import MATCHMAKING
-from swarmnet_protocols.training import matchmaking, rosters
+from swarmnet_protocols.training import matchmaking
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.matchmaking import ELSEWHERE_S, Matchmaking, OutOfSync
 from swarmnet_protocols.training.rosters import (
-    EXCHANGES_PER_ROUND,
-    MAX_AHEAD_OF_FOLLOWER,
-    NO_ADDRESSES,
-    AddressBook,
     Roster,
-    member_from_wire,
-    roster_from_wire,
-    roster_to_wire,
 )
-from swarmnet_protocols.training.rounds.terms import RoundMember
-from swarmnet_protocols.wire import workers_pb2 as pb
-from tests.defences import Patch, defence, nothing, replacing
+from tests.defences import Patch, defence, replacing
 from tests.support.network.memory_network import Delivery, MemoryNetwork
-from tests.support.training.lab import PEERS
-from tests.support.training.peers import JOB, START, TIMEOUT_S, TIMING, Worker, simulate
-
-FIRST = 3 * EXCHANGES_PER_ROUND
-"""One below the first exchange number of round 3."""
-
-
-AT_START = WorkerPosition(3, START)
-FIRST_PEER, SECOND_PEER, THIRD_PEER = sorted(PEERS[:3])
-
-
-def names(roster: Roster) -> list[PeerId]:
-    return [member.peer for member in roster.members]
+from tests.support.training.peers import AT_START, START, TIMEOUT_S, TIMING, Worker, names, simulate
 
 
 def test_all_workers_get_the_same_roster() -> None:
@@ -235,50 +212,6 @@ def test_a_full_round_takes_contributors_before_newcomers() -> None:
     simulate(4, scenario)
 
 
-def test_rates_in_a_roster_are_those_that_other_members_measured() -> None:
-    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        peers = [worker.member.peer for worker in workers]
-        truth = dict(zip(peers, [1e5, 1e6, 2e6, 3e6], strict=True))
-        for worker in workers:
-            worker.measured = {peer: rate for peer, rate in truth.items() if peer != worker.member.peer}
-        for liar in (0, 3):  # the leader and a follower: neither counts for its own rate
-            workers[liar].measured |= {peers[liar]: 1e12}
-        workers[3].measured |= {peers[1]: 1e-3, peers[2]: 1e12}
-        rosters = await asyncio.gather(*(worker.gather(workers) for worker in workers))
-        assert set(rosters) == {rosters[0]}
-        assert {member.peer: member.bytes_per_s for member in rosters[0].members} == truth
-
-    simulate(4, scenario)
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf"), 1e13])
-def test_a_follower_with_an_impossible_measurement_is_left_out(
-    rate: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        strange = pb.Measured(id=workers[0].member.peer, bytes_per_s=rate)
-        monkeypatch.setattr(rosters, "measured_to_wire", lambda measured: [strange] if measured else [])
-        workers[1].measured = {workers[0].member.peer: 1e6}
-        found = await asyncio.gather(*(worker.gather(workers) for worker in workers))
-        alone = [worker.member.peer for worker in (workers[0], workers[2])]
-        assert names(found[0]) == names(found[2]) == alone
-
-    simulate(3, scenario)
-
-
-@pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
-def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
-    members = [pb.Member(id=FIRST_PEER), pb.Member(id=SECOND_PEER)]
-    wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
-    assert roster_from_wire(wire, round=3, me=RoundMember(FIRST_PEER)).members[1].bytes_per_s == 2e6
-    with pytest.raises(ProtocolViolation):
-        roster_from_wire(
-            pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
-            round=3,
-            me=RoundMember(FIRST_PEER),
-        )
-
-
 def test_a_follower_of_a_follower_is_redirected_to_the_leader() -> None:
     """The last worker does not know the first one, and asks the second one, which follows it."""
 
@@ -393,141 +326,3 @@ async def cancelled(*waiting: Coroutine[Any, Any, Roster]) -> AsyncIterator[None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def sizes(network: MemoryNetwork) -> list[int]:
-    """The size of every matchmaking message that arrives from now on."""
-    found: list[int] = []
-
-    def watch(delivery: Delivery) -> None:
-        if delivery.protocol == MATCHMAKING:
-            found.append(len(delivery.message.header))
-
-    network.observers.append(watch)
-    return found
-
-
-def test_addresses_are_sent_once() -> None:
-    async def scenario(network: MemoryNetwork, workers: list[Worker]) -> None:
-        for worker in workers:
-            worker.member = replace(worker.member, addresses=tuple(f"/ip4/10.0.0.{n}" for n in range(9)))
-        told = []
-        for round in (3, 4):
-            messages = sizes(network)
-            rosters = await asyncio.gather(*(worker.gather(workers, round=round) for worker in workers))
-            network.observers.clear()
-            assert {names(roster)[0] for roster in rosters} == {workers[0].member.peer}
-            assert {
-                tuple((each.peer, each.addresses, each.weight) for each in roster.members)
-                for roster in rosters
-            } == {tuple((each.member.peer, each.member.addresses, 100.0) for each in workers)}
-            told.append(sum(messages))
-        assert told[1] < told[0] / 5
-
-    simulate(4, scenario)
-
-
-@pytest.mark.parametrize("change", ["moved", "weight", "missed", "new leader", "fewer"])
-def test_a_follower_without_the_address_book_gets_the_whole_roster(change: str) -> None:
-    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        await asyncio.gather(*(worker.gather(workers) for worker in workers))
-        present = workers
-        match change:
-            case "moved":
-                workers[2].member = replace(workers[2].member, addresses=("/ip4/10.0.0.1",))
-            case "weight":
-                workers[2].member = replace(workers[2].member, weight=0.0)
-            case "missed":
-                three = [worker for worker in workers if worker is not workers[2]]
-                await asyncio.gather(*(worker.gather(three, round=4) for worker in three))
-            case "new leader":
-                present = workers[1:]
-                workers[1].matchmaking._book = NO_ADDRESSES
-            case "fewer":
-                present = workers[:3]
-        rosters = await asyncio.gather(*(worker.gather(present, round=5) for worker in present))
-        expected = [(each.member.peer, each.member.addresses, each.member.weight) for each in present]
-        for roster in rosters:
-            assert [(each.peer, each.addresses, each.weight) for each in roster.members] == expected
-
-    simulate(4, scenario)
-
-
-A = RoundMember(
-    FIRST_PEER, ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
-)
-B = RoundMember(SECOND_PEER, (), bytes_per_s=2e6, weight=0.0)
-ROSTER = Roster(3, FIRST + 7, (A, B))
-SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
-
-
-@defence("a member of a roster can sign", off=replacing(rosters, "public_key_of", nothing), id="b")
-@pytest.mark.parametrize("id", ["", "b", "QmNoKey", FIRST_PEER + "1", "1" * 200])
-def test_a_member_that_cannot_sign_is_refused(id: str) -> None:
-    with pytest.raises(ProtocolViolation, match="can sign"):
-        member_from_wire(pb.Member(id=id))
-
-
-def test_a_roster_by_hash_has_the_same_members() -> None:
-    assert not SHORT.members
-    short = roster_from_wire(SHORT, round=3, me=A, book=AddressBook.of(ROSTER.members))
-    assert short.members == (replace(A, last_exchange=0), B)
-    equal = Roster(3, FIRST + 7, (A, replace(A, peer=SECOND_PEER)))
-    book = AddressBook.of(equal.members)
-    wire = roster_to_wire(equal, book.hash)
-    assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
-    assert [each.weight for each in roster_from_wire(wire, round=3, me=A, book=book).members] == [1, 1]
-
-
-@defence(
-    "a leader does not use up exchange numbers",
-    off=replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
-    wrong=pb.Roster(exchange_number=4 * EXCHANGES_PER_ROUND),
-)
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        pb.Roster(known=b"0" * 16),
-        pb.Roster(weights=[1.0, 1.0, 1.0]),
-        pb.Roster(weights=[float("nan")]),
-        pb.Roster(bytes_per_s=[1.0]),
-        pb.Roster(members=[pb.Member(id=THIRD_PEER)]),
-        pb.Roster(round=4),
-        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND),
-        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),
-        pb.Roster(exchange_number=(1 << 64) - 1),
-    ],
-    ids=lambda wrong: str(wrong)[:20],
-)
-def test_a_roster_by_hash_is_checked(wrong: pb.Roster) -> None:
-    wire = pb.Roster()
-    wire.CopyFrom(SHORT)
-    wire.MergeFrom(wrong)  # repeated fields are extended
-    with pytest.raises(ProtocolViolation):
-        roster_from_wire(wire, round=3, me=A, book=AddressBook.of(ROSTER.members))
-
-
-def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
-    """A leader that reports a lower last exchange than the follower sent cannot make it repeat
-    one."""
-    wire = roster_to_wire(Roster(3, FIRST + 4, (replace(A, last_exchange=FIRST + 3), B)))
-    with pytest.raises(ProtocolViolation, match="exchange number 196612"):
-        roster_from_wire(wire, round=3, me=replace(A, last_exchange=FIRST + 4))
-
-
-def test_a_follower_that_never_sends_its_addresses_is_refused() -> None:
-    async def scenario(_: MemoryNetwork, workers: list[Worker]) -> None:
-        host, follower = workers
-        await host.matchmaking.set_position(AT_START)
-        request = pb.MatchmakingRequest(
-            job=JOB, round=3, state=START, member=pb.Member(weight=1.0), known=b"0" * 16
-        )
-        stream = await follower.transport.open(host.member.peer, MATCHMAKING, deadline_s=2.0)
-        for _again in range(2):
-            await stream.send(Message(request.SerializeToString()))
-        reply = pb.MatchmakingReply.FromString((await stream.receive()).header)
-        assert reply.HasField("unknown")
-        with pytest.raises(StreamEnded):
-            await stream.receive()
-
-    simulate(2, scenario)

@@ -265,7 +265,6 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
         )
         host = lab.nodes["a"].host
         assert host is not None
-        await asyncio.sleep(1.0)
 
         async def flood() -> None:
             async with lab.client("greedy") as swarm:

@@ -83,11 +83,6 @@ def open_chain(
     return Chain.open(swarm, spec, lab.reference.embed)
 
 
-async def start(lab: Lab, layout: dict[str, tuple[int, int]]) -> None:
-    await lab.start_all(layout)
-    await asyncio.sleep(1.0)  # the directory shows them all
-
-
 def kind_of(delivery: Delivery) -> str | None:
     """The kind of a request: "upload", "open" or "step"; None for other protocols."""
     kinds = {ADAPTER.id: pb.AdapterRequest, SESSION.id: pb.SessionRequest, LINK.id: pb.LinkRequest}
@@ -121,7 +116,7 @@ def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
     text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, {"first": (0, 2), "drops": (2, 6)})
+        await lab.start_all({"first": (0, 2), "drops": (2, 6)})
         node = lab.nodes["drops"]
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
             hidden = [await chain.forward((Row(0, 0, 5, 5, 0),), torch.tensor(text[:5]))]
@@ -147,7 +142,7 @@ def test_an_adapter_through_hops_gives_the_outputs_of_peft(
     text = [*PROMPT, *tuned.greedy(PROMPT, TOKENS)]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, layout)
+        await lab.start_all(layout)
         async with lab.client() as swarm:
             async with open_chain(lab, swarm, tuned.adapter) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == text[len(PROMPT) :]
@@ -168,7 +163,7 @@ def test_clients_with_and_without_adapters_get_their_own_outputs(reference: Refe
     expected += [reference.greedy(prompt, TOKENS) for prompt in prompts[8:]]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["2 hops"])
+        await lab.start_all(LAYOUTS["2 hops"])
 
         async def talk(number: int, adapter: Adapter | None) -> list[int]:
             async with lab.client(f"client {number}") as swarm, open_chain(lab, swarm, adapter) as chain:
@@ -191,7 +186,7 @@ def test_a_host_may_fail_at_any_time(reference: Reference, tuned: Tuned, victim:
     computes the same outputs."""
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, {"a": (0, 3), "b": (3, 6)})
+        await lab.start_all({"a": (0, 3), "b": (3, 6)})
         seen: list[Delivery] = []
         crashed = asyncio.Event()
 
@@ -217,7 +212,7 @@ def test_the_client_uploads_a_lost_adapter_again_to_a_session_host(reference: Re
     tuned = Tuned(reference, "lora")
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["2 hops"])
+        await lab.start_all(LAYOUTS["2 hops"])
         host = lab.nodes["b"].host
         assert host is not None
         uploads, opened = counted(lab, "upload", "b"), counted(lab, "open", "b")
@@ -237,7 +232,7 @@ def test_a_host_that_never_keeps_an_uploaded_adapter_is_replaced(reference: Refe
     tuned = Tuned(reference, "lora")
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, {"a": (0, 6)})
+        await lab.start_all({"a": (0, 6)})
         host = lab.nodes["a"].host
         assert host is not None
         asked = asyncio.Event()
@@ -265,7 +260,7 @@ def test_sequences_with_a_prefix_are_rewound_and_forked_like_others(reference: R
     one, other, third = [5, 6, 7, 8, 9, 10], [5, 6, 7, 20, 21], [5, 6, 7, 8, 40]
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["2 hops"])
+        await lab.start_all(LAYOUTS["2 hops"])
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
             await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor(one))
             rewound = await chain.forward((Row(0, 3, 2, 2, 0, True),), torch.tensor(other[3:]))
@@ -284,7 +279,7 @@ def test_positions_of_a_prefix_count(reference: Reference) -> None:
     tuned = Tuned(reference, "prefix")
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["1 hop"])
+        await lab.start_all(LAYOUTS["1 hop"])
         async with (
             lab.client() as swarm,
             open_chain(lab, swarm, tuned.adapter, max_length=PREFIX + 6) as chain,
@@ -301,7 +296,7 @@ def test_a_prefix_that_lacks_blocks_is_refused_by_the_client(reference: Referenc
     some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if not name.startswith("4.")}
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["3 hops"])
+        await lab.start_all(LAYOUTS["3 hops"])
         async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
             with pytest.raises(ConfigError, match="block 4"):
                 await chain.forward((Row(0, 0, 1, 1, 0),), torch.tensor([5]))
@@ -314,7 +309,7 @@ def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Referen
     some = {name: tensor for name, tensor in tuned.adapter.tensors.items() if name[0] in "01"}
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["3 hops"])
+        await lab.start_all(LAYOUTS["3 hops"])
         uploads = {name: counted(lab, "upload", name) for name in "abc"}
         async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
             await lab.generate(chain, PROMPT, 2)
@@ -325,7 +320,7 @@ def test_hosts_outside_the_blocks_of_an_adapter_do_not_get_it(reference: Referen
 
 def test_a_session_that_ends_while_it_is_copied_leaves_nothing(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
-        await start(lab, LAYOUTS["1 hop"])
+        await lab.start_all(LAYOUTS["1 hop"])
         engine = lab.nodes["a"].engine
         assert engine is not None
         async with lab.client() as swarm:
@@ -352,7 +347,7 @@ def test_a_standby_gets_a_long_adapter_while_the_chain_is_whole(
         monkeypatch.setattr(module, "ADAPTER", protocol)
 
     async def scenario(lab: Lab) -> None:
-        await start(lab, {"one": (0, 6), "other": (0, 6)})
+        await lab.start_all({"one": (0, 6), "other": (0, 6)})
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter, standby=True) as chain:
             tokens = await lab.generate(chain, PROMPT, TOKENS)
             assert tokens == tuned.greedy(PROMPT, TOKENS)

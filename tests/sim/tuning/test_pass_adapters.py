@@ -1,7 +1,6 @@
 """Passes with a client's adapter: loss and gradients equal PEFT's, whichever hosts compute or fail;
 other clients are not affected."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -67,7 +66,6 @@ async def train(
     """Run a forward and a backward through nodes of ``layout`` and check the results. Returns the
     number of failures of hosts."""
     await lab.start_all(layout)
-    await asyncio.sleep(1.0)
     prepare(lab)
     spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=Adapter(local.tensors))
     async with lab.client() as swarm:
@@ -201,7 +199,6 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
     async def scenario(lab: Lab) -> dict[str, torch.Tensor]:
         for name in ("a", "b"):
             await lab.start(name, lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=Adapter(local.tensors))
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, spec, COUNTS)
@@ -221,7 +218,6 @@ ZEROS = torch.zeros(8, HIDDEN)
 def test_a_pass_names_an_adapter_of_its_client_for_its_blocks(reference: Reference, local: LocalPass) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         adapter = Adapter(local.tensors)
         async with lab.client() as swarm, lab.network.transport(lab.peer_id("other")) as other:
             await swarm.refresh()
@@ -264,7 +260,6 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             await swarm.refresh()
             (hop,) = swarm.route((0, 6))

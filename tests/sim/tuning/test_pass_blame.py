@@ -56,7 +56,6 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
 
     async def scenario(lab: Lab) -> None:
         await lab.start_all(layout)
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter)
             batch = RemoteBatch(swarm, spec, counts)
@@ -142,7 +141,6 @@ def test_a_host_whose_numbers_overflow_at_others_is_replaced(
 
     async def scenario(lab: Lab) -> None:
         await lab.start_all(REPLICAS)
-        await asyncio.sleep(1.0)
         engine = lab.nodes[lies.liar].engine
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Liar(engine.stage, lies.of))
@@ -175,7 +173,6 @@ def test_a_host_whose_numbers_overflow_at_others_is_replaced(
 def test_an_adapter_that_fits_no_block_is_refused_at_once(reference: Reference) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=unknown_module())
             started = asyncio.get_running_loop().time()
@@ -198,7 +195,6 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
     async def scenario(lab: Lab) -> None:
         for name in ("a", "b"):
             await lab.start(name, lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         engine = lab.nodes["a"].engine
         assert engine is not None
         monkeypatch.setattr(engine, "stage", _Full(engine.stage, no_memory))

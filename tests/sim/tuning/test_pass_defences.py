@@ -58,7 +58,6 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6), **hosting))
-        await asyncio.sleep(1.0)
         async with (
             lab.client() as swarm,
             lab.chain(swarm) as chain,

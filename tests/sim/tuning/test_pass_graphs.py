@@ -81,7 +81,6 @@ def train(
     async def scenario(lab: Lab) -> Watch:
         await lab.start_all(SPANS, **hosting)
         watch = Watch(lab)
-        await asyncio.sleep(1.0)
         expected = reference.train(states(0), COUNTS, states(1))
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)

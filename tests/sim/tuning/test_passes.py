@@ -71,7 +71,6 @@ async def train(
 ) -> Outcome:
     """A forward and a backward pass through nodes of ``layout``."""
     await lab.start_all(layout)
-    await asyncio.sleep(1.0)  # the directory shows them all
     served: dict[str, set[PeerId]] = {"forward": set(), "backward": set()}
 
     def note(delivery: Delivery) -> None:
@@ -275,7 +274,6 @@ def test_hosts_out_of_resources_are_named_and_sent_nothing(reference: Reference)
         lab.network.observers.append(
             lambda delivery: sent.append(delivery) if kind_of(delivery) == "part" else None
         )
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
             with pytest.raises(OutOfResources, match="no room"):
@@ -289,7 +287,6 @@ def test_hosts_out_of_resources_are_named_and_sent_nothing(reference: Reference)
 def test_the_client_sends_only_finite_values(reference: Reference, value: float) -> None:
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
-        await asyncio.sleep(1.0)
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
             await batch.forward(random_states(0))

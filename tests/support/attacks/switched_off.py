@@ -9,9 +9,11 @@ from typing import Any
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_client.hosts.exclusions import Exclusions
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.membership import handshake
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.net.limits.stream_scope import StreamScope
@@ -72,3 +74,14 @@ def skip_signatures(sealed: Iterable[bytes], **_: object) -> Iterator[Record]:
             yield Record(
                 said.swarm, said.topic, said.signer, said.sequence, said.expires_at_ms / 1000, said.body
             )
+
+
+def replace_both(patch: Patch) -> None:
+    """Replace both hosts whenever one reports that it does not reach the other."""
+    separate = Exclusions.separate
+
+    def separated(exclusions: Exclusions, one: PeerId, other: PeerId, now: float) -> bool:
+        separate(exclusions, one, other, now)
+        return True
+
+    patch.setattr(Exclusions, "separate", separated)

@@ -1,5 +1,6 @@
 """A directory in memory, for simulations: one board that all peers of a ``MemoryNetwork`` share."""
 
+import asyncio
 import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,11 @@ class MemoryBoard:
         now = self.clock()
         self._postings = [posting for posting in self._postings if posting.expires_at > now]
         self._postings.append(_Posting(now + self.delay_s, record.topic, record.expires_at, sealed))
+
+    async def shown(self) -> None:
+        """Wait until everything that was published is visible."""
+        while any(each.visible_at > self.clock() for each in self._postings):  # noqa: ASYNC110 - virtual time
+            await asyncio.sleep(self.delay_s)
 
     def read(self, topic: str) -> list[bytes]:
         now = self.clock()

@@ -150,16 +150,14 @@ class Lab:
         )
 
     async def start(self, name: str, hosting: Hosting, executor: Executor | None = None) -> Node:
-        """Start a node that runs until the lab ends or the network crashes it; returns when it
-        serves.
+        """Start a node that runs until the lab ends or the network crashes it. Return when it
+        serves and the directory shows it.
 
         ``executor`` is its torch thread, if its work takes time or waits for peers.
         """
         if executor is not None:
             self._executors[name] = executor
-        serving: asyncio.Future[Node] = asyncio.get_running_loop().create_future()
-        self._tasks[name] = asyncio.create_task(self._live(name, partial(Node, hosting=hosting), serving))
-        self.nodes[name] = await serving
+        self.nodes[name] = await self._start(name, partial(Node, hosting=hosting))
         return self.nodes[name]
 
     async def start_all(self, spans: Mapping[str, tuple[int, int]], **options: Any) -> None:
@@ -169,11 +167,14 @@ class Lab:
 
     async def start_experts(self, name: str, hosting: ExpertHosting) -> ExpertNode:
         """Start a node with experts, as ``start``."""
-        serving: asyncio.Future[ExpertNode] = asyncio.get_running_loop().create_future()
-        self._tasks[name] = asyncio.create_task(
-            self._live(name, partial(ExpertNode, hosting=hosting), serving)
-        )
-        return await serving
+        return await self._start(name, partial(ExpertNode, hosting=hosting))
+
+    async def _start(self, name: str, node_of: Callable[[Dependencies], N]) -> N:
+        serving: asyncio.Future[N] = asyncio.get_running_loop().create_future()
+        self._tasks[name] = asyncio.create_task(self._live(name, node_of, serving))
+        node = await serving
+        await self.board.shown()
+        return node
 
     async def stop(self, name: str) -> None:
         """End a node's process: the network sees its streams end, the directory learns nothing."""
@@ -322,6 +323,14 @@ def load_reference(directory: Path, cache_dir: Path, **options: float) -> Refere
     from tests.support.models.tiny import save_tiny_llama
 
     return Reference(resolve(str(save_tiny_llama(directory, **options)), cache_dir=cache_dir))
+
+
+def load_family(family: str, folder: Path) -> Reference:
+    """Save and load the tiny model of a family of ``hub_families``."""
+    from swarmnet_protocols.models import resolve
+    from tests.support.models.hub_families import FAMILIES
+
+    return Reference(resolve(str(FAMILIES[family].save(folder / "model")), cache_dir=folder / "cache"))
 
 
 def simulate(

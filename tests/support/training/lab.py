@@ -6,6 +6,7 @@ import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE
-from swarmnet_protocols.training.codecs import Codec, get_codec, result_codec
-from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, weighted_mean
+from swarmnet_protocols.training.codecs import ALIGNMENT, Codec, get_codec, result_codec
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, aggregate, weighted_mean
 from swarmnet_protocols.training.rounds.averaging import Averager
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
@@ -35,6 +36,10 @@ IDENTITIES = {
     for identity in (Identity.from_seed(f"worker {index}".encode()) for index in range(16))
 }
 PEERS = tuple(IDENTITIES)
+
+COUNT = 8 * ALIGNMENT
+"""Values in a round, where nothing asks for another number."""
+ROBUST = AggregationRules(aggregate=partial(aggregate, "median"), verifiable=True)
 
 Outcomes = dict[PeerId, Outcome]
 

@@ -23,6 +23,11 @@ JOB = b"j" * 32
 START = b"s" * 32
 TIMING = Timing()
 TIMEOUT_S = 10.0
+AT_START = WorkerPosition(3, START)
+
+
+def names(roster: Roster) -> list[PeerId]:
+    return [member.peer for member in roster.members]
 
 
 @dataclass

@@ -25,9 +25,10 @@ from swarmnet_protocols.training.rounds.round_state import RoundState
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.training.rounds.votes import UNVOTED, Votes
 from tests.defences import defence, no, replacing
-from tests.sim.training.rounds.test_verifiable_rounds import COUNT, ROBUST
 from tests.support.network.virtual_time import run
 from tests.support.training.lab import (
+    COUNT,
+    ROBUST,
     TIMING,
     Outcomes,
     TrainingLab,

@@ -14,11 +14,11 @@ from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.replica import Replica
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.codecs import ALIGNMENT, get_codec
+from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.rounds import reduction
 from swarmnet_protocols.training.rounds import terms as terms_module
-from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules, aggregate
+from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.reduction import (
     Contribution,
     Result,
@@ -31,22 +31,14 @@ from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
 from tests.defences import Patch, defence, nothing, replacing, yes
 from tests.support.network.virtual_time import run
-from tests.support.training.lab import IDENTITIES, JOB, Outcomes, TrainingLab, Work, simulate
+from tests.support.training.lab import COUNT, IDENTITIES, JOB, ROBUST, Outcomes, TrainingLab, Work, simulate
 from tests.support.training.workers import WorkerLab, train, write_job
 
-COUNT = 8 * ALIGNMENT
 LIAR = 0
 """The member that lies, by its place in the roster: it reduces the first slice."""
 
 Payloads = Sequence[tuple[int, Contribution]]
 Lie = Callable[[RoundTerms, int, Payloads], Result]
-
-
-def robust(rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return aggregate("median", rows, weights)
-
-
-ROBUST = AggregationRules(aggregate=robust, verifiable=True)
 
 
 def bundle(terms: RoundTerms, index: int, payloads: Payloads) -> Result:
@@ -168,7 +160,7 @@ def test_honest_members_commit_the_aggregate_of_all_contributions(codec: str) ->
                 for peer in contributors
             ]
             weights = torch.tensor([work.weights[peer] for peer in contributors], dtype=torch.float64)
-            assert torch.equal(outcome.average[start:end], robust(torch.stack(rows), weights))
+            assert torch.equal(outcome.average[start:end], ROBUST.aggregate(torch.stack(rows), weights))
 
 
 def signed(terms: RoundTerms, member: int, values: torch.Tensor, *, index: int = 0) -> Contribution:

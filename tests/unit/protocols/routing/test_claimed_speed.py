@@ -18,6 +18,7 @@ from swarmnet_protocols.routing.chain_view import Hop, View, credible
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.measured_speed import MEMORY_S, Speeds
 from tests.defences import Patch, defence, nothing, replacing
+from tests.support.attacks.switched_off import replace_both
 
 MOST_OF_A_TRUTHFUL_HOST = 1.2
 HONEST, LIARS = 12, 4
@@ -139,16 +140,6 @@ def chains_with_victim(*, slandered: bool) -> float:
                 second = None
         used += second == victim
     return used / CLIENTS
-
-
-def replace_both(patch: Patch) -> None:
-    separate = Exclusions.separate
-
-    def separated(exclusions: Exclusions, one: PeerId, other: PeerId, now: float) -> bool:
-        separate(exclusions, one, other, now)
-        return True
-
-    patch.setattr(Exclusions, "separate", separated)
 
 
 @defence("slander of a neighbour costs its sender", off=replace_both)

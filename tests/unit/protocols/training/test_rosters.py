@@ -1,10 +1,28 @@
-"""Rosters: the choice of a round's members among the candidates."""
+"""Rosters: the choice of a round's members among the candidates, and rosters from peers."""
 
+from dataclasses import replace
+
+import pytest
+
+from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.training import rosters
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.rosters import EXCHANGES_PER_ROUND, JoinRequest, Roster
+from swarmnet_protocols.training.rosters import (
+    EXCHANGES_PER_ROUND,
+    MAX_AHEAD_OF_FOLLOWER,
+    AddressBook,
+    JoinRequest,
+    Roster,
+    member_from_wire,
+    roster_from_wire,
+    roster_to_wire,
+)
 from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S, RoundMember
+from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.defences import defence, nothing, replacing
+from tests.support.training.lab import PEERS
 
 A, B, C, D = map(PeerId, "abcd")
 
@@ -48,3 +66,85 @@ def test_rates_are_what_members_measured_of_each_other() -> None:
     assert {member.peer: member.bytes_per_s for member in roster.members} == {A: 4e6, B: 4e6, C: 8e6}
     alone = Roster.of(me, [], 3)
     assert [member.bytes_per_s for member in alone.members] == [UNMEASURED_BYTES_PER_S]
+
+
+FIRST = 3 * EXCHANGES_PER_ROUND
+"""One below the first exchange number of round 3."""
+
+
+FIRST_PEER, SECOND_PEER, THIRD_PEER = sorted(PEERS[:3])
+
+
+@pytest.mark.parametrize("rates", [[], [1e6], [1e6, 0.0], [1e6, float("nan")], [1e6] * 3])
+def test_a_roster_without_a_good_rate_for_every_member_is_refused(rates: list[float]) -> None:
+    members = [pb.Member(id=FIRST_PEER), pb.Member(id=SECOND_PEER)]
+    wire = pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=[1e6, 2e6])
+    assert roster_from_wire(wire, round=3, me=RoundMember(FIRST_PEER)).members[1].bytes_per_s == 2e6
+    with pytest.raises(ProtocolViolation):
+        roster_from_wire(
+            pb.Roster(round=3, members=members, exchange_number=FIRST + 1, bytes_per_s=rates),
+            round=3,
+            me=RoundMember(FIRST_PEER),
+        )
+
+
+ALICE = RoundMember(
+    FIRST_PEER, ("/ip4/10.0.0.1",), bytes_per_s=1e6, weight=1.0, last_exchange=2 * EXCHANGES_PER_ROUND
+)
+BOB = RoundMember(SECOND_PEER, (), bytes_per_s=2e6, weight=0.0)
+ROSTER = Roster(3, FIRST + 7, (ALICE, BOB))
+SHORT = roster_to_wire(ROSTER, AddressBook.of(ROSTER.members).hash)
+
+
+@defence("a member of a roster can sign", off=replacing(rosters, "public_key_of", nothing), id="b")
+@pytest.mark.parametrize("id", ["", "b", "QmNoKey", FIRST_PEER + "1", "1" * 200])
+def test_a_member_that_cannot_sign_is_refused(id: str) -> None:
+    with pytest.raises(ProtocolViolation, match="can sign"):
+        member_from_wire(pb.Member(id=id))
+
+
+def test_a_roster_by_hash_has_the_same_members() -> None:
+    assert not SHORT.members
+    short = roster_from_wire(SHORT, round=3, me=ALICE, book=AddressBook.of(ROSTER.members))
+    assert short.members == (replace(ALICE, last_exchange=0), BOB)
+    equal = Roster(3, FIRST + 7, (ALICE, replace(ALICE, peer=SECOND_PEER)))
+    book = AddressBook.of(equal.members)
+    wire = roster_to_wire(equal, book.hash)
+    assert (list(wire.weights), list(wire.bytes_per_s)) == ([1.0], [1e6])
+    assert [each.weight for each in roster_from_wire(wire, round=3, me=ALICE, book=book).members] == [1, 1]
+
+
+@defence(
+    "a leader does not use up exchange numbers",
+    off=replacing(rosters, "highest_exchange_number", lambda *_: 1 << 64),
+    wrong=pb.Roster(exchange_number=4 * EXCHANGES_PER_ROUND),
+)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pb.Roster(known=b"0" * 16),
+        pb.Roster(weights=[1.0, 1.0, 1.0]),
+        pb.Roster(weights=[float("nan")]),
+        pb.Roster(bytes_per_s=[1.0]),
+        pb.Roster(members=[pb.Member(id=THIRD_PEER)]),
+        pb.Roster(round=4),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND),
+        pb.Roster(exchange_number=3 * EXCHANGES_PER_ROUND + MAX_AHEAD_OF_FOLLOWER + 1),
+        pb.Roster(exchange_number=(1 << 64) - 1),
+    ],
+    ids=lambda wrong: str(wrong)[:20],
+)
+def test_a_roster_by_hash_is_checked(wrong: pb.Roster) -> None:
+    wire = pb.Roster()
+    wire.CopyFrom(SHORT)
+    wire.MergeFrom(wrong)  # repeated fields are extended
+    with pytest.raises(ProtocolViolation):
+        roster_from_wire(wire, round=3, me=ALICE, book=AddressBook.of(ROSTER.members))
+
+
+def test_a_roster_with_an_exchange_number_that_was_used_is_refused() -> None:
+    """ALICE leader that reports a lower last exchange than the follower sent cannot make it repeat
+    one."""
+    wire = roster_to_wire(Roster(3, FIRST + 4, (replace(ALICE, last_exchange=FIRST + 3), BOB)))
+    with pytest.raises(ProtocolViolation, match="exchange number 196612"):
+        roster_from_wire(wire, round=3, me=replace(ALICE, last_exchange=FIRST + 4))
