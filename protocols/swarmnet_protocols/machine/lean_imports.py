@@ -21,8 +21,8 @@ from swarmnet_protocols.errors import ConfigError
 
 _HIDDEN_PACKAGES = ("scipy", "PIL")
 """Optional dependencies of transformers: for losses of object detectors, and for images."""
-_DEVICE_PACKAGE = "accelerate"
-"""The package that transformers needs to place weights on an accelerator.
+_DEVICE_PACKAGES = ("accelerate",)
+"""Packages that transformers needs to place weights on an accelerator.
 
 Hidden on machines without an accelerator.
 """
@@ -100,7 +100,7 @@ def import_transformers() -> None:
         from swarmnet_protocols.machine.devices import has_accelerator
 
         torch.distributed.is_available = _no
-        unused = _HIDDEN_PACKAGES if has_accelerator() else (*_HIDDEN_PACKAGES, _DEVICE_PACKAGE)
+        unused = _HIDDEN_PACKAGES if has_accelerator() else _HIDDEN_PACKAGES + _DEVICE_PACKAGES
         # transformers remembers which packages it has found, so hiding them later has no effect.
         hidden = () if "transformers" in sys.modules else unused
         prepare_package("transformers", __version__=version("transformers"))
