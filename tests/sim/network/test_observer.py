@@ -301,6 +301,7 @@ def test_topics_are_read_at_once_and_a_failed_one_delays_no_other(
             body = records_pb2.CatalogRecord(model=entry).SerializeToString()
             publisher = Publisher(peer(f"liar-{number}"), SWARM, virtual_clock)
             lab.board.post(*publisher.seal(catalog.TOPIC, body, lifetime_s=600))
+        await lab.board.shown()
 
         async def slow(directory: MemoryDirectory, topic: str) -> Any:
             nonlocal reading, most
