@@ -107,7 +107,7 @@ sanitized: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.plugins.sanitized \
 		--timeout 600 tests/unit/node/engine/kernels/test_native_backend.py tests/unit/protocols/quantization/test_packed_experts.py \
-		tests/unit/protocols/quantization/test_packed_products.py tests/unit/protocols/quantization/test_quantize.py tests/unit/client/model/test_packed.py $(PYTEST_ARGS) $(OR_NONE)
+		tests/unit/protocols/quantization/test_packed_products.py tests/unit/protocols/quantization/test_quantize.py tests/unit/protocols/quantization/test_packed_head.py $(PYTEST_ARGS) $(OR_NONE)
 
 # The second run of each test of a defence, with the defence off; `fast` and `slow` have them, too.
 defences: $(INSTALLED)
@@ -129,7 +129,7 @@ demo: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m tests.bench.exactness
 	$(BIN)/python -m tests.bench.wire_exactness
-	$(BIN)/python -m tests.bench.decode
+	$(BIN)/python -m tests.bench.decode --models smollm2-135m-instruct Q4_1 Q4_K Q8_0
 	$(BIN)/python -m tests.bench.long_inputs
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover

@@ -69,6 +69,9 @@ def key(name: str, index: int | None = None, **where: Any) -> Callable[[Sequence
     return samples
 
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+BILLION_FORMATS = ("Q4_1", "Q4_K", "Q8_0")
+"""Formats of the random model with the structure of Llama 3.2 1B that ``decode`` measures."""
 SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
     "Answering": {
         "exactness": [
@@ -90,25 +93,79 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             Headline("with bfloat16", "%", "", key("equal_percent", wire="bfloat16")),
         ],
         "decode": [
+            *(
+                headline
+                for format in BILLION_FORMATS
+                for headline in (
+                    Headline(
+                        f"a billion weights in {format}: decode steps through three loopback hops",
+                        "x llama.cpp's RPC",
+                        "at least 1.8",
+                        key("swarm_decode_over_llama_cpp_rpc", model=format),
+                    ),
+                    Headline(
+                        f"{format}: these decode steps beside one process",
+                        "x llama.cpp",
+                        "at least 0.85",
+                        key("swarm_decode_over_llama_cpp", model=format),
+                    ),
+                    Headline(
+                        f"{format}: decode steps of one host with all blocks",
+                        "x llama.cpp",
+                        "at least 0.95",
+                        key("one_host_decode_over_llama_cpp", model=format),
+                    ),
+                    Headline(
+                        f"{format}: a prompt of 512 tokens through three loopback hops",
+                        "x llama.cpp's RPC",
+                        "at least 2",
+                        key("swarm_prompt_over_llama_cpp_rpc", model=format),
+                    ),
+                    Headline(
+                        f"{format}: that prompt beside one process",
+                        "x transformers in float32",
+                        "at least 1.2",
+                        key("swarm_prompt_over_local", model=format),
+                    ),
+                    Headline(f"{format}: its decode", "tokens/s", "", key("swarm_decode", model=format)),
+                    Headline(
+                        f"{format}: memory of a host of five of 16 blocks, p2pd included",
+                        "MiB",
+                        "at most 350" if format == "Q4_1" else "",
+                        key("swarm_mib", model=format),
+                    ),
+                    Headline(
+                        f"{format}: until that host is ready",
+                        "s",
+                        "at most 2",
+                        key("swarm_ready_s", model=format),
+                    ),
+                )
+            ),
             Headline(
                 "one stream through three loopback hops",
                 "x one process",
                 "at least 0.85",
-                key("ratio_by_round"),
+                key("ratio_by_round", model=DEFAULT_MODEL),
             ),
-            Headline("its rate", "tokens/s", "", key("swarm_tokens_per_s")),
-            Headline("its decode steps", "x llama.cpp's RPC", "at least 2", key("decode_over_llama_cpp_rpc")),
+            Headline("its rate", "tokens/s", "", key("swarm_tokens_per_s", model=DEFAULT_MODEL)),
+            Headline(
+                "its decode steps",
+                "x llama.cpp's RPC",
+                "at least 2",
+                key("swarm_decode_over_llama_cpp_rpc", model=DEFAULT_MODEL),
+            ),
             Headline(
                 "its decode steps beside one process",
                 "x llama.cpp",
                 "at least 0.6",
-                key("decode_over_llama_cpp"),
+                key("swarm_decode_over_llama_cpp", model=DEFAULT_MODEL),
             ),
             Headline(
                 "a prompt of 512 tokens through three loopback hops",
                 "x llama.cpp's RPC",
                 "at least 1.5",
-                key("prompt_over_llama_cpp_rpc"),
+                key("swarm_prompt_over_llama_cpp_rpc", model=DEFAULT_MODEL),
             ),
         ],
         "long_inputs": [
