@@ -14,10 +14,11 @@ import torch
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
-from swarmnet_client.model.packed import MAX_ROWS, PackedHead
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.quantization.packed_head import PackedHead
 
 MODEL = "smollm2-135m-instruct"
+STATES = (1, 2, 4, 8, 16)
 OTHER_DATA_FLOATS = 40_000_000
 
 
@@ -35,7 +36,7 @@ def main() -> None:
     ways = {"packed": head, "torch": lambda states: torch.nn.functional.linear(states, head.weight)}
     other = torch.zeros(OTHER_DATA_FLOATS)
     torch.set_grad_enabled(False)
-    for rows in range(1, MAX_ROWS + 1):
+    for rows in STATES:
         states = torch.randn(rows, head.in_features)
         times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(arguments.rounds):

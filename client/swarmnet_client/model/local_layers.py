@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
-from swarmnet_client.model.packed import pack_head
 from swarmnet_client.model.placeholders import match_layers, stand_ins
 from swarmnet_client.model.sampling import Draw, Token, choose
 from swarmnet_protocols.errors import ConfigError
@@ -78,8 +77,7 @@ def memory_notice(local: LocalModel, options: LoadOptions) -> str:
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
-    """Return an instance of the architecture's class with placeholders for its blocks, and a packed
-    ``lm_head`` where possible.
+    """Return an instance of the architecture's class with placeholders for its blocks.
 
     Its ``forward`` takes ``swarm_call``, a function from embedded inputs [B, n, D] to the outputs
     of the last block.
@@ -94,7 +92,6 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
     )
     model.config._attn_implementation = IMPLEMENTATION
     match_layers(model)
-    pack_head(model, local.cache_dir)
     embeddings = model.get_input_embeddings()
     embeddings.register_forward_pre_hook(partial(_check_ids, model.config.vocab_size))
     return model

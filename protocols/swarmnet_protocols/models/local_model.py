@@ -307,22 +307,38 @@ class LocalModel:
         - ``labels``: load the architecture's sequence classifier of this many classes instead. A
           head that the checkpoint lacks is initialised.
         - ``packed``: as in ``load_span``. Packed embeddings and heads have no ``weight`` and cannot
-          be trained.
+          be trained. Otherwise both have dense weights, and in float32 on the CPU lm_head is a
+          ``PackedHead`` where possible.
 
         Raises ``ConfigError`` if transformers has no such class.
         """
+        import torch
         from torch import nn
 
         from swarmnet_protocols.models.partial_model import build_local_layers
+        from swarmnet_protocols.quantization.packed_head import pack_head
+        from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+        from swarmnet_protocols.quantization.products import load_products
 
         config = self.config
         if labels is not None:
             config = copy.deepcopy(config)
             config.num_labels = labels
         layers: list[nn.ModuleList] = []
+        products = load_products(self.cache_dir)
+        stored: dict[str, PackedTensor] = {}
+        is_float32 = device.type == "cpu" and dtype == torch.float32
+        form = WeightForm(device, packed or is_float32)
+
+        def weights(model: "PreTrainedModel") -> dict[str, Any]:
+            found = self._state_dict(self.manifest.tensors["local_layers"], 0, model, form)
+            if not packed:
+                stored.update((name, each) for name, each in found.items() if isinstance(each, PackedTensor))
+            return found | {name: products.dequantize(each) for name, each in stored.items()}
+
         builder = build_local_layers(config, layers.append, labels=labels)
-        names = self.manifest.tensors["local_layers"]
-        model = self._load(builder, lambda _: names, 0, WeightForm(device, packed), dtype)
+        model: Any = builder.load(weights, dtype=dtype, device=device, products=products)
+        pack_head(model, stored, products)
         model.base_model.layers = stand_ins(layers[-1])
         model.config.max_position_embeddings = self.max_positions
         self._set_generation_config(model)
