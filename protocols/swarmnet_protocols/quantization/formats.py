@@ -35,6 +35,8 @@ class Format(IntEnum):
 
 OWN_FORMATS = frozenset({Format.FP8, Format.INT4})
 """Formats that gguf does not have."""
+WHOLE_ROWS = frozenset({Format.F32, Format.F16, Format.BF16, Format.FP8})
+"""Formats whose rows C never interleaves (``interleaved.h``)."""
 BLOCKS: Mapping[Format, tuple[int, int]] = {
     **{Format(kind): block for kind, block in GGML_QUANT_SIZES.items() if kind in {*Format}},
     Format.FP8: (128, 132),

@@ -1,19 +1,27 @@
-/* Products of a few rows of float32 with a matrix whose rows may be packed (unpack.h).
+/* Products of float32 activations with matrices whose rows may be packed: exact integers inside blocks of 32,
+ * then one fixed sequence of operations on float32. So an output has the same bits on every processor, with
+ * any number of threads, and whatever other rows and outputs are computed with it.
  *
- * A product of one row takes as long as reading the matrix from memory. So packed weights are read as
- * they are stored, and unpacked into the processor's cache, a few outputs at a time. Sums are float32.
- * A sum does not depend on the other rows of the product. */
+ * 1. split() turns each block of 32 activations into a scale and 24-bit integers, each in three signed bytes.
+ * 2. pieces() (interleaved.h) turns 32 weights of 16 outputs into codes of 8 bits, scales and offsets.
+ * 3. add_products() multiplies: its integers are exact, so kernels for any processor agree.
+ *
+ * The method is that of Ozaki et al. 2012, where one factor is integers already. Its error is that of float32.
+ * Weights of 16 and 32 bits and FP8 are multiplied as float32: sixteen sums (column modulo 16) by fused
+ * operations, which are then added in one order. */
 
 #ifndef SWARMNET_PRODUCT_H
 #define SWARMNET_PRODUCT_H
 
-#include "lanes.h"
-#include "unpack.h"
+#include <float.h>
+#include <omp.h>
 
-/* Rows of one format, each of whole blocks, one after another. */
+#include "interleaved.h"
+
+/* Rows of one format, each of whole blocks, one after another, or interleaved in groups (interleaved.h). */
 typedef struct {
     const uint8_t *rows;
-    int64_t format, row_bytes, outputs;
+    int64_t format, row_bytes, outputs, interleaved;
 } segment;
 
 /* A matrix [outputs][inputs], its segments one after another, and a bias. */
@@ -27,33 +35,202 @@ typedef struct {
     int64_t first, end;
 } range;
 
-/* The registers hold the sums of OUTPUTS outputs for half of TILE_ROWS rows, or of half the outputs for
- * all rows. */
-#if defined __AVX512F__
-enum { OUTPUTS = 4, TILE_ROWS = 8 };
-#else
-enum { OUTPUTS = 4, TILE_ROWS = 2 };
-#endif
-/* Columns that are unpacked at a time, a multiple of every format's block. OUTPUTS times these floats
- * take 64 KiB on a thread's stack. Whole rows might not fit: a model chooses their width. With fewer
- * columns, short pieces cost more than they save. */
+/* A block of 32 activations, as many bytes as they have as float32. Activation k is
+ *   scale * (65536 * planes[0][k] + 256 * planes[1][k] + planes[2][k]).
+ * The sums of halves are of the activations themselves, of 256 * planes[0] + planes[1], and of planes[2]. */
+typedef struct {
+    int8_t planes[3][32];
+    float scale, sum[2];
+    int32_t high[2], low[2], unused;
+} activations;
+
+/* Rows that are multiplied with packed weights while these are in the cache. */
+enum { ROWS = 64 };
+/* The registers hold the sums of OUTPUTS outputs for half of TILE_ROWS rows of a product of float32, or of
+ * half the outputs for all rows. */
+enum { OUTPUTS = 4, TILE_ROWS = WIDTH == 16 ? 8 : 2 };
+/* Columns that are unpacked to float32 at a time, a multiple of every format's block. OUTPUTS times these
+ * floats take at most 64 KiB on a thread's stack. Whole rows might not fit: a model chooses their width. */
 enum { COLUMNS = 4096 };
 
 /* The smaller and the larger of two numbers. */
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
-/* A tile of a product: at most OUTPUTS outputs of at most TILE_ROWS rows. Both are compile-time
- * constants, so that the sums stay in registers. There are enough sums to hide the latency of one.
- * A sum does not depend on what else is in its tile. Rows of x are pitch floats apart. With add, the
- * sums are added to out.
+/* The part of count items that this thread computes. */
+static range share(int64_t count) {
+    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    return (range){count * thread / threads, count * (thread + 1) / threads};
+}
+
+/* The part of count outputs: whole groups, except for the last one. */
+static range share_outputs(int64_t count) {
+    range groups = share((count + GROUP - 1) / GROUP);
+    return (range){least(groups.first * GROUP, count), least(groups.end * GROUP, count)};
+}
+
+/* The sum of 16 activations: eight sums of two, then a tree. */
+static inline float sum_of_half(const float *x) {
+    float sums[8];
+    for (int i = 0; i < 8; i++) sums[i] = x[i] + x[i + 8];
+    for (int i = 0; i < 4; i++) sums[i] += sums[i + 4];
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+/* Splits the blocks of 32 activations in a range. A block that is not finite becomes NaN. */
+static void split(const float *x, range blocks, activations *to) {
+    const float top = 127.0f * 65536 - 33152; /* so that no integer needs a fourth byte, however it is rounded */
+    x += 32 * blocks.first;
+    to += blocks.first;
+    for (int64_t block = blocks.first; block < blocks.end; block++, x += 32, to++) {
+        uint32_t bits[32], largest = 0;
+        memcpy(bits, x, sizeof bits);
+        for (int i = 0; i < 32; i++) largest = (bits[i] & 0x7fffffff) > largest ? bits[i] & 0x7fffffff : largest;
+        if (largest >= 0x7f800000) {
+            memset(to, 0, sizeof *to);
+            to->scale = to->sum[0] = to->sum[1] = NAN;
+            continue;
+        }
+        float scale;
+        memcpy(&scale, &largest, sizeof scale);
+        scale = scale / top < FLT_MIN ? FLT_MIN : scale / top;
+        int32_t values[32];
+        for (int i = 0; i < 32; i += WIDTH) *(ints *)(values + i) = nearest(*(const floats *)(x + i) / scale);
+        for (int i = 0; i < 32; i++) {
+            int8_t low = (int8_t)values[i];
+            to->planes[2][i] = low;
+            values[i] = (values[i] - low) >> 8;
+        }
+        for (int i = 0; i < 32; i++) {
+            int8_t middle = (int8_t)values[i];
+            to->planes[1][i] = middle;
+            to->planes[0][i] = (int8_t)((values[i] - middle) >> 8);
+        }
+        to->scale = scale;
+        for (int half = 0; half < 2; half++) {
+            int32_t high = 0, low = 0;
+            for (int i = 16 * half; i < 16 * half + 16; i++) {
+                high += values[i];
+                low += to->planes[2][i];
+            }
+            to->high[half] = high;
+            to->low[half] = low;
+            to->sum[half] = sum_of_half(x + 16 * half);
+        }
+    }
+}
+
+/* What products need to know of a format. Compile-time constants where they are used. */
+typedef struct {
+    int bits;     /* of a code */
+    int halves;   /* scales of a piece and output */
+    int zero;     /* the same for all outputs, or ITS_OWN */
+    int offsets;  /* whether weights have offsets */
+} kind;
+enum { ITS_OWN = -1 };
+
+/* Adds to sums [rows][GROUP] the products of some pieces with rows of x, which are pitch blocks apart. This is the
+ * definition of the product: kernels differ in dots() alone. All integers are exact: below 32 * 255 * 128 * 257 < 2^29.
+ * rows is a compile-time constant. */
+ALWAYS void add_products(const kind of, const piece *p, int64_t count, const activations *x, int64_t pitch, const int rows,
+                         float (*sums)[GROUP]) {
+    const int units = of.halves == 2 ? 4 : 8;
+    for (int at = 0; at < GROUP; at += WIDTH) {
+        floats sum[4];
+        for (int r = 0; r < rows; r++) sum[r] = *(const floats *)(sums[r] + at);
+        for (int64_t i = 0; i < count; i++)
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) {
+                const activations *a = x + r * pitch + i;
+#pragma GCC unroll 2
+                for (int half = 0; half < of.halves; half++) {
+                    const uint8_t *codes = p[i].codes + half * HALF + 4 * at;
+                    ints high = dots(codes, a->planes[0] + 16 * half, units, of.bits);
+                    ints middle = dots(codes, a->planes[1] + 16 * half, units, of.bits);
+                    ints low = dots(codes, a->planes[2] + 16 * half, units, of.bits);
+                    high = high * 256 + middle;
+                    if (of.zero) {
+                        int32_t all_high = a->high[half], all_low = a->low[half];
+                        if (of.halves == 1) all_high += a->high[1], all_low += a->low[1];
+                        if (of.zero == ITS_OWN) {
+                            ints zero = *(const ints *)(p[i].zero + at);
+                            high -= zero * all_high;
+                            low -= zero * all_low;
+                        } else {
+                            high -= of.zero * all_high;
+                            low -= of.zero * all_low;
+                        }
+                    }
+                    floats value = fused_floats(to_floats(high), (floats){0} + 256.0f, to_floats(low));
+                    sum[r] = fused_floats(value * a->scale, *(const floats *)(p[i].scale[half] + at), sum[r]);
+                    if (of.offsets) {
+                        float all = of.halves == 1 ? a->sum[0] + a->sum[1] : a->sum[half];
+                        sum[r] = fused_floats(*(const floats *)(p[i].offset[half] + at), (floats){0} + all, sum[r]);
+                    }
+                }
+            }
+        for (int r = 0; r < rows; r++) *(floats *)(sums[r] + at) = sum[r];
+    }
+}
+
+/* As add_products, for any number of rows. */
+ALWAYS void add_rows(const kind of, const piece *p, int64_t count, const activations *x, int64_t pitch, int64_t rows,
+                     float (*sums)[GROUP]) {
+    for (; WIDTH > 4 && rows >= 4; rows -= 4, x += 4 * pitch, sums += 4) add_products(of, p, count, x, pitch, 4, sums);
+    for (; WIDTH > 4 && rows >= 2; rows -= 2, x += 2 * pitch, sums += 2) add_products(of, p, count, x, pitch, 2, sums);
+    for (; rows; rows--, x += pitch, sums++) add_products(of, p, count, x, pitch, 1, sums);
+}
+
+static void add_pieces(int64_t format, const piece *p, int64_t count, const activations *x, int64_t pitch, int64_t rows,
+                       float (*sums)[GROUP]) {
+    switch (format) {
+    case Q4_0: add_rows((kind){4, 1, 8, 0}, p, count, x, pitch, rows, sums); break;
+    case Q4_1: case Q4_K: add_rows((kind){4, 1, 0, 1}, p, count, x, pitch, rows, sums); break;
+    case Q5_0: case MXFP4: add_rows((kind){5, 1, 16, 0}, p, count, x, pitch, rows, sums); break;
+    case Q5_1: case Q5_K: add_rows((kind){5, 1, 0, 1}, p, count, x, pitch, rows, sums); break;
+    case Q8_0: case IQ4_NL: case IQ4_XS: add_rows((kind){8, 1, 128, 0}, p, count, x, pitch, rows, sums); break;
+    case Q2_K: add_rows((kind){4, 2, 0, 1}, p, count, x, pitch, rows, sums); break;
+    case Q3_K: add_rows((kind){4, 2, 4, 0}, p, count, x, pitch, rows, sums); break;
+    case Q6_K: add_rows((kind){6, 2, 32, 0}, p, count, x, pitch, rows, sums); break;
+    case INT4: add_rows((kind){4, 1, ITS_OWN, 0}, p, count, x, pitch, rows, sums); break;
+    }
+}
+
+/* The outputs of a packed segment in the range mine, for at most ROWS rows of x, to out [rows][stride]. */
+static void packed_product(const segment *s, const activations *x, int64_t size, int64_t rows, range mine, float *out,
+                           int64_t stride) {
+    const layout *of = layout_of(s->format);
+    piece ready[BLOCK_WEIGHTS / 32];
+    uint8_t block[GROUP * LARGEST_BLOCK];
+    float sums[ROWS][GROUP] __attribute__((aligned(64)));
+    for (int64_t group = mine.first / GROUP * GROUP; group < mine.end; group += GROUP) {
+        const uint8_t *in = s->rows + group * s->row_bytes;
+        memset(sums, 0, rows * sizeof *sums);
+        for (int64_t first = 0, count = 0; first < size; first += count) {
+            for (count = 0; count < BLOCK_WEIGHTS && first + count < size; count += of->weights) {
+                const uint8_t *its = in + (first + count) / of->weights * GROUP * of->bytes;
+                if (!s->interleaved) {
+                    interleave_block(of, in, s->row_bytes, s->outputs - group, (first + count) / of->weights, block);
+                    its = block;
+                }
+                pieces(s->format, its, ready + count / 32);
+            }
+            add_pieces(s->format, ready, count / 32, x + first / 32, size / 32, rows, sums);
+        }
+        int64_t from = most(mine.first, group), end = least(mine.end, group + GROUP);
+        for (int64_t row = 0; row < rows; row++)
+            memcpy(out + row * stride + from, sums[row] + (from - group), (end - from) * sizeof *out);
+    }
+}
+
+/* A tile of a product of float32: at most OUTPUTS outputs of at most TILE_ROWS rows. Both are compile-time constants,
+ * so that the sums stay in registers. Rows of x are pitch floats apart. With add, the sums are added to out. Column k
+ * enters sum k % 16 of its output; missing columns count as zeros.
  *
- * Weights are prefetched from the given number of floats ahead (0: no prefetch). Otherwise memory
- * would be idle during the arithmetic of several rows. A prefetch beyond the end of the weights has no
- * effect. */
-static inline __attribute__((always_inline)) void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch,
-                                                       int64_t size, const int outputs, const int rows, int add,
-                                                       float *out, int64_t stride) {
+ * Weights are prefetched from the given number of floats ahead (0: no prefetch). Otherwise memory would be idle
+ * during the arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
+ALWAYS void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch, int64_t size, const int outputs,
+                 const int rows, int add, float *out, int64_t stride) {
     lanes sums[TILE_ROWS][OUTPUTS] = {0};
     int64_t i = 0;
     for (; i + LANES <= size; i += LANES) {
@@ -104,8 +281,8 @@ static void few_outputs(const float *weights, int64_t outputs, int64_t ahead, co
                 tile(weights + output * size, 0, x + row * pitch, pitch, size, 1, 1, add, out + row * stride + output, stride);
 }
 
-/* The outputs of a matrix [..][size] of float32 in the range mine, from x [rows][size] to out [rows][stride]. Weights are read once for
- * all rows. */
+/* The outputs of a matrix [..][size] of float32 in the range mine, from x [rows][size] to out [rows][stride]. Weights
+ * are read once for all rows. */
 static void dense_product(const float *weights, const float *x, int64_t size, int64_t rows, range mine, float *out,
                           int64_t stride) {
     for (int64_t output = mine.first, next; output < mine.end; output = next) {
@@ -114,9 +291,9 @@ static void dense_product(const float *weights, const float *x, int64_t size, in
     }
 }
 
-/* As dense_product, with packed rows. */
-static void packed_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out,
-                           int64_t stride) {
+/* As dense_product, with rows that unpack() reads. */
+static void unpacked_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out,
+                             int64_t stride) {
     float weights[OUTPUTS * COLUMNS] __attribute__((aligned(64)));
     for (int64_t output = mine.first, next; output < mine.end; output = next) {
         next = least(output + OUTPUTS, mine.end);
@@ -130,16 +307,28 @@ static void packed_product(const segment *of, const float *x, int64_t size, int6
     }
 }
 
-/* The outputs of a product in the range mine, from x [rows][inputs] to out [rows][stride]. */
-static void product(linear of, const float *x, int64_t rows, range mine, float *out, int64_t stride) {
+/* Whether a product needs split activations. */
+static inline int takes_split(linear of) {
+    for (const segment *s = of.segments; s < of.segments + of.count; s++)
+        if (layout_of(s->format)) return 1;
+    return 0;
+}
+
+/* The outputs of a product in the range mine, from x [rows][inputs] to out [rows][stride]. parts are x, split, if
+ * takes_split() holds. Ranges that begin and end at multiples of GROUP cost least. */
+static void product(linear of, const float *x, const activations *parts, int64_t rows, range mine, float *out, int64_t stride) {
     int64_t first = 0; /* of a segment's outputs */
     for (const segment *s = of.segments; s < of.segments + of.count; first += s->outputs, s++) {
         range its = {most(mine.first - first, 0), least(mine.end - first, s->outputs)};
         if (its.first >= its.end) continue;
-        if (s->format == F32)
+        if (layout_of(s->format))
+            for (int64_t row = 0; row < rows; row += ROWS)
+                packed_product(s, parts + row * (of.inputs / 32), of.inputs, least(ROWS, rows - row), its,
+                               out + row * stride + first, stride);
+        else if (s->format == F32)
             dense_product((const float *)s->rows, x, of.inputs, rows, its, out + first, stride);
         else
-            packed_product(s, x, of.inputs, rows, its, out + first, stride);
+            unpacked_product(s, x, of.inputs, rows, its, out + first, stride);
     }
     for (int64_t row = 0; of.bias && row < rows; row++)
         for (int64_t output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];

@@ -1,48 +1,83 @@
-/* Products with packed matrices, and their unpacking, by several threads. products.py declares the same structs. */
+/* Products with packed matrices, and what loading needs of them, by several threads. products.py declares the
+ * same structs. */
 
-#include <omp.h>
+#include <stdlib.h>
 
 #include "product.h"
 
-static range share(int64_t count) {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    return (range){count * thread / threads, count * (thread + 1) / threads};
-}
-
-/* The product of x [rows][inputs] with a matrix [outputs][inputs], to out [rows][outputs]. */
-void multiply(const linear *of, int64_t outputs, const float *x, int64_t rows, int64_t threads, float *out) {
+/* The product of x [rows][inputs] with a matrix [outputs][inputs], to out [rows][outputs]. Returns whether there was
+ * enough memory for split activations of ROWS rows. */
+int64_t multiply(const linear *of, int64_t outputs, const float *x, int64_t rows, int64_t threads, float *out) {
+    activations *parts = NULL;
+    if (takes_split(*of) && !(parts = malloc(least(rows, ROWS) * of->inputs * sizeof *x))) return 0;
 #pragma omp parallel num_threads(threads)
-    product(*of, x, rows, share(outputs), out, outputs);
+    for (int64_t row = 0, count; row < rows; row += count) {
+        count = least(ROWS, rows - row);
+        const float *its = x + row * of->inputs;
+        if (parts) {
+#pragma omp barrier
+            split(its, share(count * (of->inputs / 32)), parts);
+#pragma omp barrier
+        }
+        product(*of, its, parts, count, share_outputs(outputs), out + row * outputs, outputs);
+    }
+    free(parts);
+    return 1;
 }
 
-/* Rows [first, end) of a segment as float32. */
-void unpack_rows(const segment *of, int64_t size, int64_t first, int64_t end, int64_t threads, float *out) {
+/* Interleaves the rows of a segment, with this many columns, into whole groups (interleaved.h). */
+void interleave(const segment *from, int64_t columns, int64_t threads, uint8_t *to) {
+    const layout *of = layout_of(from->format);
 #pragma omp parallel for num_threads(threads)
-    for (int64_t row = first; row < end; row++)
-        unpack(of->format, of->rows + row * of->row_bytes, size, out + (row - first) * size);
+    for (int64_t group = 0; group < from->outputs; group += GROUP)
+        for (int64_t block = 0; block < columns / of->weights; block++)
+            interleave_block(of, from->rows + group * from->row_bytes, from->row_bytes, from->outputs - group, block,
+                             to + group * from->row_bytes + block * GROUP * of->bytes);
 }
 
-/* Multiplies small integers as float32 and as Q8_0, where every sum is exact. native_code.py calls it. */
+/* Rows of a segment, with this many columns, as float32: count of them from the first on, or those with the numbers
+ * in chosen. Returns whether all of them exist; otherwise nothing is unpacked. */
+int64_t unpack_rows(const segment *of, int64_t columns, int64_t first, int64_t count, const int64_t *chosen, int64_t threads,
+                    float *out) {
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = chosen ? chosen[i] : first + i;
+        if (row < 0 || row >= of->outputs) return 0;
+    }
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < count; i++) {
+        int64_t row = chosen ? chosen[i] : first + i;
+        if (of->interleaved)
+            unpack_interleaved(of->format, of->rows + row / GROUP * GROUP * of->row_bytes, (int)(row % GROUP), columns,
+                               out + i * columns);
+        else
+            unpack(of->format, of->rows + row * of->row_bytes, columns, out + i * columns);
+    }
+    return 1;
+}
+
+/* Multiplies small integers as float32 and as Q8_0, in rows and interleaved. native_code.py calls it. */
 int trial(void) {
-    enum { INPUTS = 64, HALF = 21, ROWS = 11 };
-    static float dense[HALF][INPUTS], x[ROWS][INPUTS], out[ROWS][2 * HALF];
-    static uint8_t blocks[HALF][INPUTS / 32][34];
-    for (int o = 0; o < HALF; o++)
+    enum { INPUTS = 64, THIRD = 21, ROW_BYTES = INPUTS / 32 * 34, X_ROWS = 11, OUTPUTS_OF_X = 3 * THIRD };
+    static float dense[THIRD][INPUTS], x[X_ROWS][INPUTS], out[X_ROWS][OUTPUTS_OF_X];
+    static uint8_t blocks[THIRD][INPUTS / 32][34], groups[2 * GROUP * ROW_BYTES];
+    for (int o = 0; o < THIRD; o++)
         for (int i = 0; i < INPUTS; i++) {
             dense[o][i] = (o * 7 + i * 3) % 11 - 5;
             blocks[o][i / 32][1] = 0x3c; /* a scale of one */
             blocks[o][i / 32][2 + i % 32] = (uint8_t)(int8_t)dense[o][i];
         }
-    for (int r = 0; r < ROWS; r++)
+    for (int r = 0; r < X_ROWS; r++)
         for (int i = 0; i < INPUTS; i++) x[r][i] = (r * 5 + i) % 7 - 3;
-    segment segments[] = {{(uint8_t *)dense, F32, sizeof *dense, HALF}, {(uint8_t *)blocks, Q8_0, sizeof *blocks, HALF}};
-    linear of = {segments, NULL, 2, INPUTS};
-    multiply(&of, 2 * HALF, *x, ROWS, 1, *out);
-    for (int r = 0; r < ROWS; r++)
-        for (int o = 0; o < 2 * HALF; o++) {
+    segment segments[] = {{(uint8_t *)dense, F32, sizeof *dense, THIRD, 0}, {(uint8_t *)blocks, Q8_0, ROW_BYTES, THIRD, 0},
+                          {groups, Q8_0, ROW_BYTES, THIRD, 1}};
+    linear of = {segments, NULL, 3, INPUTS};
+    interleave(segments + 1, INPUTS, 1, groups);
+    if (!multiply(&of, OUTPUTS_OF_X, *x, X_ROWS, 1, *out)) return 1;
+    for (int r = 0; r < X_ROWS; r++)
+        for (int o = 0; o < OUTPUTS_OF_X; o++) {
             float sum = 0;
-            for (int i = 0; i < INPUTS; i++) sum += dense[o % HALF][i] * x[r][i];
-            if (sum != out[r][o]) return 1;
+            for (int i = 0; i < INPUTS; i++) sum += dense[o % THIRD][i] * x[r][i];
+            if (!(fabsf(sum - out[r][o]) < (o < THIRD ? 1e-30f : 1e-3f))) return 1;
         }
     return 0;
 }

@@ -1,10 +1,10 @@
 """Products of activations with packed matrices: on the CPU in C where this machine can compile it,
 elsewhere in torch.
 
-With few rows, reading the weights bounds the time: C unpacks them into the processor's cache and
-multiplies them there (``product.h``). With many rows, arithmetic bounds the time: the matrix is
-unpacked a panel at a time, and torch multiplies. Activations are never quantised, so results equal
-the product with dequantised weights, up to the rounding of sums.
+With few rows, reading the weights bounds the time: C multiplies codes and activations as exact
+integers (``product.h``), and its results have the same bits on every processor. With many rows, the
+matrix is unpacked a panel at a time, and torch multiplies. Activations keep 24 bits, so results
+equal the product with dequantised weights, up to the rounding of sums.
 """
 
 import ctypes
@@ -20,7 +20,9 @@ from torch.nn import functional
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
 
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("lanes.h", "unpack.h", "product.h"))
+HEADERS = tuple(
+    Path(__file__).with_name(name) for name in ("lanes.h", "dots.h", "unpack.h", "interleaved.h", "product.h")
+)
 """Included by C code that multiplies with packed matrices."""
 SOURCE = Path(__file__).with_name("products.c")
 FEW_ROWS = 64
@@ -36,7 +38,10 @@ dozen launches of operations."""
 class NativeSegment(Structure):
     """``segment`` in ``product.h``."""
 
-    _fields_ = (("rows", c_void_p), *((name, c_int64) for name in ("format", "row_bytes", "outputs")))
+    _fields_ = (
+        ("rows", c_void_p),
+        *((name, c_int64) for name in ("format", "row_bytes", "outputs", "interleaved")),
+    )
 
 
 class NativeLinear(Structure):
@@ -54,7 +59,8 @@ def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[Nati
     if isinstance(weight, torch.Tensor):
         if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
             raise ValueError("C reads contiguous float32 in the memory of the CPU")
-        return (NativeSegment * 1)(NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight)))
+        rows = NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight), 0)
+        return (NativeSegment * 1)(rows)
     if weight.inputs is not None:
         raise ValueError("C reads columns in their order")
     return (NativeSegment * len(weight.segments))(*map(_native_segment, weight.segments))
@@ -64,7 +70,16 @@ def _native_segment(segment: Segment) -> NativeSegment:
     data = segment.data
     if data.device.type != "cpu" or not data.is_contiguous():
         raise ValueError("C reads contiguous rows of bytes in the memory of the CPU")
-    return NativeSegment(data.data_ptr(), int(segment.format), data.shape[1], len(data))
+    return NativeSegment(data.data_ptr(), int(segment.format), data.shape[1], len(data), 0)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Declare the functions of ``products.c``."""
+    library.multiply.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]
+    library.unpack_rows.argtypes = [c_void_p, *[c_int64] * 3, c_void_p, c_int64, c_void_p]
+    library.multiply.restype = library.unpack_rows.restype = c_int64
+    library.interleave.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
+    library.interleave.restype = None
 
 
 class Products:
@@ -77,9 +92,7 @@ class Products:
         self._library = library
         self._local = threading.local()
         if library is not None:
-            library.multiply.restype = library.unpack_rows.restype = None
-            library.multiply.argtypes = [c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]
-            library.unpack_rows.argtypes = [c_void_p, *[c_int64] * 4, c_void_p]
+            declare(library)
 
     @property
     def is_native(self) -> bool:
@@ -138,10 +151,12 @@ class Products:
         segments = native_segments(weight)
         matrix = NativeLinear(ctypes.addressof(segments), None, len(segments), weight.shape[1])
         outputs = torch.empty(len(inputs), weight.shape[0])
-        self._library.multiply(
+        done = self._library.multiply(
             *(ctypes.byref(matrix), weight.shape[0], inputs.data_ptr(), len(inputs)),
             *(torch.get_num_threads(), outputs.data_ptr()),
         )
+        if not done:
+            raise MemoryError("no memory for the activations of a product")
         return outputs
 
     def _by_panels(
@@ -190,10 +205,12 @@ class Products:
     def _unpack(self, segment: Segment, first: int, out: torch.Tensor) -> None:
         assert self._library is not None  # noqa: S101 - the caller asked
         native = _native_segment(segment)
-        self._library.unpack_rows(
-            *(ctypes.byref(native), out.shape[1], first, first + len(out)),
+        done = self._library.unpack_rows(
+            *(ctypes.byref(native), out.shape[1], first, len(out), None),
             *(torch.get_num_threads(), out.data_ptr()),
         )
+        if not done:
+            raise IndexError(f"rows {first} to {first + len(out)} of {len(segment.data)}")
 
 
 @cache

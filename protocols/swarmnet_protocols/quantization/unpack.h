@@ -288,14 +288,16 @@ static inline void unpack_iq4_xs(const uint8_t *in, int64_t blocks, float *restr
     }
 }
 
+/* Half of two to the power of code - 127: below 2 that is a subnormal number. */
+static inline float mxfp4_scale(uint8_t code) {
+    uint32_t bits = code < 2 ? 0x00200000u << code : (uint32_t)(code - 1) << 23;
+    float scale;
+    memcpy(&scale, &bits, sizeof scale);
+    return scale;
+}
+
 static inline void unpack_mxfp4(const uint8_t *in, int64_t blocks, float *restrict out) {
-    for (; blocks--; in += 17, out += 32) {
-        /* Half of two to the power of in[0] - 127: below 2 that is a subnormal number. */
-        uint32_t bits = in[0] < 2 ? 0x00200000u << in[0] : (uint32_t)(in[0] - 1) << 23;
-        float scale;
-        memcpy(&scale, &bits, sizeof scale);
-        unpack_places(in + 1, e2m1_doubled, scale, out);
-    }
+    for (; blocks--; in += 17, out += 32) unpack_places(in + 1, e2m1_doubled, mxfp4_scale(in[0]), out);
 }
 
 static inline void unpack_fp8(const uint8_t *in, int64_t blocks, float *restrict out) {

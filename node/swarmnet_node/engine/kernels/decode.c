@@ -7,7 +7,6 @@
  */
 
 #include <math.h>
-#include <omp.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -57,14 +56,8 @@ typedef struct {
     const update *updates; /* [layers][PRODUCTS], or NULL */
 } new_position;
 
-enum { QUERIES = TILE_ROWS / 2 };
+enum { QUERIES = TILE_ROWS < 4 ? TILE_ROWS : 4 };
 _Static_assert(QUERIES <= 4, "native_backend.py has room for the scores of four");
-
-/* The part of count items that this thread computes. */
-static range share(int64_t count) {
-    int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
-    return (range){count * thread / threads, count * (thread + 1) / threads};
-}
 
 static float dot(const float *a, const float *b, int64_t size) {
     float sum = 0;
@@ -73,10 +66,13 @@ static float dot(const float *a, const float *b, int64_t size) {
     return sum;
 }
 
-/* Multiplies the A of a product's LoRA updates with x [rows][inputs], into low [rows][ranks]. Ends
- * with a barrier if there are any updates. */
-static void lower(const step *s, const new_position *positions, int64_t which, const float *x, int64_t inputs, float *low) {
-    int any = 0;
+/* Prepares a product with x [rows][inputs]: splits x into parts, and multiplies it with the A of the
+ * product's LoRA updates, into low [rows][ranks]. Ends with a barrier if there is anything to do. */
+static void prepare(const step *s, const new_position *positions, int64_t which, linear of, const float *x, activations *parts,
+                    float *low) {
+    int any = takes_split(of);
+    int64_t inputs = of.inputs;
+    if (any) split(x, share(s->rows * (inputs / 32)), parts);
     for (int64_t row = 0; row < s->rows; row++) {
         if (!positions[row].updates || !positions[row].updates[which].pairs) continue;
         const update *of = positions[row].updates + which;
@@ -88,10 +84,10 @@ static void lower(const step *s, const new_position *positions, int64_t which, c
     }
 }
 
-/* Computes a product with its LoRA updates. low is the result of lower for x. */
-static void adapted(const step *s, const new_position *positions, int64_t which, linear of, const float *x, const float *low,
-                    range mine, float *out, int64_t stride) {
-    product(of, x, s->rows, mine, out, stride);
+/* Computes a product with its LoRA updates. parts and low are the results of prepare for x. */
+static void adapted(const step *s, const new_position *positions, int64_t which, linear of, const float *x,
+                    const activations *parts, const float *low, range mine, float *out, int64_t stride) {
+    product(of, x, parts, s->rows, mine, out, stride);
     for (int64_t row = 0; row < s->rows; row++, low += s->ranks, out += stride) {
         if (!positions[row].updates) continue;
         const update *added = positions[row].updates + which;
@@ -228,13 +224,13 @@ static void attention(const step *s, const layer *l, const new_position *positio
 }
 
 /* SwiGLU (Shazeer 2020) of the gate_up product, into out [rows][inner]. */
-static void swiglu(const step *s, const layer *l, const new_position *positions, int64_t index, const float *x, float *low,
-                  float *gates_ups, float *out) {
-    range gates = share(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
+static void swiglu(const step *s, const layer *l, const new_position *positions, int64_t index, const float *x,
+                   activations *parts, float *low, float *gates_ups, float *out) {
+    range gates = share_outputs(l->inner), ups = {gates.first + l->inner, gates.end + l->inner};
     int64_t which = index * PRODUCTS + GATE_UP;
-    lower(s, positions, which, x, s->hidden_size, low);
-    adapted(s, positions, which, l->gate_up, x, low, gates, gates_ups, 2 * l->inner);
-    adapted(s, positions, which, l->gate_up, x, low, ups, gates_ups, 2 * l->inner);
+    prepare(s, positions, which, l->gate_up, x, parts, low);
+    adapted(s, positions, which, l->gate_up, x, parts, low, gates, gates_ups, 2 * l->inner);
+    adapted(s, positions, which, l->gate_up, x, parts, low, ups, gates_ups, 2 * l->inner);
     for (int64_t row = 0; row < s->rows; row++, gates_ups += 2 * l->inner, out += l->inner) {
 #pragma omp simd
         for (int64_t i = gates.first; i < gates.end; i++)
@@ -243,11 +239,11 @@ static void swiglu(const step *s, const layer *l, const new_position *positions,
 }
 
 /* Adds a product with its LoRA updates to hidden. */
-static void add_product(const step *s, const new_position *positions, int64_t which, linear of, const float *x, float *low,
-                        float *scratch, float *hidden) {
-    range mine = share(s->hidden_size);
-    lower(s, positions, which, x, of.inputs, low);
-    adapted(s, positions, which, of, x, low, mine, scratch, s->hidden_size);
+static void add_product(const step *s, const new_position *positions, int64_t which, linear of, const float *x,
+                        activations *parts, float *low, float *scratch, float *hidden) {
+    range mine = share_outputs(s->hidden_size);
+    prepare(s, positions, which, of, x, parts, low);
+    adapted(s, positions, which, of, x, parts, low, mine, scratch, s->hidden_size);
     for (int64_t row = 0; row < s->rows; row++, scratch += s->hidden_size, hidden += s->hidden_size)
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] += scratch[i];
 }
@@ -265,22 +261,24 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
             int64_t width = l->heads * s->head_size, states_width = width + 2 * l->key_heads * s->head_size;
             float *states = scratch, *attended = states + s->rows * states_width;
             float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * 2 * l->inner;
-            float *added = inner + s->rows * l->inner, *low = added + s->rows * s->hidden_size;
+            float *added = inner + s->rows * l->inner, *widest = added + s->rows * s->hidden_size;
+            activations *parts = (activations *)widest;
+            float *low = widest + s->rows * most(s->hidden_size, most(width, l->inner));
             int64_t first = index * PRODUCTS;
             normalise(l->attention_norm, hidden, s->hidden_size, normed, s->rows);
-            lower(s, positions, first + QKV, normed, s->hidden_size, low);
-            adapted(s, positions, first + QKV, l->qkv, normed, low, share(states_width), states, states_width);
+            prepare(s, positions, first + QKV, l->qkv, normed, parts, low);
+            adapted(s, positions, first + QKV, l->qkv, normed, parts, low, share_outputs(states_width), states, states_width);
 #pragma omp barrier
             finish_heads(s, l, positions, index, states);
 #pragma omp barrier
             attention(s, l, positions, index, states, scores);
 #pragma omp barrier
-            add_product(s, positions, first + OUTPUT, l->output, attended, low, added, hidden);
+            add_product(s, positions, first + OUTPUT, l->output, attended, parts, low, added, hidden);
 #pragma omp barrier
             normalise(l->mlp_norm, hidden, s->hidden_size, normed, s->rows);
-            swiglu(s, l, positions, index, normed, low, gates_ups, inner);
+            swiglu(s, l, positions, index, normed, parts, low, gates_ups, inner);
 #pragma omp barrier
-            add_product(s, positions, first + DOWN, l->down, inner, low, added, hidden);
+            add_product(s, positions, first + DOWN, l->down, inner, parts, low, added, hidden);
 #pragma omp barrier
         }
     }

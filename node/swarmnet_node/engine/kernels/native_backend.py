@@ -319,11 +319,12 @@ def _native_norm(norm: RmsNorm | None) -> _Norm:
 def _shared_floats(layer: DecoderLayer) -> int:
     """Return the floats of scratch memory for one position that all threads share.
 
-    They hold the states of all heads, the attention outputs, gate and up, their product, and a sum
-    to add to the hidden state.
+    They hold the states of all heads, the attention outputs, gate and up, their product, a sum to
+    add to the hidden state, and the split inputs of one product.
     """
     outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
-    return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs
+    inputs = (layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
+    return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs + max(inputs)
 
 
 def _whole_cache_lines(floats: int) -> int:
