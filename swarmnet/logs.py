@@ -20,8 +20,8 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 BURST = 20
 WINDOW_S = 10.0
 """Seconds of a window. One line of code may log ``BURST`` times in each, because strangers can
-cause some log records as often as they like. Debug records are not counted: whoever asks for them
-wants them all."""
+cause some log records as often as they like. Debug records are not counted, because a user who asks
+for them wants them all."""
 
 _NOISY = (
     "asyncio",

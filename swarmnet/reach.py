@@ -41,7 +41,7 @@ def describe_relaying(reach: "Reach") -> str:
 
 
 def advice(reach: "Reach", addresses: Sequence[str]) -> str:
-    """Advice to the owner on how peers can reach the node directly; empty if they do."""
+    """Return advice to the owner on how peers can reach the node directly; empty if they do."""
     if reach.kind not in ("relayed", "unreachable"):
         return ""
     ports = {}

@@ -90,7 +90,7 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         "Stores of this node's announcements that other peers refused: their storage is full.",
         status.refused_stores,
     )
-    yield _gauge("uptime_seconds", "Since the node started.", status.uptime_s)
+    yield _gauge("uptime_seconds", "Seconds since the node started.", status.uptime_s)
     yield _gauge("blocks", "Blocks hosted here.", record.end - record.start)
     yield _gauge("model_blocks", "Blocks of the whole model.", host.total_blocks)
     yield _gauge("sessions", "Sessions open now.", record.sessions)
@@ -181,7 +181,7 @@ def _resource_metrics(resources: ResourceManager) -> Iterator[Metric]:
 
 
 def _p2pd_bytes() -> int:
-    """Return the resident bytes of the p2pd child process. 0 without one."""
+    """Return the resident bytes of the p2pd child process; 0 without one."""
     try:
         children = psutil.Process().children()
         return sum(child.memory_info().rss for child in children if child.name() == P2PD)

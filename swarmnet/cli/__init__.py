@@ -167,9 +167,10 @@ def _terminate(_signal: int, _frame: FrameType | None) -> NoReturn:
 
 def main() -> NoReturn:
     """Run the command line: the entry point of ``swarmnet``."""
-    # Iterations that an OpenMP thread spins at the end of an operation before it sleeps; read when
-    # torch is imported. Threads end within that time unless another process has displaced one, and
-    # spinning longer would take the core that the displaced thread needs.
+    # How many iterations an OpenMP thread spins at the end of an operation before it sleeps. The
+    # value is read when torch is imported. The other threads end within that time, unless another
+    # process has displaced one. Then spinning longer would take the core that the displaced thread
+    # needs.
     os.environ.setdefault("GOMP_SPINCOUNT", "300")
     for stream in (sys.stdout, sys.stderr):
         # an answer may have letters that the encoding of stdout lacks

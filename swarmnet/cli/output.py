@@ -141,8 +141,8 @@ def print_folded(text: str) -> None:
 
 
 def folded(text: str, room: int | None) -> list[str]:
-    """``text`` in lines of at most ``room`` characters; longer words stay whole. Unchanged if
-    ``room`` is None or too small."""
+    """Return ``text`` in lines of at most ``room`` characters; longer words stay whole. If ``room``
+    is None or too small, the lines of ``text`` stay as they are."""
     lines = text.split("\n")
     if room is None or room < MIN_ROOM:
         return lines

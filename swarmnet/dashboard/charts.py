@@ -63,8 +63,8 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
 
 
 def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
-    """Tokens that each peer computed in ``window``, most first, and the share of the time it was
-    online."""
+    """Return the tokens that each peer computed in ``window``, most first, and the share of the
+    time that the peer was online."""
     seconds = WINDOWS_S[window]
     return [
         {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
@@ -73,8 +73,8 @@ def contributions(history: History, now_s: float, window: str) -> list[dict[str,
 
 
 def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
-    """Tokens that one peer computed in a day and in a month, and the share of the day it was
-    online."""
+    """Return the tokens that one peer computed in a day and in a month, and the share of the day
+    that the peer was online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
         rows = history.contributions(now_s, seconds, peer)

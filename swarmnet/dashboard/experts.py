@@ -49,7 +49,7 @@ def hosted_experts(seen: PeerObservation) -> BlockExperts:
 
 
 def rows_computed(report: report_pb2.NodeReport) -> int:
-    """Rows that the experts of a node have computed since its start."""
+    """Return how many rows the experts of a node have computed since its start."""
     return sum(rows for each in reported_experts(report) for rows in each.rows)
 
 

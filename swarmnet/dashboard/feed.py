@@ -41,7 +41,7 @@ class SnapshotSource(Protocol):
     """An ``Observer``, or a simulation of one in tests."""
 
     def snapshot(self) -> Snapshot:
-        """Everything known now."""
+        """Return all that the observer knows now."""
 
 
 @dataclass(frozen=True)

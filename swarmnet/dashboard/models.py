@@ -77,7 +77,7 @@ def replicas_of(blocks: int, online: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
-    """Return median and 95th percentile of a histogram in seconds; None for an empty one."""
+    """Return the median and 95th percentile of a histogram in seconds; None for an empty one."""
     middle, high = quantile(times, 0.5), quantile(times, 0.95)
     if middle is None or high is None:
         return None

@@ -147,8 +147,8 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, Any]]:
-    """Each worker's share of the contributions to committed rounds, from the report that counts the
-    most."""
+    """Return each worker's share of the contributions to committed rounds, from the report that
+    counts the most of them."""
     longest = max(reports, key=lambda report: sum(each.rounds for each in report.contributions), default=None)
     if longest is None:
         return []

@@ -23,7 +23,8 @@ def load(path: Path) -> SwarmFile:
 
 
 def load_valid(path: Path, now: float) -> SwarmFile:
-    """``load``, and raise ``ConfigError`` for a file that has expired at ``now`` (Unix time)."""
+    """Load a swarm file as ``load`` does. Raises also ``ConfigError`` for a file that has expired
+    at ``now`` (Unix time)."""
     file = load(path)
     file.check_not_expired(now)
     return file

@@ -68,7 +68,7 @@ class Authority:
         return self.founders == other.founders and self.rotations[: len(other.rotations)] == other.rotations
 
     def trusted_keys(self) -> dict[bytes, float]:
-        """Each key that may sign certificates, with the Unix time until which it may."""
+        """Return each key that may sign certificates, with the Unix time at which this ends."""
         until: dict[bytes, float] = {}
         keys = self.founders
         for rotation in self.rotations:

@@ -299,7 +299,7 @@ class BodyLimit:
 
 
 def _body_within_s(received_bytes: int) -> float:
-    """Seconds within which more of a body must arrive after ``received_bytes``."""
+    """Return the seconds within which more of a body must arrive after ``received_bytes``."""
     return min(BODY_TIMEOUT_S, BODY_PAUSE_S + received_bytes / MIN_BODY_BYTES_PER_S)
 
 

@@ -54,11 +54,11 @@ class Monitor:
         self._registry = registry_of(node)
 
     async def _livez(self, _request: Request) -> Response:
-        """200 while the event loop runs."""
+        """Answer 200 while the event loop runs."""
         return JSONResponse({"alive": True})
 
     async def _readyz(self, _request: Request) -> Response:
-        """200 while the node serves, else 503; the body has its state."""
+        """Answer 200 while the node serves, else 503. The body has the state of the node."""
         state = self._node.status().state if self._node else "starting"
         ready = state == "online"
         return JSONResponse({"ready": ready, "state": state}, status_code=200 if ready else 503)

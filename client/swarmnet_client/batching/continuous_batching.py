@@ -104,8 +104,8 @@ def may_wait(load: Load, limits: BatchLimits, answers: int = 1) -> bool:
 
 
 def retry_after_s(load: Load) -> int:
-    """Seconds after which a refused caller should try again: half of the present requests are done
-    by then."""
+    """Return the seconds after which a refused caller should try again: half of the present
+    requests are done by then."""
     turns = (load.active + load.waiting) / max(1, load.active)
     return max(1, min(60, math.ceil(turns * load.answer_s / 2)))
 

@@ -3,9 +3,9 @@
 A host may refuse with good reason, for example inputs that are too long or not finite. Then the
 client or the host that computed those inputs is at fault. Or the refusing host lies.
 
-All hosts refuse a client at fault. A lying host cannot make a host refuse that has not used its
-outputs. So the client is blamed if independent hosts refuse for the same reason. In the same way,
-messages of independent hosts that the client cannot handle show a bug of the client.
+All hosts refuse a client at fault. A lying host cannot make another host refuse, unless that one
+used its outputs. So the client is blamed if independent hosts refuse for the same reason. In the
+same way, messages of independent hosts that the client cannot handle show a bug of the client.
 """
 
 from collections.abc import Sequence
@@ -108,9 +108,9 @@ class Blame:
         - ``sent_by``: the hop that sent those inputs; None for the client.
         - ``continues``: whether ``hop`` was to continue an answer.
 
-        Hosts that this failure clears are unbanned. Raises ``ConfigError``, or an
-        ``UnhandledMessage`` itself, when the client is at fault: no single host, or none that can
-        be replaced, can have caused all failures of this kind.
+        Hosts that this failure clears are unbanned. The client is at fault if no host that can be
+        replaced can have caused all failures of this kind. Then this raises an ``UnhandledMessage``
+        again, and ``ConfigError`` for any other ``error``.
         """
         if isinstance(error, Refused) and error.reason == refusal_pb2.REASON_OVERLOADED:
             self._hosts.overloaded(hop.peer, error.retry_after_s, continues=continues)
@@ -158,7 +158,7 @@ class RetryPolicy:
         self._overloaded_since: float | None = None
 
     def pause_s(self, error: SwarmnetError | None) -> float:
-        """Seconds to wait before the next attempt. ``error`` ended the last one.
+        """Return the seconds to wait before the next attempt. ``error`` ended the last one.
 
         A refusal may name a time to wait. A host without room is asked again after that time, then
         after twice that.
@@ -188,7 +188,7 @@ class RetryPolicy:
         """Return whether a wait of ``wait_s`` for overloaded hosts ends within ``most_s`` of their
         first refusal.
 
-        What hosts say does not prolong the wait: they may lie.
+        Hosts cannot prolong the wait by their answers, because they may lie.
         """
         if self._overloaded_since is None:
             self._overloaded_since = now
@@ -215,10 +215,10 @@ class Unfilled(Enum):
 
 
 def before_attempt(failures: Sequence[Unfilled]) -> tuple[float, float | None]:
-    """Return what to do before the next attempt to fill a chain, after ``failures``.
+    """Return two times in seconds before the next attempt to fill a chain, after ``failures``.
 
-    Returns seconds to pause, and the longest wait in seconds for the directory, or None: without a
-    route, only the directory can help.
+    The first is a pause. The second is the longest wait for the directory; None if the wait has no
+    limit, because without a route only the directory can help.
     """
     pause_s = PAUSE_S if len(failures) >= QUICK_ATTEMPTS else 0.0
     return pause_s, None if set(failures) == {Unfilled.NO_ROUTE} else DIRECTORY_S

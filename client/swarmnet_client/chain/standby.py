@@ -69,17 +69,17 @@ class Standby:
 
     @property
     def is_linking(self) -> bool:
-        """Whether its last hop was told where to send its outputs."""
+        """Whether the last hop of this standby was told where to send its outputs."""
         return not self.hops[-1].stands_by
 
     def repeats(self, after: LiveHop | None) -> bool:
-        """Return whether its last hop could not link to the hop ``after`` it because both are on
-        the same host."""
+        """Return whether the last hop of this standby could not link to the hop ``after`` it
+        because both are on the same host."""
         return after is not None and after.peer == self.hops[-1].peer
 
     def is_ready(self, acked: int) -> bool:
-        """Return whether it has nearly all steps up to ``acked``, the last step whose outputs the
-        client has."""
+        """Return whether this standby has nearly all steps up to ``acked``, the last step whose
+        outputs the client has."""
         return self.hops[-1].applied + LATE_STEPS >= acked
 
 

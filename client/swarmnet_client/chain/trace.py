@@ -229,7 +229,8 @@ def _client_slices(
 
 
 def _hop_slices(step: TracedStep, stay: HopStay, sent_s: float, offset_s: float) -> list[Slice]:
-    """``sent_s`` is when the upstream hop or the client had sent the step."""
+    """Return the slices of ``step`` on one hop. ``sent_s``: when the upstream hop or the client had
+    sent the step."""
     at_s = [each + offset_s for each in stay.times.at_s]
     slices = [Slice("travelling here", sent_s, at_s[0]), _whole(step, at_s[0], at_s[-1])]
     slices += [Slice(name, *edges) for name, edges in zip(HOP_SLICES, pairwise(at_s), strict=True)]

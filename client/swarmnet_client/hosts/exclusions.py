@@ -19,7 +19,8 @@ MIN_OVERLOADED_S = 1.0
 def shortest_wait_s(
     missing: Sequence[tuple[int, int]], hosts: Sequence[HostInfo], waits_s: Mapping[PeerId, float]
 ) -> float | None:
-    """Seconds until each of the ``missing`` blocks has a host that is not overloaded. Pure.
+    """Return the seconds until each of the ``missing`` blocks has a host that is not overloaded.
+    Pure.
 
     ``waits_s``: the seconds left, by host. None if one of the blocks has no host at all.
     """

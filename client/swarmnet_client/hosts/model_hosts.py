@@ -283,7 +283,8 @@ class ModelHosts:
         return NoRoute(missing, hint=hint, among_trusted=bool(trusted), missing_experts=next(waiting, ""))
 
     def room(self, span: tuple[int, int]) -> float:
-        """Return positions of this client that fit into a chain over ``span``, as hosts announce.
+        """Return how many positions of this client fit into a chain over ``span``, by what hosts
+        announce.
 
         Infinite while some block has no known host.
         """

@@ -61,7 +61,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
     # ---- the interface of transformers ----------------------------------------------------------
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Number of columns in the cache, with padding."""
+        """Return the number of columns in the cache, with padding."""
         return self._length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -36,7 +36,7 @@ class ClientAdapter:
     prefix: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def found(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
+    def of(cls, layers: Iterable[Placeholder], prefix: Mapping[str, torch.Tensor]) -> "ClientAdapter":
         """Return the active parameters. Raises ``ConfigError`` for an adapter that hosts cannot
         apply."""
         return cls(active_pairs(layers), prefix)

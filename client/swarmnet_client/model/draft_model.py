@@ -28,7 +28,7 @@ class DraftModel:
 
     def __init__(self, model: Any, clock: Callable[[], float] = time.perf_counter) -> None:
         """``clock``, in seconds, times its tokens. Raises ``ConfigError`` for a model with
-        recurrent states, which cannot go back behind a wrong token."""
+        recurrent states, which cannot forget a wrong token."""
         if model._is_stateful:
             raise ConfigError(
                 "a model with recurrent states cannot draft", hint="--draft takes one with attention only"
@@ -116,7 +116,8 @@ class DraftModelSequence:
 
     @torch.inference_mode()
     def _forward(self, ids: Sequence[int]) -> torch.Tensor:
-        """Probabilities [V] of the token after ``ids``, which continue the ids in the cache."""
+        """Return the probabilities [V] of the token after ``ids``, which continue the ids in the
+        cache."""
         output = self._model(
             input_ids=torch.tensor([ids], device=self._model.device),
             past_key_values=self._cache,

@@ -242,7 +242,7 @@ def _swarm_class(base: "type[PreTrainedModel]") -> type:
             past_key_values.checked_adapter if past_key_values is self._generating and not is_alone else None
         )
         if client_adapter is None or prefix:
-            client_adapter = ClientAdapter.found(self.base_model.layers, prefix)
+            client_adapter = ClientAdapter.of(self.base_model.layers, prefix)
         with ExitStack() as stack:
             cache = past_key_values
             if cache is None:

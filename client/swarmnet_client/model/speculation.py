@@ -161,7 +161,7 @@ class StepTimes:
         return max(0.0, (self._covariance + _PRIOR_VARIANCE * guess) / (self._variance + _PRIOR_VARIANCE))
 
     def step_s(self, positions: int) -> float:
-        """Seconds of a step of ``positions``; 0 before the first was counted."""
+        """Return the seconds of a step of ``positions``; 0 before the first was counted."""
         return max(0.0, self._seconds + (positions - self._positions) * self.position_s)
 
 

@@ -67,7 +67,7 @@ def hosting_of(
 
 
 def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: dict[str, Any]) -> ExpertHosting:
-    """``hosted``: the fields of ``Hosted``."""
+    """Return how a node hosts experts only. ``hosted``: the fields of ``Hosted``."""
     counts = loaded.model.expert_counts()
     one_bytes = expert_bytes(loaded.load_experts(min(counts), [0]))
     limit_bytes = config.limits.max_ram_bytes or int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)

@@ -174,8 +174,8 @@ async def connect(
 
     - ``ConfigError`` for an identity that another process uses.
     - ``NotAuthorised`` when this peer is not a member of the swarm.
-    - ``Unreachable`` when no peer of the swarm answers. A bootstrap peer may start alone, and so
-      may any peer but a client if there are no bootstrap addresses.
+    - ``Unreachable`` when no peer of the swarm answers. A bootstrap peer may start alone. Without
+      bootstrap addresses, any peer but a client may.
     """
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.directory.relay_announcements import RelayFinder, relay_announcer

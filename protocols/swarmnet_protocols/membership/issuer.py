@@ -1,6 +1,5 @@
-"""An issuer: exchange invites and expiring certificates for new certificates, and record each on
-disk.
-"""
+"""An issuer gives new certificates for invites and for certificates that will expire, and records
+each on disk."""
 
 import contextlib
 import sqlite3
@@ -128,9 +127,8 @@ class IssuedCertificates:
 
 @dataclass(frozen=True)
 class IssuerConfig:
-    """What an issuer needs: a key that the rules trust, a folder for records, and the swarm file it
-    sends.
-    """
+    """A key that the rules trust, a folder for the records, and the swarm file that the issuer
+    sends."""
 
     key: Signer
     folder: Path
@@ -175,8 +173,8 @@ class Issuer:
     def redeem(self, request: pb.Redeem, peer: PeerId, revocations: Revocations, now: float) -> bytes:
         """Return a sealed certificate for ``peer``, the id that the transport has authenticated.
 
-        A peer that redeems an invite twice gets two certificates, which count as one use. Raises
-        ``NotAuthorised`` if it may not, and ``IntegrityError`` for a damaged request.
+        A peer may redeem an invite again, which counts as the same use. Raises ``NotAuthorised`` if
+        ``peer`` may not redeem the invite, and ``IntegrityError`` for a damaged request.
         """
         grant = check_redemption(request, peer, self._rules, revocations, now)
         return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
@@ -221,10 +219,10 @@ class Issuer:
 def check_redemption(
     request: pb.Redeem, peer: PeerId, rules: Rules, revocations: Revocations, now: float
 ) -> Grant:
-    """Return the grant that ``peer`` may redeem, if it has uses left.
+    """Return the grant in ``request``, which ``peer`` may redeem while the grant has uses left.
 
-    ``peer`` is the id that the transport has authenticated. Raises ``NotAuthorised`` if it may not,
-    and ``IntegrityError`` for a damaged request.
+    ``peer`` is the id that the transport has authenticated. Raises ``NotAuthorised`` if ``peer``
+    may not redeem the grant, and ``IntegrityError`` for a damaged request.
     """
     grant = open_redemption(request, peer, rules=rules, now=now)
     if revocations.revokes_invite(grant.id):

@@ -29,7 +29,8 @@ MAX_ERROR_CHARS = 500
 
 
 def memory_limit(request_bytes: int) -> int:
-    """Return bytes that the rendering of a request may take, in addition to the idle process."""
+    """Return the bytes that rendering a request may take, in addition to those of the idle
+    process."""
     return MEMORY_BYTES + MEMORY_PER_REQUEST_BYTE * request_bytes
 
 

@@ -365,7 +365,7 @@ class ModelBuilder:
         return empty
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Return bytes of the model's weights in ``dtype``, computed without reading any."""
+        """Return the bytes of the model's weights in ``dtype``, computed without reading any."""
         return sum(parameter.numel() for parameter in self.empty().parameters()) * dtype.itemsize
 
     def load(

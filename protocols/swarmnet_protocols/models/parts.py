@@ -75,7 +75,7 @@ class Peers(Protocol):
     def sources(
         self, model: bytes, files: Sequence[ModelFile]
     ) -> AbstractAsyncContextManager[Sequence[PieceSource]]:
-        """Peers that have pieces of these files."""
+        """Yield the peers that have pieces of these files."""
 
 
 class Parts:

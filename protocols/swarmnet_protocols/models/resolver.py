@@ -314,7 +314,8 @@ Stamps = list[list[str | int]]
 
 
 def _stamps(root: Path, files: Iterable[str]) -> Stamps:
-    """Name, size, modification time and inode of each file: they change when a file does."""
+    """Return the name, size, modification time and inode of each file: they change when a file
+    does."""
     stamps: Stamps = []
     for name in files:
         stat = (root / name).stat()

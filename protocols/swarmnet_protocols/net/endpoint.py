@@ -67,10 +67,10 @@ class Endpoint:
         return self._start(coroutine, self._tasks)
 
     def accept(self, serve: Callable[[], Awaitable[None]], close: Callable[[], object]) -> None:
-        """Run ``serve`` as a task for a new connection, which it closes.
+        """Run ``serve`` as a task for a new connection. ``serve`` closes the connection.
 
-        If it never runs, ``close`` is called: when the endpoint is closed, or closes before the
-        task's first step.
+        If the task never runs, because the endpoint is closed or closes before the first step of
+        the task, ``close`` is called instead.
         """
         unserved = ExitStack()
         unserved.callback(close)

@@ -23,7 +23,8 @@ class Refusal(SwarmnetError):
     A handler raises it, or passes it to ``Stream.refuse``.
 
     - ``detail``: a text that any peer may read.
-    - ``retry_after_s``: when the other side may try again; 0 if unknown or useless.
+    - ``retry_after_s``: seconds after which the other side may try again; 0 if they are not known,
+      or if trying again is useless.
     - ``unix_time``: the clock of this side, if the refusal depends on the time; 0: not sent.
     """
 
@@ -72,9 +73,9 @@ class Refused(StreamEnded):
     :class:`Refusal`."""
 
     def __init__(self, peer: str, refusal: pb.Refusal) -> None:
-        """Take the fields of a peer's message, and drop what is invalid.
+        """Take the fields of a peer's message, except invalid ones.
 
-        That is an unknown reason, a wait out of range, and control characters.
+        Invalid are an unknown reason, a wait out of range, and control characters.
         """
         is_known = refusal.reason in pb.Reason.values()
         self.reason = refusal.reason if is_known else pb.REASON_UNSPECIFIED

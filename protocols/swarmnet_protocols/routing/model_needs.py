@@ -83,8 +83,8 @@ class Need:
     missing: int
     """Number of blocks without a host; 0 if the hosts are overloaded."""
     chance: float
-    """Probability that each host that may switch does so between two looks. About as many switch as
-    needed."""
+    """Probability with which each host that may switch does so, each time that it looks at the
+    models. About as many switch as needed."""
     reason: str
 
 
@@ -105,7 +105,8 @@ def without_yielding(own: ServedModel, mine: Claim, others: Sequence[ServedModel
 def may_leave_model(own: ServedModel, mine: Claim) -> bool:
     """Check whether each block of ``mine`` has ``OTHER_HOSTS`` other hosts that do not move.
 
-    This reads no other models, so switches to them do not count.
+    Other models are not read, so hosts that intend to switch to one count as hosts that do not
+    move.
     """
     return _is_spare(mine, holders(_with(own.outlook.staying, mine), own.blocks))
 

@@ -29,7 +29,7 @@ class Pong:
     1 if the report is out of range.
     """
     busy: float
-    """Share of the last seconds that the host computed, as it reports.
+    """Share of the last seconds in which the host computed, as it reports.
 
     1 if the report is out of range. At most n / (n + 1) with n open sessions, because one more
     session gets an equal part of the host's time.

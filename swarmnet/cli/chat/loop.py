@@ -200,7 +200,9 @@ class Chat:
     def _help(self) -> None:
         for name, what in COMMANDS.items():
             note(f"{name:8} {what}")
-        note(f"{QUOTES}      begins and ends a message of several lines; so does a \\ at the end of a line")
+        note(
+            f"{QUOTES}      begins and ends a message of several lines; after a \\ at the end of a line, the next line belongs to the message, too"
+        )
         note("Ctrl-C   stops an answer")
 
     def _set(self, argument: str) -> None:
@@ -265,8 +267,8 @@ def _what_happened(error: BaseException) -> str:
 
 
 def changed(sampling: SamplingOptions, name: str, value: str) -> SamplingOptions:
-    """``sampling`` with one setting changed by text; `default` resets it. Raises
-    ``typer.BadParameter``."""
+    """Return ``sampling`` with one setting changed to the text ``value``; `default` resets the
+    setting. Raises ``typer.BadParameter``."""
     fields = {field.name: field for field in dataclasses.fields(SamplingOptions)}
     if name not in fields:
         known = ", ".join([*fields, "system"])

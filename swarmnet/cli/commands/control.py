@@ -236,7 +236,8 @@ def _print(node: "NodeStatus") -> None:
 
 
 def _experts(node: "NodeStatus") -> dict[str, str]:
-    """Rows about the experts that the node computes for others, and that peers compute for it."""
+    """Return rows about the experts that the node computes for others, and that peers compute for
+    it."""
     host, found = node.host, {}
     if host.experts:
         rows = f"{counted(_rows(host), 'row')}, {counted(host.expert_streams, 'open stream')}"

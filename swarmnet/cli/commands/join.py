@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 def _read_blocks(text: str) -> tuple[int, int]:
-    """``A:B`` as the span [A, B)."""
+    """Read ``A:B`` as the span [A, B)."""
     match = re.fullmatch(r"([0-9]{1,6}):([0-9]{1,6})", text)
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError("give two numbers A:B with A < B, such as 0:10")

@@ -171,7 +171,7 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
 
 @contextmanager
 def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"]:
-    """``model``, or with ``adapter`` a PEFT model of the two."""
+    """Yield ``model``, or with ``adapter`` a PEFT model of the two."""
     if adapter is None:
         yield model
         return

@@ -34,16 +34,11 @@ class TrainingRecord:
         self._folder = folder
         self._clock = clock
         folder.mkdir(parents=True, exist_ok=True)
-        totals = dict.fromkeys((*_TOTALS, "elapsed_s"), 0)
+        before: dict[str, Any] = dict.fromkeys((*_TOTALS, "elapsed_s"), 0)
         with suppress(ConfigError, IntegrityError):
-            totals = read_status(folder)
-        kept: dict[str, Any] = {"peers": {}, "excluded": {}, "round": 0} | totals
-        self.status: dict[str, Any] = kept | {
-            "job": job,
-            "pid": os.getpid(),
-            "state": "starting",
-            "warning": "",
-        }
+            before = read_status(folder)
+        self.status: dict[str, Any] = {"peers": {}, "excluded": {}, "round": 0, **before}
+        self.status |= {"job": job, "pid": os.getpid(), "state": "starting", "warning": ""}
         self._last: float | None = None
         self._history = folder / HISTORY_FILE
         self._points = 0

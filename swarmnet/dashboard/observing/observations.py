@@ -58,7 +58,7 @@ class PeerObservation:
     """When the first poll after the last success failed; None while the peer answers, and before
     its first poll."""
     experts: BlockExperts = field(default_factory=dict)
-    """The experts that it announces to compute for other hosts."""
+    """The experts that the peer computes for other hosts, as it announces."""
 
     @property
     def answers(self) -> bool:
@@ -188,7 +188,7 @@ class PeerTracker:
             totals.add_failure(seen.newest.report.host.record.manifest)
 
     def is_expired(self, now_s: float) -> bool:
-        """Return whether the peer has been gone for longer than it is shown."""
+        """Return whether the peer has been gone for longer than the page shows it."""
         seen = self.observation
         if seen.announced is not None or seen.answers:
             return False

@@ -93,7 +93,7 @@ class Observer:
             await observer._polls.stop()
 
     def snapshot(self) -> Snapshot:
-        """Everything known now."""
+        """Return all that this observer knows now."""
         hosted = self._hosted()
         return Snapshot(
             self._clock(),

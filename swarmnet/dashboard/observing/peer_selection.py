@@ -56,8 +56,8 @@ def select_peers(candidates: Collection[PollCandidate], slots: int, salt: bytes)
 
 
 def _subnet_ranks(candidates: Iterable[PollCandidate], salt: bytes) -> Mapping[PeerId, int]:
-    """Each peer's position in its subnet. A peer with addresses in several subnets has the worst of
-    its positions."""
+    """Return each peer's position in its subnet. For a peer with addresses in several subnets, this
+    is the worst of its positions."""
     members: dict[str, list[PollCandidate]] = defaultdict(list)
     for each in candidates:
         for subnet in subnets_of(each.addresses):

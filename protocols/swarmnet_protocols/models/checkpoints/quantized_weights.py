@@ -154,7 +154,7 @@ def _block_of(size: Any) -> tuple[int, int] | None:
 
 
 def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTensor:
-    """Return codes [rows, columns] and one scale for the matrix, one for each row, or one for each
+    """Pack codes [rows, columns] and one scale for the matrix, one for each row, or one for each
     ``block`` of rows and columns."""
     codes, scales = tensors
     rows, columns = codes.shape
@@ -175,8 +175,8 @@ def _pack_fp8(tensors: Tensors, *, block: tuple[int, int] | None) -> PackedTenso
 
 
 def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
-    """Return one matrix with the rows of all experts, of codes [experts, rows, blocks, 16] and
-    exponents [experts, rows, blocks]. A byte has two codes, the first in the low four bits."""
+    """Pack codes [experts, rows, blocks, 16] and exponents [experts, rows, blocks] as one matrix
+    with the rows of all experts. A byte has two codes, the first in the low four bits."""
     codes, exponents = tensors
     if codes.dtype != torch.uint8 or exponents.dtype != torch.uint8 or codes.shape != (*exponents.shape, 16):
         raise ValueError(f"codes {tuple(codes.shape)} and exponents {tuple(exponents.shape)}")
@@ -186,14 +186,14 @@ def _pack_mxfp4(tensors: Tensors) -> PackedTensor:
 
 
 def _pack_awq(tensors: Tensors) -> PackedTensor:
-    """Return codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]:
+    """Pack codes [columns, rows / 8], zero points [groups, rows / 8] and scales [groups, rows]:
     AWQ's layout for GEMM."""
     codes, zeros, scales = tensors
     return _pack_int4(_digits(codes, _AWQ_NIBBLES).T, _digits(zeros, _AWQ_NIBBLES).T, scales.T)
 
 
 def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
-    """Return codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales
+    """Pack codes [columns / 8, rows], zero points less ``zeros_from`` [groups, rows / 8], scales
     [groups, rows], and the group of each column."""
     codes, zeros, scales, *rest = tensors
     matrix = _digits(codes.T, _NIBBLES)
@@ -206,7 +206,7 @@ def _pack_gptq(tensors: Tensors, *, zeros_from: int) -> PackedTensor:
 
 
 def _pack_int4(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> PackedTensor:
-    """Return codes [rows, columns], and zero points and scales [rows, groups], where a group is
+    """Pack codes [rows, columns], and zero points and scales [rows, groups], where a group is
     ``columns / groups`` neighbouring columns."""
     rows, columns = codes.shape
     if zeros.shape != scales.shape or len(scales) != rows or columns % max(1, scales.shape[1]):

@@ -198,8 +198,8 @@ class SafetensorsCheckpoint:
         return ()
 
     def check_kind(self) -> None:
-        """The class that the config names is checked when a model is built. Here its settings are
-        checked, before that."""
+        """Check the settings of the config. The class that it names is checked later, when a model
+        is built."""
         whole, settings = self._whole_config()
         with self._named():
             check_settings(language_config(whole), language_settings(whole, settings))

@@ -1,4 +1,5 @@
-"""Reads the tokenizer in a model's folder, so that it opens no other file of this machine."""
+"""Reads the tokenizer in a model's folder, in a way that the class of the tokenizer opens no other
+file of this machine."""
 
 import json
 import re
@@ -83,8 +84,8 @@ def _reading_sentencepiece() -> Iterator[None]:
     transformers parses such a file with protobuf, and does not use the package that it asks for.
     The package would bring a second OpenMP library into this process.
     """
-    # ``from transformers import`` gives the module's function of the same name until the module is
-    # loaded.
+    # Until the module is loaded, ``from transformers import convert_slow_tokenizer`` gives the
+    # function of that name, which the module has.
     convert_slow_tokenizer: Any = import_module("transformers.convert_slow_tokenizer")
     with _SENTENCEPIECE:
         asked = convert_slow_tokenizer.requires_backends

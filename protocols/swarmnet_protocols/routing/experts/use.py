@@ -1,4 +1,5 @@
-"""Count the rows that choose experts: alone, in pairs, and one after the other, with a half-life.
+"""Count the rows that choose each expert, each pair of experts of a block, and each pair of experts
+of neighbouring blocks. The counts have a half-life.
 
 A row is one position of one sequence in one block. Its router chooses k of the E experts of the
 block.

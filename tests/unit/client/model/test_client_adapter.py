@@ -55,7 +55,7 @@ def randomised(peft_model: Any) -> Any:
 
 
 def found(model: Any) -> dict[str, torch.Tensor]:
-    return ClientAdapter.found(model.model.layers, {}).tensors()
+    return ClientAdapter.of(model.model.layers, {}).tensors()
 
 
 @pytest.mark.matrix
@@ -206,7 +206,7 @@ def test_an_adapter_is_made_once_for_each_version_of_the_parameters(model: Any) 
     blocks = RemoteBlocks(None, None, None, None)  # type: ignore[arg-type]  # none is used
 
     def adapter() -> Any:
-        return blocks.adapter(ClientAdapter.found(model.model.layers, {}))
+        return blocks.adapter(ClientAdapter.of(model.model.layers, {}))
 
     first = adapter()
     assert adapter() is first

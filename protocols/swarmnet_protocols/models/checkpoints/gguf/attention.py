@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def _heads(count: str) -> Weight:
-    """Rows of queries or keys in llama.cpp's order for rotary embeddings that turn neighbours.
+    """Return the rows of queries or keys in llama.cpp's order, for rotary embeddings that turn
+    neighbours.
 
     In transformers, the first elements of all pairs of a head precede the second elements.
     """
@@ -51,9 +52,10 @@ def gemma_query_scale(blocks_of_27b: int) -> Setting:
 
 
 def sliding_except(period: int) -> Setting:
-    """Kinds of attention by ``attention.sliding_window_pattern``.
+    """Return the setting with the kind of attention of each block, by
+    ``attention.sliding_window_pattern``.
 
-    Files that do not say have full attention in every ``period``-th block.
+    In a file without this key, every ``period``-th block has full attention.
     """
 
     def kinds(header: Header) -> list[str]:
@@ -126,8 +128,8 @@ def head_sizes(header: Header) -> tuple[int, int]:
 
 
 def mscale(header: Header) -> Any:
-    """Return the key holds a tenth of ``mscale_all_dim``. llama.cpp uses the same value as
-    ``mscale`` (llama-context.cpp)."""
+    """Return ``mscale_all_dim``, of which the key of the file holds a tenth. llama.cpp uses the
+    same value as ``mscale`` (llama-context.cpp)."""
     found = header.own.get("rope.scaling.yarn_log_multiplier")
     return LEFT_OUT if found is None else round(10 * found, 6)
 

@@ -195,8 +195,8 @@ def _sentencepiece(fields: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _gemma4(fields: Mapping[str, Any]) -> "Tokenizer":
-    """As ``_sentencepiece``, but the merges are in the file, and a text is split into lines
-    first."""
+    """Return a tokenizer as ``_sentencepiece`` does, but with the merges in the file, and for a
+    text that is first split into lines."""
     from tokenizers import Regex, pre_tokenizers
 
     vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
