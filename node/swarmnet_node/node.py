@@ -74,13 +74,13 @@ class Node(RunningNode):
         self.placed = hosting.placed or Placed((0, hosting.num_blocks), "")
         self.memory = hosting.memory
         self.relocation: Relocation | None = None
-        """The relocation that the node has announced, or None. If the node ends for it, its
-        supervisor completes it."""
+        """The relocation that the node has announced, or None. If the node ends for the relocation,
+        the supervisor of the node completes it."""
         self.limits_changed = asyncio.Event()
         """Set when the owner has changed the limits."""
         self._step_s = 0.0
         self._dropping = 0
-        """The number of blocks that it drops once their sessions are handed over."""
+        """The number of blocks that the node will drop once their sessions are handed over."""
         self._engine_context = AsyncExitStack()
         self.host: Host | None = None
         """The host that serves the blocks. None until they are loaded."""
@@ -311,7 +311,7 @@ class Node(RunningNode):
         await host.drain(former, drain_s)
 
     async def _start_engine(self, stage: Stage, former: Engine | None = None) -> Engine:
-        """Return an engine that runs until its context, or the node's context, ends.
+        """Return an engine that runs until ``_engine_context``, or the context of the node, ends.
 
         It continues with the counters and the limits of ``former``.
         """
@@ -409,7 +409,8 @@ class Node(RunningNode):
         return pb.HOST_STATE_JOINING if is_short and self._state == pb.HOST_STATE_ONLINE else self._state
 
     async def withdraw(self, relocation: Relocation) -> None:
-        """Announce that the node stays. Within its model, its next announcement says so."""
+        """Announce that the node stays in its model, if ``relocation`` is a switch. After a move
+        within the model, the next announcement of the node says so."""
         self.relocation = None
         if relocation.is_switch:
             with contextlib.suppress(SwarmnetError):  # the announcement expires soon

@@ -91,7 +91,7 @@ def _digest(secret: str) -> bytes:
 
 @dataclass(frozen=True)
 class AccessPolicy:
-    """Who may use an endpoint.
+    """The callers, names and web origins with access to an endpoint.
 
     - ``host_names``: names of the server, in addition to IP addresses and localhost.
     - ``origins``: web origins whose pages may use it, such as ``https://example.org``.

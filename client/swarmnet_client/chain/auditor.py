@@ -127,9 +127,8 @@ class Auditor:
     # ---- steps of the chain --------------------------------------------------------------------
 
     def add_audited_outputs(self, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-        """Return the rows with extra outputs of each sequence's first positions, for audits of the
-        last hop.
-        """
+        """Return ``rows``, but ask also for outputs of the first positions of each new sequence,
+        for audits of the last hop."""
         if self._spec.adapter is not None:
             return rows
         return tuple(
@@ -156,9 +155,8 @@ class Auditor:
     def step_done(
         self, version: SequenceVersion, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
-        """Note the answer to a step. Return its outputs without the ones ``add_audited_outputs``
-        added.
-        """
+        """Note the answer to a step. Return its outputs without those that only
+        ``add_audited_outputs`` asked for."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = torch.split(values, [row.count for row in rows])
         parts = torch.split(outputs, [row.wanted for row in rows])

@@ -22,7 +22,7 @@ MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 256
 MAX_SHOWN = 5
-"""The number of bad rows that an error lists at most."""
+"""The most bad rows that an error lists."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _fields(line: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
+        fields = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except UnicodeDecodeError as error:
         raise BadRow(f"not UTF-8 at byte {error.start + 1}") from error
     except json.JSONDecodeError as error:

@@ -1,4 +1,5 @@
-"""Trials of a stage while it is loaded: what its layers need, and how to compute them fast.
+"""Trials of a stage while it is loaded. They find the caches that its layers need, and a fast way
+to compute the layers.
 
 1. :func:`check_ends` refuses a model that does more than its layers do.
 2. :func:`probe` computes one position, and finds the attention and the states of each layer.

@@ -1,9 +1,10 @@
 """Announcements of routed experts: which peers compute which experts of a model for other hosts.
 
 An announcement is a claim: any peer may sign one that names every expert. It tells where to ask,
-and proves nothing. Hosts and peers with experts count only what a peer has told and computed on a
-stream of its own (``swarmnet_node/experts/``). Reading many claims has to be cheap, so
-:class:`ExpertSample` reads a bounded number, parses each once, and keeps one bit for each expert.
+and proves nothing. Hosts and peers with experts count only experts of which the peer itself has
+told them, on a stream, and which it has computed (``swarmnet_node/experts/``). Reading many claims
+has to be cheap, so :class:`ExpertSample` reads a bounded number, parses each once, and keeps one
+bit for each expert.
 """
 
 import math
@@ -44,7 +45,7 @@ COPIES = 2
 MAX_KNOWN = 256
 """Announcements that are kept; the ones read last stay. Each has up to 40 kB.
 
-Fewer would hide peers from each other where many are honest.
+With fewer, honest peers would hide each other where there are many.
 """
 _PART = re.compile(r"(\d{1,4})(?:-(\d{1,4}))?")
 

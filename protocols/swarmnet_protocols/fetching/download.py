@@ -305,9 +305,8 @@ class _Download:
         return units
 
     def _release(self, source: PieceSource, units: list[_Unit]) -> None:
-        """Put units back into the queue that a source has not brought, unless another source
-        fetches them.
-        """
+        """Put units that a source has not brought back into the queue, unless another source
+        fetches them."""
         for unit in units:
             unit.asked.pop(source.name, None)
             if unit in self._asked and not (unit.asked and unit.missing()):

@@ -40,9 +40,8 @@ class Library(Protocol):
         """The hash of the model's manifest."""
 
     def document(self, what: pb.What, file: bytes) -> bytes:
-        """Return the document ``what``: a file's table of pieces or its bits of present pieces, the
-        listing, or the manifest. Empty if it is not here.
-        """
+        """Return the document ``what``: the table of pieces of a file, the bits of the pieces of a
+        file that are here, the listing, or the manifest. Empty if the document is not here."""
 
     def place(self, file: bytes, start: int, end: int) -> tuple[Path, int] | None:
         """Return where the bytes [start, end) of a file are, and the size of the whole file.
@@ -59,7 +58,8 @@ class Standing(IntEnum):
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """It did not take the reply within its turn. So it comes after all streams that do."""
+    """It did not take the reply within its turn. So its next turn comes after those of all other
+    streams."""
 
 
 class SendTurn:

@@ -84,7 +84,8 @@ revoked. A peer that has just answered another query waits a second before it re
 
 @dataclass(frozen=True)
 class _Place:
-    """Where this machine is. When that changes, everything is announced again."""
+    """The addresses and networks of this machine. When they change, everything is announced
+    again."""
 
     networks: tuple[Network, ...]
     interfaces: tuple[str, ...]

@@ -15,7 +15,7 @@ MAX_SOCKET_PATH_BYTES = 100
 UNFINISHED = ".new-"
 _SCRATCH_PREFIX = "swarmnet-"
 _LOCK_NAME = ".lock"
-"""File in a scratch folder. Its process keeps it locked."""
+"""A file in each scratch folder. The process that uses the folder keeps this file locked."""
 
 
 @contextmanager

@@ -25,7 +25,7 @@ MEMORY_BYTES = 64 << 20
 MEMORY_PER_REQUEST_BYTE = 16
 """Further bytes that one rendering may take, for each byte of its request."""
 MAX_ERROR_CHARS = 500
-"""Characters of an error message at most."""
+"""Most characters of an error message."""
 
 
 def memory_limit(request_bytes: int) -> int:

@@ -65,8 +65,8 @@ class Probes:
         Dials only the address that the peer is connected from, if ``may_dial_back`` allows it. So a
         peer cannot aim probes at other machines, nor at services of this one.
 
-        Raises ``ResourceLimitReached`` while another probe from the same peer is being served, or
-        too many from all peers together.
+        Raises ``ResourceLimitReached`` while this peer serves another probe of the same peer, or
+        too many probes of all peers together.
         """
         request, _ = await stream.receive()
         ports = list(dict.fromkeys(request.ports))

@@ -61,7 +61,7 @@ _OTHERS: tuple[tuple[str, str, str], ...] = (
         "give its folder, which has a config.json",
     ),
 )
-"""Files of another format, as in ``_DAMAGED``."""
+"""Files of another format, with the same columns as ``_DAMAGED``."""
 _REMOVED = {4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4"}
 _REMOVED |= {37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"}
 """Types of tensors that llama.cpp has removed."""

@@ -1,4 +1,4 @@
-"""The resource manager: limits on what peers may reserve and use of this process.
+"""The resource manager limits how much of this process peers may reserve and use.
 
 The model is the resource manager of go-libp2p:
 
@@ -50,7 +50,7 @@ from swarmnet_protocols.net.limits.resource_limits import (
 )
 
 RETRY_S = 2.0
-"""Seconds of waiting that a peer at a resource limit is told."""
+"""Seconds that a peer at a resource limit is told to wait."""
 MIN_SWEEP = 256
 """Number of peer scopes that triggers the deletion of idle ones."""
 SUBNET_FACTOR = 3
@@ -63,7 +63,7 @@ SMALL_BYTES = 64 << 10
 """Largest memory reservation that is small. It ignores the subnet's limit and may use
 ``SMALL_SHARE``."""
 SMALL_SHARE = 0.25
-"""Share of the memory that only small reservations take."""
+"""Share of the memory that only small reservations may take."""
 
 
 class ResourceLimitReached(OutOfResources):
@@ -296,7 +296,8 @@ class Scope:
         """
         *inner, system = self._path
         in_all = system.limits.get(resource, math.inf)
-        if (system.used[resource] + amount) * 8 <= in_all:  # no share can be used up: mostly so
+        # usually so little is used that no share of the system can be used up
+        if (system.used[resource] + amount) * 8 <= in_all:
             for scope in inner:
                 if scope.used[resource] + amount > (limit := scope.limits.get(resource, math.inf)):
                     return scope, limit
@@ -313,9 +314,8 @@ class Scope:
         return innermost
 
     def _limit_in(self, scope: "Scope", resource: Resource, amount: int) -> float:
-        """Return how far this scope may fill ``scope``, itself or a surrounding one, with
-        ``amount`` more.
-        """
+        """Return the limit of ``scope`` for a reservation of ``amount`` more that this scope makes.
+        ``scope`` is this scope or a surrounding one."""
         limit = scope.limits.get(resource, math.inf)
         if scope._parent is None and limit < math.inf:
             if resource in KNOWN_PEER_SHARE and self.is_unknown:

@@ -25,7 +25,7 @@ from swarmnet_protocols.training.codecs.payload import (
 _VALUES_AT_ONCE = 1 << 14
 """Values computed at a time, a multiple of every block size.
 
-Larger, and they leave the cache, and torch uses several threads.
+With more, they would leave the cache, and torch would use several threads.
 """
 
 

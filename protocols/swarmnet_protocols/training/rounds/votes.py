@@ -6,9 +6,9 @@ that signed both. A decision travels with its votes and counts only with them. S
 believe another one.
 
 The sender of a decision signs it, too. So a false decision proves its sender dishonest, like two
-votes of one member. Any member can check such a proof. Whoever has one sends it to the others.
-Otherwise a liar could lie to one member only: that member would exclude the liar, and the others
-would not.
+votes of one member. Any member can check such a proof. A member that has one sends it to the
+others. Otherwise a liar could lie to one member only: that member would exclude the liar, and the
+others would not.
 """
 
 import hashlib
@@ -39,7 +39,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Electorate:
-    """Who votes in a round: member ``me`` with its key, and the public keys of all members.
+    """The voters of a round: this member, ``me``, which can ``sign``, and the public keys of all
+    members.
 
     ``terms``: SHA-256 of the round's terms.
     """
@@ -63,7 +64,7 @@ class Votes:
         self._electorate = electorate
         self._counted: dict[int, Vote] = {}
         self._proven: set[int] = set()
-        """Members whose fault with its proof was returned."""
+        """Members of whom ``receive`` has returned a fault with a proof."""
 
     @property
     def own(self) -> Vote | None:
@@ -76,9 +77,10 @@ class Votes:
         return self._counted.setdefault(self._electorate.me, Vote(hashes, signature))
 
     def receive(self, member: int, message: Vote | Decided | Accusation) -> list[Fault]:
-        """Take over what ``member`` sent. Returns the faults of dishonest members that it shows.
+        """Take over a message that ``member`` sent. Returns the faults of dishonest members that
+        the message shows.
 
-        A fault with a proof is returned once.
+        A fault with a proof is returned once for each dishonest member.
         """
         match message:
             case Vote():
