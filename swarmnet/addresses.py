@@ -78,8 +78,8 @@ async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]])
 
 
 def usual_listen(data_dir: Path) -> tuple[str, ...]:
-    """Default listen addresses of this data directory: the ports of its last run, as far as they
-    are free.
+    """Return the default listen addresses of this data directory: the ports of its last run, as far
+    as they are free.
 
     After a restart, the addresses that other peers know remain valid.
     """

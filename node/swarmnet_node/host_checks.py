@@ -110,7 +110,8 @@ async def make_trial(blocks: ServedBlocks, rng: random.Random, span: Span) -> Tr
 
 
 class HostChecker:
-    """What one node has seen of other hosts, of any model of its swarm."""
+    """Checks other hosts for one node, of any model of its swarm, and keeps the results as
+    ``Sightings``."""
 
     def __init__(self, transport: Transport, own: OwnCoordinate, rng: random.Random, timing: Timing) -> None:
         """``own``: the coordinate of this node. Each answer corrects it."""

@@ -80,7 +80,7 @@ class Hosting(Hosted):
     others: OtherModels | None = None
     """The models that the node may switch to. None if it keeps its own."""
 
-    # What the supervisor tells the node.
+    # The supervisor of the node sets these.
     fitting: Callable[[int], int] = int
     """Takes the node's number of blocks. Returns how many its owner's limits allow, at least 1."""
     has_room: Callable[[int], bool] = lambda _: True
@@ -88,7 +88,7 @@ class Hosting(Hosted):
     on_move: Callable[[], None] = lambda: None
     """Called when the node has moved to other blocks while it serves."""
 
-    # What changes from one run of the node to the next.
+    # These change from one run of the node to the next.
     placed: Placed | None = None
     former_model: str = ""
     """The name of the model before a switch to this one. Empty if the node joined with this one."""

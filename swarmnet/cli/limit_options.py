@@ -117,8 +117,8 @@ class LimitOptions:
 
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
-    """For each option in ``names``, its field of ``OwnerLimits`` with the default value. Raises
-    ``typer.BadParameter`` for an unknown name."""
+    """Return for each option in ``names`` its field of ``OwnerLimits`` with the default value.
+    Raises ``typer.BadParameter`` for an unknown name."""
     # An option has the name of its field, without the unit.
     known = {
         re.sub("(_bytes|_bytes_per_s|_s)$", "", each.name).replace("_", "-"): each.name

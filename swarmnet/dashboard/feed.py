@@ -66,7 +66,7 @@ class EncodedState:
 
 
 def encode(value: object) -> str:
-    """Compact JSON."""
+    """Return ``value`` as compact JSON."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 

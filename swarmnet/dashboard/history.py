@@ -124,7 +124,7 @@ class History:
             _log.warning("cannot downsample the history: %s", error)
 
     def model_samples(self, model: str, since_s: float, *, coarse: bool) -> list[ModelSample]:
-        """Samples of a model, oldest first."""
+        """Return the samples of a model, oldest first."""
         step_s = MODELS.coarse_s if coarse else MODELS.fine_s
         with self._lock:
             rows = self._db.execute(
@@ -134,7 +134,7 @@ class History:
         return [_model_sample(row) for row in rows]
 
     def peer_samples(self, peer: str, since_s: float, *, coarse: bool) -> list[PeerSample]:
-        """Samples of a peer, oldest first."""
+        """Return the samples of a peer, oldest first."""
         step_s = PEERS.coarse_s if coarse else PEERS.fine_s
         with self._lock:
             rows = self._db.execute(
@@ -147,8 +147,8 @@ class History:
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, int, float]]:
-        """Peer, name, positions computed and seconds online of all peers, or of ``peer``, in a
-        window of a day or a month; most first."""
+        """Return peer, name, positions computed and seconds online of all peers, or of ``peer``, in
+        a window of a day or a month; those with the most positions first."""
         with self._lock:
             coarse_since_s, fine_since_s = now_s, now_s - window_s
             if window_s > DAY_S:  # the newest interval exists in fine samples only

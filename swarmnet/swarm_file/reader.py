@@ -278,7 +278,8 @@ class _Table:
         return frozenset(map(Role, names))
 
     def keys(self, key: str, *, optional: bool = False) -> tuple[bytes, ...]:
-        """Public keys without duplicates: at least one, unless ``optional``."""
+        """Return the public keys under ``key`` without duplicates: at least one, unless
+        ``optional``."""
         if optional and key not in self:
             return ()
         keys = self.strings(key, MAX_KEYS)

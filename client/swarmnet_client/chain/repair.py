@@ -133,7 +133,7 @@ class ChainRepair:
         return tuple(self.hops) if is_whole else ()
 
     def answered(self, last: LiveHop) -> None:
-        """The chain answered a step: forget earlier failures."""
+        """Note that the chain answered a step, and forget earlier failures."""
         self.hosts.answered(last.peer)
         self._retries.answered()
         self.blame = Blame(self.hosts)

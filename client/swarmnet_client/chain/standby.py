@@ -15,9 +15,9 @@ stages:
 If the hop fails, the standby is installed at once, from stage 2 on. It lacks a few steps, not the
 whole log.
 
-Hops that leave have a standby, and all hops of a client that asks for standbys. Other hops get a
-spare one once a replay would take long. A spare is on a single host without other work. That host
-may end the spare when other work comes.
+Every hop that leaves has a standby. So has every hop of a client that asks for standbys. Other hops
+get a spare one once a replay would take long. A spare is on a single host without other work. That
+host may end the spare when other work comes.
 """
 
 import asyncio
@@ -47,8 +47,8 @@ ATTEMPTS = 3
 """Number of standbys of a leaving hop that may fail. After that, the hop is replaced without a
 standby."""
 SPARE_POSITIONS = 512
-"""Positions of a session from which on its hops get spare standbys. Fewer positions are replayed
-within about a second."""
+"""The hops of a session get spare standbys once it has this many positions. Fewer positions are
+replayed within about a second."""
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Standbys:
         """Prepare a standby for each hop of a whole chain that needs one.
 
         End the standbys of hops that are gone, and standbys that no sender feeds. ``positions``:
-        how many a replay of the session would send.
+        the number of positions that a replay of the session would send.
         """
         self._positions = positions
         senders: list[Sender] = [self.links.client, *hops[:-1]]
@@ -213,7 +213,7 @@ class Standbys:
         self.changed.set()
 
     def discard_all(self) -> None:
-        """End all standbys: what they were fed is wrong."""
+        """End all standbys, because the steps that they were fed are wrong."""
         for place in list(self._places.values()):
             self._end(place)
 

@@ -72,7 +72,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
         return self._max_length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i continues the former row ``beam_idx[i]``."""
+        """Reorder the rows: row i continues the former row ``beam_idx[i]``."""
         order = beam_idx.tolist()
         self._sequences = [self._sequences[index] for index in order]
         self._firsts = [self._firsts[index] for index in order]

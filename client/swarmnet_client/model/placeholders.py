@@ -85,8 +85,8 @@ class Placeholder(nn.Module):
         return not any(weight.requires_grad for weight in self._weights)
 
     def replaced(self) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-        """Modules that were put into the block, by PEFT for example: path, module, and the module
-        that was there before."""
+        """Yield the modules that were put into the block, by PEFT for example: path, module, and
+        the module that was there before."""
         for path, now, before in self._native:
             if now != before:
                 for name, module in now.items():
@@ -102,7 +102,7 @@ class Placeholder(nn.Module):
 
 
 def stand_ins(layers: nn.ModuleList, device: torch.device) -> nn.ModuleList:
-    """Placeholders for the decoder layers of a model, which are on the meta device."""
+    """Return placeholders for the decoder layers of a model, which are on the meta device."""
     return nn.ModuleList(Placeholder(layer, block, device) for block, layer in enumerate(layers)).eval()
 
 

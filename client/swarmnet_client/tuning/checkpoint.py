@@ -87,7 +87,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def _hash_of(about: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over the description and every tensor's name, type, shape and values."""
+    """Return the SHA-256 over the description and every tensor's name, type, shape and values."""
     digest = hashlib.sha256(about.encode())
     for name in sorted(tensors):
         value = tensors[name]

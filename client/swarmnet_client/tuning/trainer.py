@@ -199,8 +199,8 @@ class Tuner:
         return {name: value.to(self._model.device) for name, value in batch.items()}
 
     def _rate_factor(self) -> float:
-        """Factor of the learning rate for the next step: linear warmup, then linear decay to
-        zero."""
+        """Return the factor of the learning rate for the next step: linear warmup, then linear
+        decay to zero."""
         warmup = math.ceil(self._settings.warmup * self.steps)
         if self.step < warmup:
             return (self.step + 1) / (warmup + 1)

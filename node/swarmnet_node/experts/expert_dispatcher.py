@@ -50,8 +50,8 @@ HEDGE_S = 0.15
 smaller value computes many rows twice; a larger one lets one slow peer delay the token."""
 HEDGE_FACTOR = 3
 SLOW_FACTOR, SLOW_S = 2.0, 0.002
-"""When a peer counts as slow: answers take ``SLOW_FACTOR`` times the fastest peer's plus ``SLOW_S``
-seconds. A slow peer is asked only for experts that no faster peer has."""
+"""A peer counts as slow if its answers take longer than ``SLOW_FACTOR`` times the fastest peer's
+plus ``SLOW_S`` seconds. A slow peer is asked only for experts that no faster peer has."""
 WORK_LEFT = 0.9
 """Factor that reduces the counted work of each peer from one forward to the next. Among equal
 peers, the one with the least counted work is asked."""

@@ -56,7 +56,7 @@ class ExpertLinks:
     directory: Directory
     model: ExpertModel
     wanted: dict[int, ExpertBits]
-    """The experts that this host lacks, by block. Whoever loads an expert removes it here."""
+    """The experts that this host lacks, by block. Code that loads an expert removes it here."""
     timing: Timing
     rng: random.Random
     max_round_trip_s: float = MAX_ROUND_TRIP_S

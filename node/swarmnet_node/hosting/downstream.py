@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class Downstream:
-    """Where the steps of one session go.
+    """The target of the steps of one session: the next hop, if any.
 
     Without a target they go nowhere: the session answers the client, or stands by.
 

@@ -1,1 +1,1 @@
-"""What the computer's owner decides: limits, schedule, pauses, and the control socket."""
+"""The decisions of the computer's owner: limits, schedule, pauses, and the control socket."""

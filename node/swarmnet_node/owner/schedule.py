@@ -1,4 +1,4 @@
-"""When a node may run: days of the week and hours of the day, in local time."""
+"""The times when a node may run: days of the week and hours of the day, in local time."""
 
 import re
 from dataclasses import dataclass

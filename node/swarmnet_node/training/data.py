@@ -231,7 +231,8 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
-    """Return the bytes of all documents. None if only reading them tells."""
+    """Return the bytes of all documents; None if these are known only once the documents are
+    read."""
     if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
         return None
     return sum(path.stat().st_size for path in files)
@@ -249,7 +250,7 @@ def _with_progress(
             raise JobError(
                 "data",
                 "size_bytes",
-                f"is {data.size_bytes}: the data on this machine is larger, so it is not that of the job",
+                f"is {data.size_bytes}: the data on this machine is larger, so it is not the data of the job",
                 hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
             )
     progress("tokenising the data", done, done)

@@ -33,7 +33,8 @@ Rare, because an entry names what exists, not which peers are online.
 ENOUGH = 32
 """Number of peers whose announcements of a model or job are enough.
 
-Readers leave out what few peers name, so fewer would hide a model. More would fill the topic.
+Readers leave out entries that few peers name, so a smaller number would hide a model. A larger one
+would fill the topic.
 """
 SAMPLE = 256
 """Number of entries in a sample of the catalog."""
@@ -81,8 +82,9 @@ def _announcer(directory: Directory, rng: random.Random, record: pb.CatalogRecor
 def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
     """Return whether enough entries are equal to ``body``.
 
-    Enough is ``ENOUGH``. In a full sample, half an equal share of the entries is also enough.
-    ``is_full``: the catalog may have more entries than the sample.
+    Enough are ``ENOUGH`` entries. In a full sample, half of the entries that each model and job
+    would have on average are also enough. ``is_full``: the catalog may have more entries than the
+    sample.
     """
     wanted = float(ENOUGH)
     if is_full and sample:

@@ -1,4 +1,4 @@
-"""Who may sign records of a private swarm: members whose role fits the kind of record.
+"""The signers of the records of a private swarm: members whose role fits the kind of record.
 
 Any member with a role in the directory may store records, also records of others. So every peer
 that stores or reads a record checks that its signer is a member. It uses the certificate in the

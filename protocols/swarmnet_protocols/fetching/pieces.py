@@ -116,7 +116,7 @@ class Layout:
     def edges(self) -> list[int]:
         """The offsets where the header ends, tensors begin and end, and merged tensors are cut.
 
-        Raises ``IntegrityError`` for too many.
+        Raises ``IntegrityError`` for more than ``MAX_PIECES``.
         """
         slices = self.slices
         _check_count(len(self.spans) + sum(slices.values()))
@@ -201,10 +201,10 @@ def has_bit(bits: bytes | bytearray, number: int) -> bool:
 
 
 def listing_of(tables: Mapping[bytes, bytes]) -> bytes:
-    """Return the listing of a model's files: the SHA-256 of each, in order, and the hash of its
-    table.
+    """Return the listing of a model's files: the SHA-256 of each file, in order, and the hash of
+    its table.
 
-    ``tables`` maps the first to the second.
+    ``tables`` has the hash of each table, by the SHA-256 of the file.
     """
     return b"".join(sha256 + table for sha256, table in sorted(tables.items()))
 
@@ -254,8 +254,8 @@ class Tables:
     """The tables of the pieces of files, on disk in ``folder``, by the SHA-256 of the file.
 
     A table is *known* if this machine made it from a whole file, or a pieces hash covers it. Other
-    tables are *claimed* by a peer. They can contradict another source, but they do not make its
-    bytes trusted.
+    tables are *claimed* by a peer. A claimed table can contradict another source, but does not make
+    the bytes of that source trusted.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ other peer can use the certificate. The life of a certificate:
 1. An issuer makes it with :func:`issue`.
 2. Other peers check it with :func:`open_certificate`.
 3. A renewal contains the certificate that first admitted its peer. The renewal is valid only while
-   the keys behind that first admission are trusted, whoever renewed it since.
+   the keys behind that first admission are trusted, no matter which issuers have renewed it since.
 4. It ends at its own time. If a stolen key is removed from the swarm file, every membership that
    goes back to that key ends, too.
 """

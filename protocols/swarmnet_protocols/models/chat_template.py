@@ -277,7 +277,7 @@ def _kill_beyond(
 
 
 def _usage(process: psutil.Process) -> tuple[float, int]:
-    """Processor seconds and resident bytes so far; zeros after its end."""
+    """Return the processor seconds and resident bytes of a process so far; zeros after its end."""
     try:
         with process.oneshot():
             times = process.cpu_times()

@@ -193,7 +193,7 @@ def max_positions(config: "PretrainedConfig") -> int:
 
 
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Inputs [..., D] of the first block of a model for token ids [...]."""
+    """Return the inputs [..., D] of the first block of a model for token ids [...]."""
     embedded: torch.Tensor = model.get_input_embeddings()(ids)
     scale = getattr(model.base_model, EMBEDDING_SCALE, 1)
     return embedded if scale == 1 else embedded * scale

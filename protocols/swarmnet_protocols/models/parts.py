@@ -44,7 +44,7 @@ from swarmnet_protocols.models.verified_files import VerifiedFiles
 
 T = TypeVar("T")
 WHOLE_SHARE = 0.5
-"""Share of a file without a table above which the whole file is fetched.
+"""If more than this share of a file without a table is needed, the whole file is fetched.
 
 A whole file can be verified, and gives peers its table.
 """

@@ -44,7 +44,8 @@ Buffer = bytes | bytearray | memoryview
 
 @dataclass(frozen=True)
 class ProtocolSpec:
-    """A protocol id, its largest message in either direction, and who may use it."""
+    """A protocol id, its largest message in either direction, and the roles of members that may use
+    it."""
 
     id: str
     max_header_bytes: int = 64 << 10

@@ -42,7 +42,7 @@ class Multiaddr:
         return "p2p-circuit" in self.rest
 
     def without_peer(self) -> "Multiaddr":
-        """This address without the peer id at its end."""
+        """Return this address without the peer id at its end."""
         ends_in_peer = len(self.rest) > 1 and self.rest[-2] == "p2p"
         return replace(self, rest=self.rest[:-2]) if ends_in_peer else self
 

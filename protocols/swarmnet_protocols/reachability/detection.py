@@ -22,7 +22,8 @@ from swarmnet_protocols.reachability.routed_transport import RoutedTransport
 _log = logging.getLogger(__name__)
 
 MAX_ASKED = 3
-"""Most peers that are asked to dial this one. The majority decides, so one false answer cannot."""
+"""Most peers that are asked to dial this one. The majority decides, so that one false answer does
+not."""
 ASK_S = 6.0
 """Timeout in seconds for one probe, including the connection."""
 FIRST_RESERVATION_S = 5.0
@@ -46,7 +47,7 @@ def judge(answers: Sequence[Probed]) -> bool | None:
 
 
 class Reachability:
-    """What this peer knows about its own reachability."""
+    """The reachability of this peer, as far as it knows."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Reachability:
         self._reservations = Reservations(guarded, self._candidates, address_of, transport.accept_circuit)
         self._reserving: asyncio.Task[None] | None = None
         self._is_open: bool | None = None
-        """What the asked peers have said; None until one has answered."""
+        """The judgement of the asked peers; None until one has answered."""
         self._asks_if_dialled = was_dialled
         self._was_dialled = False
         self._is_forwarded = False
@@ -189,7 +190,7 @@ class Reachability:
             return None
 
     async def answers(self, address: str) -> bool:
-        """Return whether a peer answers at a multiaddr that is a member and may be a relay."""
+        """Return whether a member that may be a relay answers at a multiaddr."""
         return await self._ask(address, ()) is not None
 
     async def _candidates(self) -> Sequence[str]:

@@ -357,7 +357,8 @@ class RoutedTransport(TransportWrapper):
 
 
 def _by_reach(address: str) -> tuple[bool, bool]:
-    """Sort key: IPv4 before IPv6, TCP before QUIC, because more networks carry the first ones."""
+    """Return the key that sorts IPv4 before IPv6 and TCP before QUIC, because more networks carry
+    the first of each."""
     return "/ip6/" in address, "/udp/" in address
 
 

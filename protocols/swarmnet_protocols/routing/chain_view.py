@@ -1,4 +1,4 @@
-"""What a client knows about the hosts of a model when it searches for a chain.
+"""The hosts of a model, as a client knows them when it searches for a chain.
 
 :class:`View` holds announcements and the client's own measurements. :func:`credible` replaces
 announced speeds and loads, which a host can falsify.

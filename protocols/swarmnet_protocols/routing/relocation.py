@@ -128,7 +128,7 @@ class Lasting(Generic[T]):
 
 @dataclass(frozen=True)
 class Remembered:
-    """What a host remembers between two looks. Times are in seconds of the clock that gives
+    """The memory of a host between two looks. Times are in seconds of the clock that gives
     ``now``."""
 
     relocated_at: float = -math.inf
@@ -154,7 +154,7 @@ class Remembered:
 
 @dataclass(frozen=True)
 class Look:
-    """What a host sees of the swarm at one time."""
+    """The swarm, as a host sees it at one time."""
 
     own: ServedModel
     """The host's model. Its claims may be a sample without this host. When the host must shrink,

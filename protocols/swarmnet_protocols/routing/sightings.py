@@ -67,7 +67,7 @@ MAX_KNOWN = 4096
 
 @dataclass(frozen=True)
 class Sighting:
-    """What this peer has seen of one host. Times are in seconds of the clock that gives ``now``."""
+    """One host, as this peer has seen it. Times are in seconds of the clock that gives ``now``."""
 
     answered_at: float = -math.inf
     manifest: bytes = b""
@@ -80,11 +80,11 @@ class Sighting:
     failures: int = 0
     """Consecutive calls that the host did not answer."""
     refuted_at: float = -math.inf
-    """When it computed wrong outputs."""
+    """When the host last computed wrong outputs."""
     computed: tuple[bytes, int] = (b"", -1)
     """The model and the block that it last computed for this peer, with right outputs."""
     computed_at: float = -math.inf
-    """When it did."""
+    """When the host computed them."""
 
     @property
     def is_known(self) -> bool:
@@ -137,7 +137,7 @@ class Silence:
     """A block that none of its hosts has computed for this peer."""
 
     since: float
-    """When this peer first asked."""
+    """The time when this peer first asked."""
     asks: int
     """Times that it asked."""
 
@@ -146,7 +146,7 @@ class Silence:
 
 
 class Sightings:
-    """What one peer has seen of the hosts of its swarm."""
+    """The hosts of a swarm, as one peer has seen them."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[PeerId, Sighting] = OrderedDict()

@@ -1,4 +1,5 @@
-"""What a training job's workers agree on: job, rosters, averages of contributions, shared state.
+"""The agreements of a training job's workers: job, rosters, averages of contributions, shared
+state.
 
 Two numbers must be told apart:
 

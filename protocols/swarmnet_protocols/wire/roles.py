@@ -21,5 +21,5 @@ ANY_ROLE = frozenset(Role)
 
 
 def name_roles(roles: Iterable[Role]) -> str:
-    """Roles for messages: ``client, host``, or ``none``."""
+    """Return ``roles`` as messages name them: ``client, host``, or ``none``."""
     return ", ".join(role for role in Role if role in set(roles)) or "none"

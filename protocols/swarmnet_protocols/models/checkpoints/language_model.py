@@ -17,7 +17,7 @@ _SHARED = ("tie_word_embeddings", "quantization_config")
 """Settings of the language model that are at the top level of a multimodal config, not in its text
 config."""
 _OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-"""Settings for what a call returns besides logits."""
+"""Settings that make a call return more than logits."""
 
 
 def language_config(config: "PretrainedConfig") -> "PretrainedConfig":

@@ -241,5 +241,5 @@ def _plain(weights: torch.Tensor) -> PackedTensor:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """Float32 [rows, n] as uint8 [rows, n, 4]."""
+    """View float32 [rows, n] as uint8 [rows, n, 4]."""
     return values.contiguous()[..., None].view(torch.uint8)

@@ -218,14 +218,15 @@ class P2pd:
         return [address for packed in response.identify.addrs if (address := unpack_multiaddr(packed))]
 
     async def connections(self) -> dict[PeerId, list[str]]:
-        """Connected peers, each with the multiaddrs of its connections."""
+        """Return the connected peers, each with the multiaddrs of its connections."""
         found: dict[PeerId, list[str]] = {}
         for peer, address in await self.packed_connections():
             found.setdefault(unpack_peer(peer), []).append(unpack_multiaddr(address))
         return found
 
     async def packed_connections(self) -> list[tuple[bytes, bytes]]:
-        """Peer and multiaddr of every connection, in binary form. A peer may have several."""
+        """Return peer and multiaddr of every connection, in binary form. A peer may have several
+        connections."""
         from hivemind.proto import p2pd_pb2 as pb
 
         response = await self._call(pb.Request(type=pb.Request.LIST_PEERS))

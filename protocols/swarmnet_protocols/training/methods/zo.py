@@ -109,5 +109,5 @@ class ZeroOrder(AllToAll):
         return moved
 
     def _move(self, part: torch.Tensor, by: float, round: int, step: int, start: int = 0) -> None:
-        """θ <- θ + by z in place, where ``part`` begins at parameter ``start``."""
+        """Set θ to θ + by z in place, where ``part`` begins at parameter ``start``."""
         add_signs(part, by, self._settings.seed, (round, step), start)

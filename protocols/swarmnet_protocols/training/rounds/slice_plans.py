@@ -1,4 +1,4 @@
-"""What the coordinator of a round plans and proposes, given the members' reports. Pure.
+"""The plans and the proposal of the coordinator of a round, by the members' reports. Pure.
 
 The coordinator chooses only results that it holds itself. So no member can make the others wait for
 a result that does not exist.

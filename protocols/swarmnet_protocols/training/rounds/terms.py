@@ -143,7 +143,7 @@ class RoundTerms:
         return next((index for index, member in enumerate(self.members) if member.peer == peer), None)
 
     def coordinators(self) -> tuple[int, ...]:
-        """Members in the order in which they coordinate attempts.
+        """Return the members in the order in which they coordinate attempts.
 
         The order is pseudo-random, and different for each exchange.
         """

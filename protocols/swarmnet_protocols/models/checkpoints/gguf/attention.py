@@ -40,8 +40,8 @@ NEIGHBOURS = {
 
 
 def gemma_query_scale(blocks_of_27b: int) -> Setting:
-    """No key tells the scale of Gemma's attention. llama.cpp knows the models of 27 billion by
-    their blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
+    """Return the setting of the scale of Gemma's attention, which no key of the file has. llama.cpp
+    knows the models of 27 billion by their blocks (llama-model.cpp, ``LLM_TYPE_27B``)."""
 
     def scale(header: Header) -> int:
         is_largest = len(header.blocks) == blocks_of_27b
@@ -72,7 +72,7 @@ def if_windows(setting: Setting) -> Setting:
 
 
 def rope_by_kind(sliding_base: float | None) -> Setting:
-    """Rotary parameters of each kind of attention.
+    """Return the setting with the rotary parameters of each kind of attention.
 
     ``sliding_base`` is the base for sliding windows in files that have no key for it. None: the
     base of full attention.
@@ -91,7 +91,7 @@ def rope_by_kind(sliding_base: float | None) -> Setting:
 
 
 def key_heads(kind: str) -> Setting:
-    """Heads of keys in blocks with this kind of attention."""
+    """Return the setting with the number of key heads in blocks with this kind of attention."""
 
     def heads(header: Header) -> int:
         counts, block = header.own["attention.head_count_kv"], sliding_except(6)(header).index(kind)

@@ -179,7 +179,7 @@ class _Makers:
         return start, start + self.shapes[name][0], sum(sizes)
 
     def _of_experts(self, block: str, name: str, module: Any) -> Recipe:
-        """Merged weights or biases of all experts."""
+        """Return the recipe of the merged weights or biases of all experts."""
         own, end = name.removesuffix("_bias"), ".bias" if name.endswith("_bias") else ".weight"
         parts = own.removesuffix("_proj").split("_")
         fused = f"{block}ffn_{'_'.join(parts)}_exps{end}"
