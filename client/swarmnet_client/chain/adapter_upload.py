@@ -116,7 +116,7 @@ async def upload_adapter(
     except TimeoutError as error:
         raise DeadlineExceeded(f"{hop.peer} accepts no more of the adapter") from error
     finally:
-        await cancel(sending)  # drops its error: receiving on the same stream has raised it already
+        await cancel(sending)  # ignores the error of the task: ``client.receive`` has raised the same one
         client.close()
 
 

@@ -104,13 +104,13 @@ class HostedPass:
     async def _outputs(self) -> list[torch.Tensor]:
         arguments = await self._receive(), self._counts, self._adapter
         if self._graph is None:
-            return [await self._compute(lambda: lambda: self._sent(self._stage.run_sequences(*arguments)))]
+            return [await self._compute(lambda: self._sent(self._stage.run_sequences(*arguments)))]
 
         def compute() -> tuple[torch.Tensor, AutogradGraph]:
             outputs, graph = self._stage.record_sequences(*arguments)
             return self._sent(outputs), graph
 
-        outputs, graph = await self._compute(lambda: compute)
+        outputs, graph = await self._compute(compute)
         self._engine.keep_graph(self._graph, graph, for_s=self._timing.graph_s)
         return [outputs]
 
@@ -118,14 +118,14 @@ class HostedPass:
         """Return the gradients of the inputs and, with an adapter, of all its values."""
         if self._graph is not None:
             grad_outputs = await self._receive()
-            return await self._compute(lambda: partial(self._differentiate, self._take_graph(), grad_outputs))
+            return await self._start(lambda: partial(self._differentiate, self._take_graph(), grad_outputs))
         inputs, grad_outputs = await self._receive(), await self._receive()
 
         def compute() -> list[torch.Tensor]:
             _, graph = self._stage.record_sequences(inputs, self._counts, self._adapter)
             return self._differentiate(graph, grad_outputs)
 
-        return await self._compute(lambda: compute)
+        return await self._compute(compute)
 
     def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
         gradients, of_adapter = self._stage.gradients(graph, grad_outputs)
@@ -134,7 +134,11 @@ class HostedPass:
     def _sent(self, values: torch.Tensor) -> torch.Tensor:
         return finite(values.to(self._wire))
 
-    async def _compute(self, start: Callable[[], Callable[[], T]]) -> T:
+    async def _compute(self, work: Callable[[], T]) -> T:
+        return await self._start(lambda: work)
+
+    async def _start(self, start: Callable[[], Callable[[], T]]) -> T:
+        """Call ``start`` when sessions leave time for the pass, and compute what it returns."""
         self.slot.at_work = True
         computed = await self._engine.compute_pass(
             start, self._positions, max_delay_s=self._timing.pass_wait_s

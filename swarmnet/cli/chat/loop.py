@@ -115,7 +115,7 @@ class Chat:
         self._answer()
 
     def _answer(self) -> None:
-        turn = self.conversation.turns[-1]
+        turn = self._last()
         turn.answer, self._unanswered = "", turn.question
         try:
             answer = self._generate()
@@ -182,7 +182,6 @@ class Chat:
             case "/retry" if self._unanswered:
                 self._ask(self._unanswered)
             case "/retry":
-                self._last()
                 self._answer()
             case "/clear":
                 self.conversation.turns.clear()

@@ -184,12 +184,8 @@ class SubnetSlots:
         """Hold a slot while the context is open. Raises ``ResourceLimitReached`` if the peer used
         its share.
         """
-        while (
-            self._system.available(self._resource) < 1 <= stream.scope.available(self._resource)
-            and (oldest := self._oldest_of_largest_subnet()) is not None
-        ):
-            self._holders.pop(oldest)[0].release()
-            oldest.close()
+        if stream.scope.available(self._resource) >= 1:
+            self._make_room()
         reservation = stream.scope.reserve(self._resource)
         self._holders[stream] = reservation, subnet_of(stream.address) or stream.peer
         try:
@@ -201,6 +197,15 @@ class SubnetSlots:
     def has(self, stream: Stream) -> bool:
         """Return whether ``stream`` still has its slot."""
         return stream in self._holders
+
+    def _make_room(self) -> None:
+        """End the oldest streams of the largest subnets until the system has a slot."""
+        while self._system.available(self._resource) < 1:
+            oldest = self._oldest_of_largest_subnet()
+            if oldest is None:
+                return
+            self._holders.pop(oldest)[0].release()
+            oldest.close()
 
     def _oldest_of_largest_subnet(self) -> Stream | None:
         places = [
