@@ -203,18 +203,13 @@ class ActivationLog:
         ``check`` raises, and ``OutOfResources`` if pending steps alone reach the limit.
         """
         self.check(step)
-        self._pending_bytes += step.values.nbytes
+        more_bytes = step.values.nbytes
         try:
-            self._resize_reservation()
+            self._resize_reservation(more_bytes)
         except ResourceLimitReached:
-            self._pending_bytes -= step.values.nbytes
             self._end_late_cursors()
-            self._pending_bytes += step.values.nbytes
-            try:
-                self._resize_reservation()
-            except ResourceLimitReached:
-                self._pending_bytes -= step.values.nbytes
-                raise
+            self._resize_reservation(more_bytes)
+        self._pending_bytes += more_bytes
         self._lengths.update({row.sequence: row.end for row in step.rows})
         self._last = max(self._last, step.seq)
         self._pending.append((next(self._indices), step))
@@ -391,16 +386,16 @@ class ActivationLog:
             storages |= buffer.storages
         self._compacted_bytes = sum(storages.values())
 
-    def _resize_reservation(self) -> None:
-        """Reserve the present size.
+    def _resize_reservation(self, more_bytes: int = 0) -> None:
+        """Reserve the present size and ``more_bytes``.
 
         Drops the compacted part if its bytes do not fit. Raises if pending steps do not fit either.
         """
         try:
-            self._reservation.resize(self.nbytes)
+            self._reservation.resize(self.nbytes + more_bytes)
         except ResourceLimitReached:
             self._buffers, self._compacted_bytes = None, 0
-            self._reservation.resize(self.nbytes)
+            self._reservation.resize(self.nbytes + more_bytes)
 
     def _replay_steps(self, buffers: Mapping[int, _SequenceBuffer], positions: int) -> Iterator[Step]:
         """Yield replay steps of at most ``positions`` that rebuild the compacted part.
