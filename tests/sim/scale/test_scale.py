@@ -118,9 +118,9 @@ def test_clients_that_ping_by_peer_id_use_few_hosts() -> None:
 
 @defence("clients use hosts with time to spare", off=replacing(chain_search, "LEAST_SPARE", 1.0))
 def test_clients_use_the_hosts_that_have_time_to_spare() -> None:
-    """Without regard to spare time, the throughput is 0.61 of the optimum."""
-    result = run("idle-clients", Setting("ours", 200, 0))
-    assert result.throughput_of_optimum >= 0.82
+    """Without regard to spare time, the throughput is 0.52 of the optimum."""
+    result = run("idle-clients", Setting("ours", 100, 0, 100))
+    assert result.throughput_of_optimum >= 0.85
     assert result.busiest_tenth <= 0.14
 
 

@@ -25,9 +25,9 @@ from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 RATE = 64_000.0
 """Bytes per second: the lowest limit that an owner can set."""
-WINDOW_S = 10.0
+WINDOW_S = 5.0
 TOLERANCE = 1.05
-CLIENTS = 24
+CLIENTS = 10
 HIDDEN = 32
 PROMPT = [5, 6, 7, 8] * 120  # 60 kB of activations, in two steps
 TOKENS = 3

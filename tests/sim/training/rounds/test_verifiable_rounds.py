@@ -208,7 +208,7 @@ def test_workers_exclude_liars_and_train_on(
     honest: int, lying: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exchange = 'min_workers = 2\naggregate = "centered-clip"'
-    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=12))
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", "sync_every = 2", exchange, rounds=6))
     # So that each of them reduces a slice of so small a model.
     monkeypatch.setattr(terms_module, "ALIGNMENT", 16)
     good, bad = [

@@ -7,6 +7,7 @@ names.
 import itertools
 import random
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.support.models.hub_families import FAMILIES, REFUSED
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
 NEW_TOKENS = 6
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 12
 """Tokens of answers whose logits are compared."""
 
 
@@ -63,14 +64,20 @@ class Case:
     local_layers: LocalLayers
     reference: Any
     """The model in transformers."""
-    texts: list[torch.Tensor]
-    """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers
-    generates."""
     stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
     """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a
     family share the stages."""
     answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """The answers made so far, by the length of their prompts."""
+
+    @cached_property
+    def texts(self) -> list[torch.Tensor]:
+        """Prompts of ``PROMPT_LENGTHS`` tokens, each with the ``NEW_TOKENS`` that transformers
+        generates."""
+        prompts = [random_tokens(length)[None] for length in PROMPT_LENGTHS]
+        return [
+            self.reference.generate(each, max_new_tokens=NEW_TOKENS, do_sample=False)[0] for each in prompts
+        ]
 
     def answer(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A prompt with the tokens that transformers generates, and the logits of each of these."""
@@ -91,7 +98,7 @@ class Case:
         for start, end in spans:
             if (start, end) not in self.stages:
                 self.stages[start, end] = Stage.load(self.model, start, end, dtype=torch.float32, device=CPU)
-        return Hops([self.stages[span] for span in spans], self.local_layers, len(self.texts))
+        return Hops([self.stages[span] for span in spans], self.local_layers, len(PROMPT_LENGTHS))
 
 
 DIRECTORIES, GGUF_FILES = [*FAMILIES], [f"{name}.gguf" for name in FILES]
@@ -116,14 +123,10 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         path, dtype=torch.float32, attn_implementation="eager"
     )
     reference.generation_config.eos_token_id = None
-    texts = []
-    for length in PROMPT_LENGTHS:
-        prompt = random_tokens(length)[None]
-        texts.append(reference.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0])
     if file is not None:
         path = write(folder / "model.gguf", file, reference)
     model = resolve(str(path), cache_dir=folder / "cache")
-    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), reference, texts)
+    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), reference)
 
 
 def random_tokens(length: int) -> torch.Tensor:

@@ -35,6 +35,12 @@ def tables(big: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tables(big, tmp_path_factory.mktemp("maker"))[0]
 
 
+@pytest.fixture(scope="module")
+def whole(big: Path, tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    """The model of a machine that has all files."""
+    return resolve(str(big), cache_dir=tmp_path_factory.mktemp("whole"))
+
+
 @pytest.fixture
 def hub(big: Path, tmp_path: Path) -> Iterator[ModelHub]:
     with model_hub(big, tmp_path / "hf") as serving:
@@ -52,9 +58,9 @@ def load(tmp_path: Path, tables: Path | None = None, name: str = NAME) -> LocalM
 
 
 def test_a_host_fetches_its_blocks_and_little_more(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
 ) -> None:
-    model, whole = load(tmp_path, tables), resolve(str(big), cache_dir=tmp_path / "other")
+    model = load(tmp_path, tables)
     assert model.manifest.hash == whole.manifest.hash
     assert same_span(model, whole, 30, 40)
     assert sent(hub) < 0.13
@@ -98,15 +104,20 @@ def test_a_gguf_file_is_fetched_in_parts(tmp_path: Path) -> None:
         assert same_span(load(tmp_path, None, f"{NAME}:model.gguf"), whole, 32, 38)
 
 
-@pytest.fixture
-def lone(tmp_path: Path) -> Iterator[tuple[ModelHub, LocalModel]]:
-    """A hub with one gguf file of which no table is known, and the model of that file."""
-    folder = tmp_path / "model"
-    folder.mkdir()
+@pytest.fixture(scope="module")
+def lone_model(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
+    """The model of one gguf file, alone in its folder."""
+    folder = tmp_path_factory.mktemp("lone")
     (folder / ".gitattributes").touch()
     file = write_gguf(folder / "model.gguf", "llama", blocks=BLOCKS)
-    with model_hub(folder, tmp_path / "hf") as hub:
-        yield hub, resolve(str(file), cache_dir=tmp_path / "other")
+    return resolve(str(file), cache_dir=tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture
+def lone(lone_model: LocalModel, tmp_path: Path) -> Iterator[tuple[ModelHub, LocalModel]]:
+    """A hub with one gguf file of which no table is known, and the model of that file."""
+    with model_hub(lone_model._checkpoint.root, tmp_path / "hf") as hub:
+        yield hub, lone_model
 
 
 LONE = f"{NAME}:model.gguf"
@@ -239,11 +250,13 @@ def test_wrong_answers_without_a_table_are_clear_errors(
     assert model.size_on_disk < 1 << 20
 
 
-def test_every_answer_brings_the_next_pieces(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+def test_every_answer_brings_the_next_pieces(
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
     model = load(tmp_path, tables)
     model.config  # noqa: B018 - fetches headers
     hub.fault = "short"
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+    assert same_span(model, whole, 30, 40)
 
 
 @pytest.mark.parametrize("fault", ["endless", "short"])
@@ -279,16 +292,17 @@ def test_an_answer_drop_by_drop_is_ended(
 
 
 @defence("a header has a bounded size", off=replacing(hub_files, "_check_head_size", nothing))
-def test_a_header_without_an_end_is_refused(
-    lone: tuple[ModelHub, LocalModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first tensor of the file begins far behind the others' entries."""
-    hub, _ = lone
     monkeypatch.setattr(hub_files, "MAX_HEAD_BYTES", 1 << 20)
-    write_far_off(tmp_path / "model" / "model.gguf", 8 << 20)
-    with pytest.raises(IntegrityError, match=r"the header of model\.gguf has"):
-        load(tmp_path, None, LONE)
-    assert hub.sent["model.gguf"] < 2 << 20
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / ".gitattributes").touch()
+    write_far_off(folder / "model.gguf", 8 << 20)
+    with model_hub(folder, tmp_path / "hf") as hub:
+        with pytest.raises(IntegrityError, match=r"the header of model\.gguf has"):
+            load(tmp_path, None, LONE)
+        assert hub.sent["model.gguf"] < 2 << 20
 
 
 def write_far_off(path: Path, offset: int) -> None:
@@ -304,12 +318,11 @@ def write_far_off(path: Path, offset: int) -> None:
 
 
 def test_a_flipped_bit_is_refused_and_its_source_named(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
 ) -> None:
     model = load(tmp_path, tables)
     name = model.manifest.tensors[40][0]
     [file] = model._checkpoint.holders([name])
-    whole = resolve(str(big), cache_dir=tmp_path / "other")
     hub.flipped[file] = whole._checkpoint.layout(file).spans[name][0]
     with pytest.raises(IntegrityError, match=f"the hub: it sent wrong bytes.*{file}"):
         model.load_span(40, 41, **FLOAT32)
@@ -336,23 +349,23 @@ def test_a_hub_that_answers_wrongly_is_a_clear_error(
     assert model.size_on_disk < 1 << 20
 
 
-def test_an_endless_answer_is_cut_off(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+def test_an_endless_answer_is_cut_off(whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
     model = load(tmp_path, tables)
     hub.fault = "endless"
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+    assert same_span(model, whole, 40, 41)
 
 
 def test_a_broken_connection_goes_on_where_it_broke(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
 ) -> None:
     model = load(tmp_path, tables)
     [file, *_] = sorted(model._checkpoint.holders(model.manifest.tensors[40]))
     hub.stop_after[file] = 100
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+    assert same_span(model, whole, 40, 41)
 
 
 def test_a_killed_download_is_resumed(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load(tmp_path, tables)
     already = kill_while("model.load_span(30, 40, **options)", NAME, hub, tmp_path, 9)
@@ -364,7 +377,7 @@ def test_a_killed_download_is_resumed(
         return pieces[-1]
 
     monkeypatch.setattr(piece_file.PieceFile, "write", counted)
-    assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+    assert same_span(load(tmp_path), whole, 30, 40)
     resumed = sum(pieces)
     pieces.clear()
     load(tmp_path / "whole", tables).load_span(30, 40, **FLOAT32)
@@ -383,7 +396,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 
 
 def test_a_disk_that_fills_up_is_a_clear_error(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, offset: int, data: memoryview) -> None:
         raise OSError(28, "No space left on device")
@@ -394,11 +407,11 @@ def test_a_disk_that_fills_up_is_a_clear_error(
         with pytest.raises(OutOfResources, match="no space is left") as caught:
             model.load_span(0, 10, **FLOAT32)
         assert "model rm" in caught.value.hint
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 0, 10)
+    assert same_span(model, whole, 0, 10)
 
 
 def test_a_piece_that_changed_on_disk_is_fetched_again(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
 ) -> None:
     model = load(tmp_path, tables)
     model.load_span(40, 41, **FLOAT32)
@@ -407,23 +420,25 @@ def test_a_piece_that_changed_on_disk_is_fetched_again(
     flip(model._checkpoint.path_of(file), model._checkpoint.layout(file).spans[name][0])
     with pytest.raises(IntegrityError, match="do not have their hash"):
         load(tmp_path).verify()
-    assert same_span(load(tmp_path), resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+    assert same_span(load(tmp_path), whole, 40, 41)
 
 
-def test_a_claim_confirms_what_the_hub_sends(big: Path, hub: ModelHub, tables: Path, tmp_path: Path) -> None:
+def test_a_claim_confirms_what_the_hub_sends(
+    whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
+) -> None:
     claim(tables, tmp_path)
     model = load(tmp_path)
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 30, 40)
+    assert same_span(model, whole, 30, 40)
     assert sent(hub) < 0.13
     assert model.pieces_hash is None
 
 
 def test_a_false_claim_costs_the_whole_file_and_is_forgotten(
-    big: Path, hub: ModelHub, tables: Path, tmp_path: Path
+    big: Path, whole: LocalModel, hub: ModelHub, tables: Path, tmp_path: Path
 ) -> None:
     claim(tables, tmp_path, flip=True)
     model = load(tmp_path)
-    assert same_span(model, resolve(str(big), cache_dir=tmp_path / "other"), 40, 41)
+    assert same_span(model, whole, 40, 41)
     [file] = model._checkpoint.holders(model.manifest.tensors[40][:1])
     assert (model._checkpoint.root / file).is_file()
     assert hub.sent[file] >= (big / file).stat().st_size

@@ -2,6 +2,7 @@
 also after the subject has changed."""
 
 import asyncio
+import functools
 import math
 import random
 from collections import Counter
@@ -88,17 +89,23 @@ def measure(placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: Rows)
     return found.messages / usual.messages, found.busiest
 
 
+@functools.cache
+def placed(subject: str, peers: int, has_trunk: bool) -> tuple[list[ExpertPeer], ExpertPlacement]:
+    """Peers with memory for all experts one and a half times, and the placement on them."""
+    use = ExpertUse(BLOCKS, EXPERTS)
+    use.add(recorded(subject)[0])
+    those = group(1.5, peers=peers, has_trunk=has_trunk)
+    return those, place_experts(use, those, expert_bytes=1, rng=random.Random(0))
+
+
+@pytest.mark.matrix
 @pytest.mark.parametrize("subject", ["code", "prose"])
 @pytest.mark.parametrize(("peers", "has_trunk"), [(4, True), (4, False), (3, True)])
 def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
     subject: str, peers: int, has_trunk: bool
 ) -> None:
-    counted, measured = recorded(subject)
-    use = ExpertUse(BLOCKS, EXPERTS)
-    use.add(counted)
-    those = group(1.5, peers=peers, has_trunk=has_trunk)
-    placement = place_experts(use, those, expert_bytes=1, rng=random.Random(0))
-    messages, busiest = measure(placement, those, measured)
+    those, placement = placed(subject, peers, has_trunk)
+    messages, busiest = measure(placement, those, recorded(subject)[1])
     assert messages <= FEWER
     assert busiest <= BUSIEST
 
@@ -218,14 +225,12 @@ async def dispatched(
     return trunk.counters.sent, longest * len(links) / sum(link.pairs.total() for link in links)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("subject", ["code", "prose"])
 @pytest.mark.parametrize("together", [1, 8, 64])
 def test_the_dispatcher_of_a_trunk_saves_what_the_placement_promises(subject: str, together: int) -> None:
-    counted, measured = recorded(subject)
-    use = ExpertUse(BLOCKS, EXPERTS)
-    use.add(counted)
-    peers = group(1.5, has_trunk=False)
-    placement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
+    measured = recorded(subject)[1]
+    peers, placement = placed(subject, 4, has_trunk=False)
     sent, busiest = asyncio.run(dispatched(placement, peers, measured, together))
     usual, _ = asyncio.run(dispatched(contiguous(peers), peers, measured, together))
     assert sent <= FEWER * usual
