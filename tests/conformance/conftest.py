@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, Self
 
 import pytest
 
@@ -110,8 +110,16 @@ class P2pdLab:
 
         self.loop.run(main())
 
-    def close(self) -> None:
-        self.loop.run(self._stack.aclose())
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, directory: Path, *options: Any) -> Iterator[Self]:
+        """A lab on a loop of its own, which is closed at the end."""
+        with LoopThread() as loop:
+            lab = cls(loop, directory, *options)
+            try:
+                yield lab
+            finally:
+                loop.run(lab._stack.aclose())
 
 
 class PyLibp2pLab(P2pdLab):
@@ -204,56 +212,38 @@ async def peer_process(
 
 @pytest.fixture(scope="module")
 def p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
-    with LoopThread() as loop:
-        lab = P2pdLab(loop, tmp_path_factory.mktemp("p2pd"))
-        try:
-            yield lab
-        finally:
-            lab.close()
+    with P2pdLab.running(tmp_path_factory.mktemp("p2pd")) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
 def quic_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P2pdLab]:
-    with LoopThread() as loop:
-        lab = P2pdLab(loop, tmp_path_factory.mktemp("quic"), LOOPBACK_QUIC)
-        try:
-            yield lab
-        finally:
-            lab.close()
-
-
-def _libp2p_lab(tmp_path_factory: pytest.TempPathFactory, names: str) -> Iterator[PyLibp2pLab]:
-    with LoopThread() as loop:
-        lab = PyLibp2pLab(loop, tmp_path_factory.mktemp("libp2p"), names)
-        try:
-            yield lab
-        finally:
-            lab.close()
+    with P2pdLab.running(tmp_path_factory.mktemp("quic"), LOOPBACK_QUIC) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
 def libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
-    yield from _libp2p_lab(tmp_path_factory, "ab")
+    with PyLibp2pLab.running(tmp_path_factory.mktemp("libp2p"), "ab") as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
 def libp2p_to_p2pd_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
-    yield from _libp2p_lab(tmp_path_factory, "a")
+    with PyLibp2pLab.running(tmp_path_factory.mktemp("libp2p"), "a") as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
 def p2pd_to_libp2p_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PyLibp2pLab]:
-    yield from _libp2p_lab(tmp_path_factory, "b")
+    with PyLibp2pLab.running(tmp_path_factory.mktemp("libp2p"), "b") as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
 def circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CircuitLab]:
-    with LoopThread() as loop:
-        lab = CircuitLab(loop, tmp_path_factory.mktemp("circuit"))
-        try:
-            yield lab
-        finally:
-            lab.close()
+    with CircuitLab.running(tmp_path_factory.mktemp("circuit")) as lab:
+        yield lab
 
 
 @pytest.fixture(scope="module")
@@ -261,13 +251,10 @@ def libp2p_circuit_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cir
     """Its peers close one after another. Streams of the first one wait until the others close them:
     in tests not for ten seconds."""
     prepare_libp2p()
-    with LoopThread() as loop, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("swarmnet_protocols.net.pylibp2p.carrying.CLOSE_S", 0.5)
-        lab = PyLibp2pCircuitLab(loop, tmp_path_factory.mktemp("libp2p_circuit"))
-        try:
+        with PyLibp2pCircuitLab.running(tmp_path_factory.mktemp("libp2p_circuit")) as lab:
             yield lab
-        finally:
-            lab.close()
 
 
 @pytest.fixture(

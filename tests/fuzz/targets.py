@@ -41,7 +41,7 @@ from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiaddr, unpack_peer
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
-from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps
+from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps, wire_tensors
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
@@ -167,7 +167,7 @@ def message_seeds() -> list[bytes]:
 def read_tensor(data: bytes) -> None:
     head, payload = halves(data)
     header = parse(session_pb2.Tensor, head)
-    steps.decode_tensor(header, payload, positions=2, hidden_size=HIDDEN)
+    wire_tensors.decode_tensor(header, payload, positions=2, hidden_size=HIDDEN)
 
 
 def read_step(data: bytes) -> None:
@@ -475,7 +475,7 @@ TARGETS: dict[str, Target] = {
     ),
     "peer id": Target(read_peer, lambda: [b"\x00\x24" + bytes(36)], ("net.p2pd.daemon.unpack_peer",)),
     "contacts": Target(read_contacts, contact_seeds, ()),
-    "tensor": Target(read_tensor, tensor_seeds, ("session.steps.decode_tensor",)),
+    "tensor": Target(read_tensor, tensor_seeds, ("session.wire_tensors.decode_tensor",)),
     "step": Target(read_step, step_seeds, ("session.steps.decode_step",)),
     "rows for experts": Target(read_rows, rows_seeds, ("session.expert_rows.decode_rows",)),
     "outputs of experts": Target(read_outputs, outputs_seeds, ("session.expert_rows.decode_outputs",)),

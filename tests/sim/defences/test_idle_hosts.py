@@ -21,7 +21,8 @@ from tests.support.attacks.invented_hosts import invented_hosts, refuse, replay
 from tests.support.swarm.relocation import PROMPT
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
-HOURS_S = 2 * 3600.0
+HOURS_S = 1.25 * PROVEN_S
+"""Longer than right outputs count."""
 CONVICTED_S = 6 * LOOK_S
 """Within this time a host that computes something else is asked, and its blocks are taken."""
 REFUSED_S = PATIENCE_S + CONVICTED_S

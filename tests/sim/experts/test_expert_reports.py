@@ -12,6 +12,7 @@ from swarmnet_protocols.directory.node_reports import experts_of
 from swarmnet_protocols.directory.node_reports import rows_of as rows_by_expert
 from swarmnet_protocols.errors import NoRoute
 from swarmnet_protocols.wire import records_pb2
+from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.network.virtual_time import WaitingExecutor
 from tests.support.swarm.expert_lab import (
     LAN,
@@ -20,7 +21,7 @@ from tests.support.swarm.expert_lab import (
     told,
 )
 from tests.support.swarm.fake_machine import FakeMachine
-from tests.support.swarm.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 
 def test_reports_say_who_computes_which_experts(mixtral: Reference) -> None:

@@ -20,6 +20,7 @@ from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence
 from tests.sim.failover.churn import request
 from tests.support.models.tiny import BLOCKS
+from tests.support.network.deliveries import arrives_at
 from tests.support.network.memory_network import LinkProfile
 from tests.support.network.virtual_time import TimedExecutor
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
@@ -250,9 +251,10 @@ def trace(reference: Reference, seed: int) -> str:
     async def scenario(lab: Lab) -> str:
         await lab.start_all({**LAYOUT, "b2": (2, 4)})
         served = {lab.peer_id("b"), lab.peer_id("b2")}
-        lab.once(lambda d: d.target in served and d.time_s > 1.3, lambda d: lab.network.crash(d.target))
-        error = await request(lab, "client", random.Random(seed), 6)
+        hit = lab.once(arrives_at(served, "step 2"), lambda d: lab.network.crash(d.target))
+        error = await request(lab, "client", random.Random(seed), 3)
         assert error is None
+        assert hit, "the fault was never injected"
         return lab.network.trace_hash()
 
     return simulate(reference, scenario, seed=seed, link=LinkProfile(0.01, jitter_s=0.01))

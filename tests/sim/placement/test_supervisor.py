@@ -18,8 +18,9 @@ from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.session.steps import Row
+from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.swarm.fake_machine import MONDAY_NOON, FakeMachine
-from tests.support.swarm.swarm_lab import SWARM, Lab, MemoryDirectory, Reference, peer, simulate
+from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
 
 PROMPT = [5, 6, 7, 8]
 TOKENS = 12

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
@@ -58,7 +58,10 @@ def overlooking(where: type, name: str) -> SwitchOff:
     return replacing(where, name, lenient)
 
 
-def parse_leniently(kind: type[Protobuf], header: bytes) -> Protobuf:
+M = TypeVar("M", bound=Protobuf)
+
+
+def parse_leniently(kind: type[M], header: bytes) -> M:
     """Parse the part of a message before the first error."""
     message = kind()
     with contextlib.suppress(DecodeError):

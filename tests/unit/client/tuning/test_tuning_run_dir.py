@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet_client.tuning.adapter_dir import check_adapter
+from swarmnet_client.tuning.adapter_dir import SUMMARY_FILE, check_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, TuneCheckpoint
-from swarmnet_client.tuning.run_dir import SUMMARY_FILE, RunDir, locked
+from swarmnet_client.tuning.run_dir import RunDir, locked
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}

