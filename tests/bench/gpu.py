@@ -38,6 +38,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.owner import control
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.products import load_products
 from swarmnet_protocols.quantization.unpack import unpack
 from tests.support.gguf.packed_matrices import random_matrix
 from tests.support.processes.nodes import Swarm
@@ -52,8 +53,8 @@ def stage_of(
     local: LocalModel, device: torch.device, dtype: torch.dtype, *, arena: bool = True, packed: bool = False
 ) -> Stage:
     """All blocks on one device."""
-    blocks = local.manifest.blocks
-    stage = Stage.load(local, 0, blocks, dtype=dtype, device=device, backend=TorchBackend(), packed=packed)
+    blocks, backend = local.manifest.blocks, TorchBackend(load_products(local.cache_dir))
+    stage = Stage.load(local, 0, blocks, dtype=dtype, device=device, backend=backend, packed=packed)
     if arena:
         stage.preallocate(CACHE_BYTES)
     return stage

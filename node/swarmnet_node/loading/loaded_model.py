@@ -83,11 +83,9 @@ class LoadedModel:
         """Return the model with blocks in the machine's memory, whatever the node computes on."""
         import torch
 
-        from swarmnet_node.engine.stage import TORCH
-
         if self.devices[0].type == "cpu":
             return self
-        return replace(self, devices=(torch.device("cpu"),), backend=TORCH, layout=None, preloaded=[])
+        return replace(self, devices=(torch.device("cpu"),), layout=None, preloaded=[])
 
     def load_experts(self, block: int, experts: "Collection[int]") -> "ExpertsModule":
         """Load some experts of a block, on any thread."""

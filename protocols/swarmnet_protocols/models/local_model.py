@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
     from swarmnet_protocols.models.partial_model import ModelBuilder
     from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
+    from swarmnet_protocols.quantization.products import Products
     from swarmnet_protocols.quantization.quantize import Precision
 
 CHECKS = 1
@@ -182,7 +183,14 @@ class LocalModel:
                 form = replace(form, places=places)
             slices = wanted_slices(places, self._checkpoint.naming.block_of, form.experts)
         self._check(names, slices)
+        form = replace(form, products=self._products(form))
         return self._checkpoint.state_dict(names, first_block, model, form)
+
+    def _products(self, form: WeightForm) -> "Products | None":
+        """What multiplies with weights of this form. None if none of them are packed."""
+        from swarmnet_protocols.quantization.products import load_products
+
+        return load_products(self.cache_dir) if form.packed or form.experts else None
 
     def load_span(  # noqa: PLR0913 - a part, and how to load it
         self,
@@ -362,13 +370,11 @@ class LocalModel:
         dtype: "torch.dtype",
     ) -> Any:
         """Load a part. ``names_for`` returns the tensors that the empty model needs."""
-        from swarmnet_protocols.quantization.products import load_products
-
         return builder.load(
             lambda model: self._state_dict(names_for(model), first_block, model, form),
             dtype=dtype,
             device=form.device,
-            products=load_products(self.cache_dir) if form.packed or form.experts else None,
+            products=self._products(form),
         )
 
     def tokenizer(self) -> "PreTrainedTokenizerBase":

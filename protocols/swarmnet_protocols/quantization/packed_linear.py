@@ -69,7 +69,7 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Ids [...] to embeddings [..., columns], float32."""
-        return self._products.dequantize(self.packed.select(input.flatten())).view(*input.shape, -1)
+        return self._products.select(self.packed, input.flatten()).view(*input.shape, -1)
 
 
 def install(model: nn.Module, weights: Mapping[str, PackedTensor], products: Products) -> None:

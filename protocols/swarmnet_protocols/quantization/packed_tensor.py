@@ -10,38 +10,81 @@ from gguf import GGMLQuantizationType, dequantize
 from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, Format
 from swarmnet_protocols.quantization.unpack import unpack
 
-_NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
-"""Formats that torch has as a dtype."""
+GROUP = 16
+"""Rows that are interleaved with each other. ``GROUP`` in product.h must be equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Rows of one format: ``data`` uint8 [rows, bytes of a row], which may be a view of a file in
-    memory."""
+    """Rows of one format. ``data`` is uint8, in one of two forms:
+
+    - [rows, bytes of a row], as files have them. It may be a view of a file in memory.
+    - Interleaved, [groups, ``GROUP`` * bytes of a row]: only the C code knows the order of the
+      bytes of a group. The last group is padded with rows of zeros.
+    """
 
     format: Format
     data: torch.Tensor
+    interleaved_rows: int | None = None
+    """The number of rows if they are interleaved, else None."""
 
     def __post_init__(self) -> None:
-        """Raises ``ValueError`` unless ``data`` has whole blocks of its format."""
+        """Raises ``ValueError`` unless ``data`` has whole blocks of its format, and the groups of
+        its rows."""
         if self.data.dtype != torch.uint8 or self.data.dim() != 2:
             raise ValueError("a segment is bytes [rows, bytes of a row]")
         _, block_bytes = BLOCKS[self.format]
-        if self.data.shape[1] % block_bytes:
-            raise ValueError(f"rows of {self.data.shape[1]} bytes in blocks of {block_bytes}")
+        if self.row_bytes % block_bytes:
+            raise ValueError(f"rows of {self.row_bytes} bytes in blocks of {block_bytes}")
+        if self.is_interleaved and self.data.shape != (-(-self.rows // GROUP), GROUP * self.row_bytes):
+            raise ValueError(f"bytes {tuple(self.data.shape)} for groups of {self.rows} rows")
+
+    @property
+    def is_interleaved(self) -> bool:
+        return self.interleaved_rows is not None
+
+    @property
+    def rows(self) -> int:
+        """The number of rows."""
+        return len(self.data) if self.interleaved_rows is None else self.interleaved_rows
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        width: int = self.data.shape[1]
+        return width // GROUP if self.is_interleaved else width
 
     @property
     def columns(self) -> int:
         """Weights of a row."""
         weights, block_bytes = BLOCKS[self.format]
-        return self.data.shape[1] // block_bytes * weights
+        return self.row_bytes // block_bytes * weights
+
+    @property
+    def by_rows(self) -> torch.Tensor:
+        """``data`` [rows, bytes of a row]. Raises ``ValueError`` if rows are interleaved."""
+        if self.is_interleaved:
+            raise ValueError("only the C code reads interleaved rows")
+        return self.data
+
+    def part(self, first: int, end: int) -> "Segment":
+        """Rows [first, end), on the same memory. Raises ``ValueError`` for a part of a group."""
+        if not self.is_interleaved:
+            return Segment(self.format, self.data[first:end])
+        if first % GROUP or (end % GROUP and end != self.rows):
+            raise ValueError(f"rows {first} to {end} are not whole groups of {GROUP}")
+        return Segment(self.format, self.data[first // GROUP : -(-end // GROUP)], end - first)
 
     def dequantize(self) -> torch.Tensor:
-        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
-        if self.data.device.type != "cpu" or self.format in OWN_FORMATS:
-            return unpack(self.format, self.data)
-        values = dequantize(self.data.contiguous().numpy(), GGMLQuantizationType(self.format))
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(self.data), -1)
+        """The weights, float32 [rows, columns], exactly as gguf's Python code computes them.
+
+        Raises ``ValueError`` if rows are interleaved: ``Products.dequantize`` reads those.
+        """
+        data = self.by_rows
+        if data.device.type != "cpu" or self.format in OWN_FORMATS:
+            return unpack(self.format, data)
+        values = dequantize(data.contiguous().numpy(), GGMLQuantizationType(self.format))
+        return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(data), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +105,9 @@ class PackedTensor:
 
     @classmethod
     def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
-        """The rows of all matrices, one after another. Rows of one format are copied together.
+        """The rows of all matrices, one after another.
+
+        Rows of one format are copied together. Interleaved ones stay where they are.
 
         Raises ``ValueError`` if their columns differ in number, or are not in order.
         """
@@ -70,7 +115,8 @@ class PackedTensor:
             raise ValueError("columns in different orders")
         segments: list[Segment] = []
         for segment in (segment for matrix in matrices for segment in matrix.segments):
-            if segments and segments[-1].format == segment.format:
+            is_alike = bool(segments) and segments[-1].format == segment.format
+            if is_alike and not segment.is_interleaved and not segments[-1].is_interleaved:
                 segments[-1] = Segment(segment.format, torch.cat([segments[-1].data, segment.data]))
             else:
                 segments.append(segment)
@@ -85,7 +131,7 @@ class PackedTensor:
             raise ValueError("columns in different orders")
         if len(segments) != len(matrices) or len({(each.format, each.data.shape) for each in segments}) != 1:
             raise ValueError("only matrices of one shape and one format can take turns")
-        data = torch.stack([each.data for each in segments], 1)
+        data = torch.stack([each.by_rows for each in segments], 1)
         return cls.of(segments[0].format, data.view(-1, data.shape[-1]))
 
     def __post_init__(self) -> None:
@@ -95,11 +141,11 @@ class PackedTensor:
     @property
     def shape(self) -> torch.Size:
         """[rows, columns]."""
-        return torch.Size([sum(len(segment.data) for segment in self.segments), self.segments[0].columns])
+        return torch.Size([sum(segment.rows for segment in self.segments), self.segments[0].columns])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the packed weights."""
+        """Bytes of the packed weights, with the padding of groups."""
         return sum(segment.data.nbytes for segment in self.segments)
 
     @property
@@ -107,20 +153,10 @@ class PackedTensor:
         return self.segments[0].data.device
 
     def to(self, device: torch.device) -> "PackedTensor":
-        """The same matrix in the memory of ``device``."""
+        """The same matrix in the memory of ``device``. Rows must not be interleaved."""
         inputs = None if self.inputs is None else self.inputs.to(device)
-        segments = tuple(Segment(each.format, each.data.to(device)) for each in self.segments)
+        segments = tuple(Segment(each.format, each.by_rows.to(device)) for each in self.segments)
         return PackedTensor(segments, inputs)
-
-    def loaded(self, device: torch.device) -> "PackedTensor | torch.Tensor":
-        """The same matrix in the memory of ``device``, in the form that the device multiplies.
-
-        16 and 32-bit numbers are ordinary tensors on accelerators.
-        """
-        if device.type != "cpu" and len(self.segments) == 1 and self.segments[0].format in _NUMBERS:
-            [segment] = self.segments
-            return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)
-        return self.to(device)
 
     def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
         """Consecutive parts of this matrix with ``sizes[i]`` rows each, on the same memory."""
@@ -131,17 +167,20 @@ class PackedTensor:
         return pieces
 
     def select(self, rows: torch.Tensor) -> "PackedTensor":
-        """A matrix of the rows with these indices [n], in their order."""
+        """A matrix of the rows with these indices [n], in their order. Rows must not be
+        interleaved."""
         if len(self.segments) == 1:
             [segment] = self.segments
-            return PackedTensor((Segment(segment.format, segment.data.index_select(0, rows)),), self.inputs)
-        starts = torch.tensor([0, *(len(segment.data) for segment in self.segments)]).cumsum(0)
+            return PackedTensor(
+                (Segment(segment.format, segment.by_rows.index_select(0, rows)),), self.inputs
+            )
+        starts = torch.tensor([0, *(segment.rows for segment in self.segments)]).cumsum(0)
         holders = torch.searchsorted(starts[1:], rows, right=True)
         _, counts = torch.unique_consecutive(holders, return_counts=True)
         found = []
         for run in torch.split(rows, counts.tolist()):
             at = int(torch.searchsorted(starts[1:], run[0], right=True))
-            data = self.segments[at].data.index_select(0, run - starts[at])
+            data = self.segments[at].by_rows.index_select(0, run - starts[at])
             found.append(PackedTensor.of(self.segments[at].format, data))
         return PackedTensor(PackedTensor.joined(found).segments, self.inputs)
 
@@ -165,12 +204,12 @@ class PackedTensor:
         return values if self.inputs is None else values[:, self.inputs.argsort()]
 
     def rows(self, first: int, end: int) -> "PackedTensor":
-        """Rows [first, end), on the same memory."""
+        """Rows [first, end), on the same memory. Raises as ``Segment.part``."""
         found: list[Segment] = []
         for segment in self.segments:
-            size = len(segment.data)
+            size = segment.rows
             if max(first, 0) < min(end, size):
-                found.append(Segment(segment.format, segment.data[max(first, 0) : min(end, size)]))
+                found.append(segment.part(max(first, 0), min(end, size)))
             first, end = first - size, end - size
         return PackedTensor(tuple(found), self.inputs)
 
@@ -182,5 +221,5 @@ def _with_blocks_moved(segment: Segment, columns: torch.Tensor) -> Segment | Non
     starts = runs[:, 0]
     if (starts % weights).any() or not torch.equal(runs, starts[:, None] + torch.arange(weights)):
         return None
-    blocks = segment.data.view(len(segment.data), -1, block_bytes)
+    blocks = segment.by_rows.view(segment.rows, -1, block_bytes)
     return Segment(segment.format, blocks.index_select(1, starts // weights).flatten(1))

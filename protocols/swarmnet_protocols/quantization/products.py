@@ -1,10 +1,13 @@
 """Products of activations with packed matrices: on the CPU in C where this machine can compile it,
 elsewhere in torch.
 
-With few rows, reading the weights bounds the time: C multiplies codes and activations as exact
-integers (``product.h``), and its results have the same bits on every processor. With many rows, the
-matrix is unpacked a panel at a time, and torch multiplies. Activations keep 24 bits, so results
-equal the product with dequantised weights, up to the rounding of sums.
+C multiplies codes and float32 activations as exact integers (``product.h``). So a result has the
+same bits on every processor, and in a batch of any number of rows. Torch unpacks the matrix a panel
+at a time and multiplies the panels: for gradients, for activations of 16 bits, and on accelerators.
+Activations keep 24 bits, so results equal the product with dequantised weights, up to the rounding
+of sums.
+
+On a CPU, loading interleaves the rows of packed matrices: C reads 16 of them side by side.
 """
 
 import ctypes
@@ -18,21 +21,25 @@ import torch
 from torch.nn import functional
 
 from swarmnet_protocols.machine import native_code
-from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
+from swarmnet_protocols.quantization.formats import WHOLE_ROWS, Format
+from swarmnet_protocols.quantization.packed_tensor import GROUP, PackedTensor, Segment
 
 HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("lanes.h", "dots.h", "unpack.h", "interleaved.h", "product.h")
 )
 """Included by C code that multiplies with packed matrices."""
 SOURCE = Path(__file__).with_name("products.c")
-FEW_ROWS = 64
-"""Most rows for the product in C. With more rows, torch's product with unpacked panels is
-faster."""
 PANEL_BYTES = 8 << 20
 """Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
 ACCELERATOR_PANEL_BYTES = 128 << 20
 """Bytes of the float32 weights that an accelerator unpacks at a time: each panel costs about a
 dozen launches of operations."""
+
+
+INTERLEAVED_BYTES = 1 << 20
+"""Bytes that are interleaved at a time: few enough for the processor's cache."""
+_NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
+"""Formats that torch has as a dtype."""
 
 
 class NativeSegment(Structure):
@@ -70,7 +77,9 @@ def _native_segment(segment: Segment) -> NativeSegment:
     data = segment.data
     if data.device.type != "cpu" or not data.is_contiguous():
         raise ValueError("C reads contiguous rows of bytes in the memory of the CPU")
-    return NativeSegment(data.data_ptr(), int(segment.format), data.shape[1], len(data), 0)
+    return NativeSegment(
+        *(data.data_ptr(), int(segment.format), segment.row_bytes, segment.rows, segment.is_interleaved)
+    )
 
 
 def declare(library: ctypes.CDLL) -> None:
@@ -98,6 +107,38 @@ class Products:
     def is_native(self) -> bool:
         return self._library is not None
 
+    def loaded(self, matrix: PackedTensor, device: torch.device) -> PackedTensor | torch.Tensor:
+        """Return ``matrix`` in the memory of ``device``, in the form that this multiplies there.
+
+        - On a CPU with C, rows are interleaved where they are: ``matrix`` must not be used again.
+        - On an accelerator, 16 and 32-bit numbers become ordinary tensors.
+        """
+        if device.type == "cpu" and self._library is not None:
+            return PackedTensor(tuple(map(self._interleaved, matrix.segments)), matrix.inputs)
+        if device.type != "cpu" and len(matrix.segments) == 1 and matrix.segments[0].format in _NUMBERS:
+            [segment] = matrix.segments
+            return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)
+        return matrix.to(device)
+
+    def _interleaved(self, segment: Segment) -> Segment:
+        """Interleave rows in place, some groups at a time, so that they are never in memory twice.
+
+        One thread is faster than reading from a disk, and takes no time from threads that multiply.
+        """
+        if segment.is_interleaved or segment.format in WHOLE_ROWS:
+            return segment
+        assert self._library is not None  # noqa: S101 - the caller asked
+        missing = -segment.rows % GROUP
+        data = functional.pad(segment.data, (0, 0, 0, missing)) if missing else segment.data.contiguous()
+        groups = data.view(-1, GROUP * segment.row_bytes)
+        some = torch.split(groups, max(1, INTERLEAVED_BYTES // groups.shape[1]))
+        copied = torch.empty_like(some[0])
+        for each in some:
+            ctypes.memmove(copied.data_ptr(), each.data_ptr(), each.nbytes)
+            rows = Segment(segment.format, copied[: len(each)].view(-1, segment.row_bytes))
+            self._library.interleave(ctypes.byref(_native_segment(rows)), segment.columns, 1, each.data_ptr())
+        return Segment(segment.format, groups, segment.rows)
+
     def linear(
         self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -110,7 +151,7 @@ class Products:
         flat = inputs.reshape(-1, columns)
         if weight.inputs is not None:
             flat, weight = flat.index_select(1, weight.inputs), PackedTensor(weight.segments)
-        if self._is_native(weight) and len(flat) <= FEW_ROWS and flat.dtype == torch.float32:
+        if self._is_native(weight) and flat.dtype == torch.float32:
             outputs = self._multiply(flat.contiguous(), weight)
             if bias is not None:
                 outputs += bias
@@ -137,11 +178,28 @@ class Products:
         if not self._is_native(weight):
             return weight.dequantize()
         whole = torch.empty(weight.shape)
-        first = 0
-        for segment in weight.segments:
-            self._unpack(segment, 0, whole[first : first + len(segment.data)])
-            first += len(segment.data)
+        sizes = [segment.rows for segment in weight.segments]
+        for segment, part in zip(weight.segments, torch.split(whole, sizes), strict=True):
+            self._unpack(segment, 0, part)
         return whole if weight.inputs is None else whole[:, weight.inputs.argsort()]
+
+    def select(self, weight: PackedTensor, rows: torch.Tensor) -> torch.Tensor:
+        """The weights of the rows with these indices [n]: float32 [n, columns]. Raises
+        ``IndexError`` if there is no such row."""
+        if not self._is_native(weight):
+            return self.dequantize(weight.select(rows))
+        found = torch.empty(len(rows), weight.shape[1])
+        first = done = 0
+        for segment in weight.segments:
+            [own] = torch.where((rows >= first) & (rows < first + segment.rows))
+            part = found if len(own) == len(rows) else torch.empty(len(own), weight.shape[1])
+            self._unpack(segment, (rows[own] - first).long(), part)
+            if part is not found:
+                found[own] = part
+            first, done = first + segment.rows, done + len(own)
+        if done < len(rows):
+            raise IndexError(f"rows {rows} of {weight.shape[0]}")
+        return found if weight.inputs is None else found[:, weight.inputs.argsort()]
 
     def _is_native(self, weight: PackedTensor) -> bool:
         return self._library is not None and weight.device.type == "cpu"
@@ -185,10 +243,10 @@ class Products:
         size = PANEL_BYTES if weight.device.type == "cpu" else ACCELERATOR_PANEL_BYTES
         height = max(1, size // (4 * columns))
         for segment in weight.segments:
-            for first in range(0, len(segment.data), height):
-                count = min(height, len(segment.data) - first)
+            for first in range(0, segment.rows, height):
+                count = min(height, segment.rows - first)
                 if not is_native:
-                    yield Segment(segment.format, segment.data[first : first + count]).dequantize()
+                    yield segment.part(first, first + count).dequantize()
                 else:
                     panel = self._panel_memory(count * columns).view(count, columns)
                     self._unpack(segment, first, panel)
@@ -202,15 +260,16 @@ class Products:
             memory = self._local.panel = torch.empty(max(floats, PANEL_BYTES // 4))
         return memory[:floats]
 
-    def _unpack(self, segment: Segment, first: int, out: torch.Tensor) -> None:
+    def _unpack(self, segment: Segment, rows: torch.Tensor | int, out: torch.Tensor) -> None:
+        """Write rows with these indices, or rows from one index on, to ``out`` [n, columns]."""
         assert self._library is not None  # noqa: S101 - the caller asked
-        native = _native_segment(segment)
+        chosen, first = (None, rows) if isinstance(rows, int) else (rows.data_ptr(), 0)
         done = self._library.unpack_rows(
-            *(ctypes.byref(native), out.shape[1], first, len(out), None),
+            *(ctypes.byref(_native_segment(segment)), segment.columns, first, len(out), chosen),
             *(torch.get_num_threads(), out.data_ptr()),
         )
         if not done:
-            raise IndexError(f"rows {first} to {first + len(out)} of {len(segment.data)}")
+            raise IndexError(f"rows {rows} of {segment.rows}")
 
 
 @cache

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization.formats import BLOCKS, Format
-from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
+from swarmnet_protocols.quantization.products import Products, load_products
 
 HALVES: Mapping[Format, list[int]] = {
     Format.F16: [0],
@@ -55,3 +57,16 @@ def weight_matrix(format: Format, rows: int, columns: int, seed: int) -> PackedT
     """Make a matrix of random bytes that gives outputs about as large as its inputs."""
     deviation = random_matrix(format, rows, columns, seed).dequantize().std()
     return random_matrix(format, rows, columns, seed, columns**-0.5 / deviation.item())
+
+
+def loaded_copy(matrix: PackedTensor, products: Products) -> PackedTensor:
+    """Copy a matrix, and bring the copy into the form that ``products`` multiplies on the CPU."""
+    segments = tuple(Segment(each.format, each.data.clone()) for each in matrix.segments)
+    found = products.loaded(PackedTensor(segments, matrix.inputs), torch.device("cpu"))
+    assert isinstance(found, PackedTensor)
+    return found
+
+
+def values_of(matrix: PackedTensor) -> torch.Tensor:
+    """The weights, float32, of a matrix whose rows may be interleaved."""
+    return load_products(default_cache_dir()).dequantize(matrix)

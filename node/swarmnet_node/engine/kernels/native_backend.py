@@ -337,4 +337,4 @@ def load_backend(cache_dir: Path) -> Backend:
 
     That is ``NativeBackend``, or ``TorchBackend`` where the C code does not compile.
     """
-    return NativeBackend.load(cache_dir) or TorchBackend()
+    return NativeBackend.load(cache_dir) or TorchBackend(load_products(cache_dir))

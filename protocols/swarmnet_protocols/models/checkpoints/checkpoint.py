@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts, ExpertPlace
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.products import Products
     from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
@@ -88,6 +90,17 @@ class WeightForm:
 
     Finding them takes longer than reading a small expert.
     """
+    products: "Products | None" = None
+    """Multiplies with the packed weights. None if torch alone does."""
+
+    def loaded(self, matrix: "PackedTensor") -> "PackedTensor | torch.Tensor":
+        """Return ``matrix`` on ``device``, in the form that ``products`` multiplies there.
+
+        ``matrix`` must not be used again: its rows may be interleaved where they are.
+        """
+        from swarmnet_protocols.quantization.products import Products
+
+        return (self.products or Products(None)).loaded(matrix, self.device)
 
 
 @dataclass(frozen=True)

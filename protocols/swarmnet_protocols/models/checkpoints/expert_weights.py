@@ -15,7 +15,6 @@ from swarmnet_protocols.quantization.packed_experts import Matrix, experts_modul
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
 ChosenExperts = Mapping[int, Collection[int]]
@@ -145,17 +144,17 @@ class ExpertReader:
         places: Mapping[str, ExpertPlace],
         block_of: Callable[[str], int | None],
         chosen: ChosenExperts,
-        device: "torch.device",
+        loaded: Callable[[PackedTensor], Matrix],
     ) -> None:
         """``places``: the places of all expert tensors. ``block_of`` returns a tensor's block.
 
-        The matrices go to ``device``.
+        ``loaded`` brings a matrix into its form and place (``WeightForm.loaded``).
         """
         self._places = places
         self._wanted = {
             name: chosen.get(block) if (block := block_of(name)) is not None else None for name in places
         }
-        self._device = device
+        self._loaded = loaded
         self._parts: dict[tuple[str, int], dict[int, PackedTensor]] = {}
         self._expected: dict[str, set[int]] = {}
         self._found: dict[str, dict[int, Matrix]] = {}
@@ -191,7 +190,7 @@ class ExpertReader:
                     matrix = PackedTensor.taking_turns(own) if place.takes_turns else PackedTensor.joined(own)
                 except ValueError as error:
                     raise IntegrityError(f"expert {expert} of {place.parameter}: {error}") from error
-                self._found[place.parameter][expert] = matrix.loaded(self._device)
+                self._found[place.parameter][expert] = self._loaded(matrix)
 
     def finish(self) -> dict[str, dict[int, Matrix]]:
         """Return the matrices, by parameter and number of the expert. Raises ``IntegrityError`` if

@@ -324,10 +324,10 @@ class SafetensorsCheckpoint:
             for name, format in numbers_formats.items()
             if form.quantized is not None or format != Format.F32
         }
-        device, quantized = form.device, form.quantized
-        is_packed = form.packed and (quantized is not None or device.type == "cpu")
+        quantized = form.quantized
+        is_packed = form.packed and (quantized is not None or form.device.type == "cpu")
         places = self.expert_places(names, first_block, model) if form.places is None else form.places
-        reader = ExpertReader(places, self.naming.block_of, form.experts, device)
+        reader = ExpertReader(places, self.naming.block_of, form.experts, form.loaded)
         names = [name for name in names if reader.has_wanted(name)]
 
         def matrix_of(tensor: StoredTensor, place: "ExpertPlace", index: slice) -> PackedTensor:
@@ -346,7 +346,7 @@ class SafetensorsCheckpoint:
             own_name = packable_weight(model, hf_name) if form.packed else None
             first_part = next(iter(stored.tensors))
             if own_name is not None:
-                found[own_name] = stored.packed().loaded(device)
+                found[own_name] = form.loaded(stored.packed())
             elif first_part in places and (form.packed or form.experts):
                 reader.read(first_part, stored.packed)
             else:
@@ -357,7 +357,7 @@ class SafetensorsCheckpoint:
             kind = formats.get(tensor.kind)
             if own_name is not None and kind is not None:
                 matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
-                found[own_name] = quantize_if_wanted(matrix, quantized, own_name).loaded(device)
+                found[own_name] = form.loaded(quantize_if_wanted(matrix, quantized, own_name))
             elif name in places and (form.experts or (is_packed and kind is not None)):
                 reader.read(name, partial(matrix_of, tensor, places[name]))
             else:

@@ -22,6 +22,7 @@ from swarmnet_protocols.quantization.packed_experts import experts_modules
 from swarmnet_protocols.quantization.packed_linear import PackedLinear, install, packed_bytes
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
+from tests.support.gguf.packed_matrices import loaded_copy, values_of
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny, write_gguf
@@ -53,18 +54,20 @@ def two_stages(
         str(save_tiny(name, folder / "model", **{**SIZES, **changes})), cache_dir=folder / "cache"
     )
     spans: list[Any] = [model.load_span(0, 2, **FLOAT32) for _ in range(2)]
-    weights = {}
+    weights, values = {}, {}
     for path, linear in spans[0].named_modules():
         if type(linear) is nn.Linear and linear.in_features % 32 == 0:
-            weights[f"{path}.weight"] = packed(linear.weight.detach(), formats[len(weights) % 2])
+            matrix = packed(linear.weight.detach(), formats[len(weights) % 2])
+            values[f"{path}.weight"] = matrix.dequantize()
+            weights[f"{path}.weight"] = loaded_copy(matrix, products)
     assert weights
     biases = {path: linear.bias for path, linear in spans[0].named_modules() if isinstance(linear, nn.Linear)}
     install(spans[0], weights, products)
     for path, linear in spans[0].named_modules():
         if isinstance(linear, PackedLinear) and biases[path] is not None:
             linear.bias = biases[path]
-    for weight, matrix in weights.items():
-        spans[1].get_parameter(weight).data = matrix.dequantize()
+    for weight, dense in values.items():
+        spans[1].get_parameter(weight).data = dense
     one, other = (Stage(span, model.manifest.hidden_size, backend) for span in spans)
     return one, other
 
@@ -138,11 +141,11 @@ def test_matrices_of_a_gguf_file_stay_packed(architecture: str, tmp_path: Path) 
     linears = {path: each for path, each in mine.named_modules() if isinstance(each, PackedLinear)}
     assert "layers.0.self_attn.q_proj" in linears
     for path, linear in linears.items():
-        assert torch.equal(linear.packed.dequantize(), theirs.pop(f"{path}.weight"))
+        assert torch.equal(values_of(linear.packed), theirs.pop(f"{path}.weight"))
     for path, module in experts_modules(mine):
         for name in ("gate_up_proj", "down_proj"):
             matrices = getattr(module, name).matrices
-            merged = torch.stack([matrices[expert].dequantize() for expert in range(4)])
+            merged = torch.stack([values_of(matrices[expert]) for expert in range(4)])
             assert torch.equal(merged, theirs.pop(f"{path}.{name}"))
     assert all(torch.equal(tensor, theirs.pop(name)) for name, tensor in mine.state_dict().items())
     assert not theirs
@@ -156,7 +159,7 @@ def test_a_packed_matrix_of_another_shape_is_refused(tmp_path: Path, monkeypatch
     def shorter(*args: Any, **options: Any) -> dict[str, Any]:
         found = real(*args, **options)
         name = next(name for name, each in found.items() if isinstance(each, PackedTensor))
-        return {**found, name: found[name].select(torch.arange(3))}
+        return {**found, name: found[name].rows(0, 16)}
 
     monkeypatch.setattr(checkpoint, "state_dict", shorter)
     with pytest.raises(IntegrityError, match="no linear layer or embedding of shape"):

@@ -28,6 +28,7 @@ from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.quantize import PRECISIONS
 from tests.defences import nothing
+from tests.support.gguf.packed_matrices import values_of
 from tests.support.models import big_model
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.model_hub import NAME, model_hub
@@ -78,13 +79,11 @@ def with_values_of(stage: Stage, model: Any) -> None:
     for path, module in stage._model.named_modules():
         own = decoder.get_submodule(path) if path else decoder
         if isinstance(module, PackedLinear):
-            own.weight.data = module.packed.dequantize()
+            own.weight.data = values_of(module.packed)
         for name, weight in vars(module).items():
             if isinstance(weight, PackedExperts):
                 matrices = [weight.matrices[expert] for expert in range(own.num_experts)]
-                values = torch.stack(
-                    [each.dequantize() for each in matrices if isinstance(each, PackedTensor)]
-                )
+                values = torch.stack([values_of(each) for each in matrices if isinstance(each, PackedTensor)])
                 getattr(own, name).data = values.transpose(1, 2) if own.is_transposed else values
 
 

@@ -13,7 +13,7 @@ from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_head import PackedHead, pack_head
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
-from tests.support.gguf.packed_matrices import random_matrix
+from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 from tests.support.models.rounding import assert_product
 
 INPUTS, OUTPUTS = 256, 37
@@ -50,9 +50,7 @@ def stored(format: Format, seed: int) -> PackedTensor:
 
 def packed(matrix: PackedTensor, products: Products) -> Tied:
     model = Tied(matrix.dequantize())
-    loaded = matrix.loaded(torch.device("cpu"))
-    assert isinstance(loaded, PackedTensor)
-    pack_head(model, {"embeddings.weight": loaded}, products)
+    pack_head(model, {"embeddings.weight": loaded_copy(matrix, products)}, products)
     assert isinstance(model.head, PackedHead)
     return model
 

@@ -11,10 +11,12 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization import products as products_module
 from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
-from swarmnet_protocols.quantization.products import FEW_ROWS, Products, load_products
+from swarmnet_protocols.quantization.products import Products, load_products
 from swarmnet_protocols.quantization.unpack import unpack
-from tests.support.gguf.packed_matrices import random_matrix
+from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 from tests.support.models.rounding import assert_product
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +26,21 @@ def products() -> Products:
     return found
 
 
+@pytest.mark.parametrize("rows", [7, 16, 43])
 @pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
-def test_native_code_unpacks_exactly_what_python_does(products: Products, format: Format) -> None:
-    matrix = random_matrix(format, 7, 512)
-    assert torch.equal(products.dequantize(matrix), matrix.dequantize())
+def test_native_code_unpacks_exactly_what_python_does(
+    products: Products, format: Format, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products_module, "INTERLEAVED_BYTES", 1)
+    matrix = random_matrix(format, rows, 512)
+    expected = matrix.dequantize()
+    some = torch.tensor([rows - 1, 0, 0, 5])
+    for each in (matrix, loaded_copy(matrix, products)):
+        assert each.shape == (rows, 512)
+        assert torch.equal(products.dequantize(each), expected)
+        assert torch.equal(products.select(each, some), expected[some])
+        with pytest.raises(IndexError):
+            products.select(each, torch.tensor([0, rows]))
 
 
 @pytest.mark.parametrize("draw", range(3))
@@ -56,7 +69,7 @@ def test_another_device_than_the_cpu_multiplies_in_its_own_memory(
     assert products.dequantize(matrix).device.type == "meta"
 
 
-def test_an_accelerator_takes_plain_numbers_as_ordinary_tensors() -> None:
+def test_an_accelerator_takes_plain_numbers_as_ordinary_tensors(products: Products) -> None:
     meta = torch.device("meta")
     for format, dtype in (
         (Format.BF16, torch.bfloat16),
@@ -64,11 +77,11 @@ def test_an_accelerator_takes_plain_numbers_as_ordinary_tensors() -> None:
         (Format.F32, torch.float32),
     ):
         matrix = random_matrix(format, 4, 64)
-        assert isinstance(matrix.loaded(torch.device("cpu")), PackedTensor)
-        loaded = matrix.loaded(meta)
+        assert isinstance(products.loaded(matrix, CPU), PackedTensor)
+        loaded = products.loaded(matrix, meta)
         assert isinstance(loaded, torch.Tensor)
         assert (loaded.dtype, loaded.shape) == (dtype, (4, 64))
-    assert isinstance(random_matrix(Format.Q4_0, 4, 64).loaded(meta), PackedTensor)
+    assert isinstance(products.loaded(random_matrix(Format.Q4_0, 4, 64), meta), PackedTensor)
 
 
 def test_every_number_of_16_bits_is_read_as_numpy_does(products: Products) -> None:
@@ -88,7 +101,7 @@ def test_every_scale_of_mxfp4_is_read_as_gguf_does(products: Products) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-@pytest.mark.parametrize("rows", [1, 3, 8, 13, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("rows", [1, 3, 8, 13, 65])
 @pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
 def test_products_equal_those_of_the_dequantised_weights(
     products: Products, format: Format, rows: int, native: bool
@@ -102,13 +115,24 @@ def test_products_equal_those_of_the_dequantised_weights(
     assert_product(used.back(gradients, matrix), gradients, weight.T)
 
 
-def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products) -> None:
-    matrix = random_matrix(Format.Q4_1, 64, 576)
-    inputs = torch.randn(8, 576)
-    together = products.linear(inputs, matrix)
-    assert all(
-        torch.equal(products.linear(row, matrix), out) for row, out in zip(inputs, together, strict=True)
-    )
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
+def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products, format: Format) -> None:
+    matrix = loaded_copy(random_matrix(format, 43, 768), products)
+    inputs = torch.randn(150, 768)
+    alone = torch.stack([products.linear(row, matrix) for row in inputs])
+    for count in (2, 9, 64, 65, 150):
+        assert torch.equal(products.linear(inputs[:count], matrix), alone[:count])
+
+
+def test_a_matrix_is_interleaved_where_it_is(products: Products) -> None:
+    matrix = random_matrix(Format.Q4_0, 48, 512)
+    [before], values = matrix.segments, matrix.dequantize()
+    loaded = products.loaded(matrix, CPU)
+    assert isinstance(loaded, PackedTensor)
+    [after] = loaded.segments
+    assert after.data.data_ptr() == before.data.data_ptr()
+    assert torch.equal(products.dequantize(loaded), values)
+    assert products.loaded(loaded, CPU).segments == loaded.segments
 
 
 @pytest.mark.parametrize("format", [Format.Q8_0, Format.Q6_K, Format.BF16, Format.INT4])
@@ -208,7 +232,7 @@ def test_columns_change_their_order_without_another_rounding(products: Products,
     assert torch.equal(moved.select(rows).dequantize(), expected[rows])
     assert torch.equal(moved.rows(1, 5).dequantize(), expected[1:5])
     assert torch.equal(moved.select_columns(HALF_BLOCKS).dequantize(), expected[:, HALF_BLOCKS])
-    for count in (2, FEW_ROWS + 1):
+    for count in (2, 65):
         inputs = torch.randn(count, 512)
         assert_product(products.linear(inputs, moved), inputs, expected)
         gradients = torch.randn(count, 5)

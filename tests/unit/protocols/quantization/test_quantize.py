@@ -20,6 +20,7 @@ from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, can_be_quantized, quantize
+from tests.support.gguf.packed_matrices import values_of
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny
 
@@ -147,7 +148,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
         weight = expected.get_parameter(f"{name}.weight")
         format = PRECISIONS[precision].format_of(name, weight.shape[1])
         weight.data = quantize(matrix(weight.data), format).dequantize()
-        assert torch.equal(weight.data, mine._model.get_submodule(name).packed.dequantize())
+        assert torch.equal(weight.data, values_of(mine._model.get_submodule(name).packed))
     rounded = Stage(expected, 64, native)
     inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, rounded)]

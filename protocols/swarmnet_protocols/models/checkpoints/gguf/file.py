@@ -292,7 +292,7 @@ class GgufCheckpoint:
             places = self.expert_places(names, first_block, model) if form.packed or form.experts else {}
         wanted = {*names}.difference(ROPE_TENSORS, places)
         self._check_used(wanted, tensors_of(made), model)
-        reader = ExpertReader(places, _NAMING.block_of, form.experts, form.device)
+        reader = ExpertReader(places, _NAMING.block_of, form.experts, form.loaded)
         found: dict[str, Any] = {}
         with ExitStack() as stack:
             opened = {each: stack.enter_context(self._paths[each].open("rb")) for each in self.holders(names)}
@@ -329,8 +329,7 @@ class GgufCheckpoint:
             ]
             matrices = [matrix for matrix in packed if matrix is not None]
             if len(matrices) == len(rows) and (matrix := recipe.packed(matrices)):
-                rounded = quantize_if_wanted(matrix, form.quantized, own_name)
-                return own_name, rounded.loaded(form.device)
+                return own_name, form.loaded(quantize_if_wanted(matrix, form.quantized, own_name))
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
         try:
             made = recipe.make(*values)
