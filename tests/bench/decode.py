@@ -1,8 +1,9 @@
-"""One stream of greedy decoding, and a prompt of 512 tokens, through three loopback hosts and through
+"""One stream of greedy decoding, and a longer prompt, through three loopback hosts and through
 one host, against one local process and llama.cpp.
 
     python -m tests.bench.decode [--models smollm2-135m-instruct Q4_1 Q4_K Q8_0] [--hops 3] [--rounds 5]
-                                 [--tokens 64] [--llama-cpp DIRECTORY] [--without local one_host]
+                                 [--tokens 64] [--prompt 512] [--llama-cpp DIRECTORY]
+                                 [--without local one_host]
 
 A format names a model with the structure of Llama 3.2 1B, random weights in this format, and a
 quarter of its vocabulary.
@@ -41,7 +42,6 @@ from tests.support.gguf.random_llama import write_random_llama
 from tests.support.processes.nodes import NodeProcess, Swarm
 
 PROMPT_TOKENS = 32
-LONG_PROMPT_TOKENS = 512
 THREADS = 2
 OURS = {"swarm", "one_host"}
 
@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--hops", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
     parser.add_argument(
         "--llama-cpp", type=Path, help="directory of llama.cpp's programs; without it no comparison"
     )
@@ -101,18 +102,18 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitS
         for each, generate in ways.items():
             # the first round warms up
             answer = generate(ids=prompt(number, PROMPT_TOKENS), tokens=arguments.tokens if number else 2)
-            prefill = generate(ids=prompt(number, LONG_PROMPT_TOKENS), tokens=1)
+            prefill = generate(ids=prompt(number, arguments.prompt), tokens=1)
             if not number:
                 continue
             answers.setdefault(each, []).append(answer)
             rates.setdefault(each, []).append(
                 Rates(
-                    prompt=LONG_PROMPT_TOKENS / prefill["seconds"],
+                    prompt=arguments.prompt / prefill["seconds"],
                     decode=(arguments.tokens - 1) / (answer["seconds"] - answer["first_s"]),
                 )
             )
         if llama_cpp and number:  # it warms up by itself
-            sizes = {"prompt": LONG_PROMPT_TOKENS, "tokens": arguments.tokens}
+            sizes = {"prompt": arguments.prompt, "tokens": arguments.tokens}
             rates.setdefault("llama_cpp", []).append(llama_cpp.measure(model.path, **sizes))
             if servers:
                 over_rpc = llama_cpp.measure(model.path, **sizes, servers=servers)
@@ -120,6 +121,7 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitS
     return {
         "hops": arguments.hops,
         "tokens": arguments.tokens,
+        "prompt": arguments.prompt,
         "rounds": arguments.rounds,
         "file_mib": mib(model.path.stat().st_size),
         **{f"{each}_ready_s": round(ready_s, 2) for each, (_, ready_s) in hosts.items()},
