@@ -14,7 +14,7 @@ SAMPLE := --sample --seeds 5
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized llama-cpp defences fuzz audit demo bench proto
+.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized llama-cpp llama-bench defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -102,6 +102,12 @@ $(LLAMA_CPP)/.built: | $(INSTALLED)
 	$(CMAKE) --build $(LLAMA_CPP)/build --target llama --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null
 	touch $@
 
+# llama.cpp's programs that measure its speed, in one process and over RPC.
+llama-bench: $(LLAMA_CPP)/.built
+	$(CMAKE) -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DGGML_RPC=ON -DLLAMA_BUILD_COMMON=ON -DLLAMA_BUILD_TOOLS=ON \
+		-DLLAMA_OPENSSL=OFF > /dev/null
+	$(CMAKE) --build $(LLAMA_CPP)/build --target llama-bench ggml-rpc-server --parallel $$(getconf _NPROCESSORS_ONLN) > /dev/null
+
 # The tests of the C code, compiled so that an access beyond an array or an overflow ends them.
 sanitized: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
@@ -127,10 +133,10 @@ audit: $(INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/swarmnet demo
 
-bench: $(INSTALLED)
+bench: $(INSTALLED) llama-bench
 	$(BIN)/python -m tests.bench.exactness
 	$(BIN)/python -m tests.bench.wire_exactness
-	$(BIN)/python -m tests.bench.decode --models smollm2-135m-instruct Q4_1 Q4_K Q8_0
+	$(BIN)/python -m tests.bench.decode --models smollm2-135m-instruct Q4_1 Q4_K Q8_0 --llama-cpp $(LLAMA_CPP)/build/bin
 	$(BIN)/python -m tests.bench.long_inputs
 	$(BIN)/python -m tests.bench.concurrency
 	$(BIN)/python -m tests.bench.failover

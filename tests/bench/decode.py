@@ -2,16 +2,15 @@
 one host, against one local process and llama.cpp.
 
     python -m tests.bench.decode [--models smollm2-135m-instruct Q4_1 Q4_K Q8_0] [--hops 3] [--rounds 5]
-                                 [--tokens 64] [--prompt 512] [--llama-cpp DIRECTORY]
-                                 [--without local one_host]
+                                 [--tokens 64] [--prompt 512] [--threads 2]
+                                 [--llama-cpp DIRECTORY] [--without local one_host]
 
 A format names a model with the structure of Llama 3.2 1B, random weights in this format, and a
 quarter of its vocabulary.
 
-In turns, with two threads in each process: transformers in one process, in float32; the swarm; a
-swarm of one host; and, where ``--llama-cpp`` names the directory of llama.cpp's programs
-(``llama-bench``, ``ggml-rpc-server``), llama.cpp in one process and through as many RPC servers as
-there are hops. All read the same file.
+In turns: transformers in one process, in float32; the swarm; a swarm of one host; and, where
+``--llama-cpp`` names the directory of llama.cpp's programs (``make llama-bench`` builds them),
+llama.cpp in one process and through as many RPC servers as there are hops. All read the same file.
 
 Prints one JSON object a model. Lists have an item for each round. ``swarm_ready_s`` and
 ``swarm_mib`` are of the first host of the swarm, p2pd included.
@@ -42,7 +41,6 @@ from tests.support.gguf.random_llama import write_random_llama
 from tests.support.processes.nodes import NodeProcess, Swarm
 
 PROMPT_TOKENS = 32
-THREADS = 2
 OURS = {"swarm", "one_host"}
 
 
@@ -52,13 +50,14 @@ def main() -> None:
     parser.add_argument("--hops", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2, help="threads of each process")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
     parser.add_argument(
         "--llama-cpp", type=Path, help="directory of llama.cpp's programs; without it no comparison"
     )
     parser.add_argument("--without", nargs="+", default=[], choices=["local", "one_host", "llama_cpp_rpc"])
     arguments = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(arguments.threads)
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             model = name
@@ -70,12 +69,12 @@ def main() -> None:
 
 def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """The figures of one model. ``stack`` ends the processes."""
-    cache = folder / "cache"
+    cache, threads = folder / "cache", arguments.threads
     model = resolve(name, cache_dir=cache)
     blocks = model.manifest.blocks
     ways: dict[str, Callable[..., dict[str, Any]]] = {}
     if "local" not in arguments.without:
-        local = generating(cache, THREADS, model=name)
+        local = generating(cache, threads, model=name)
         stack.callback(local.close)
         local.wait_until_ready()
         ways["local"] = local.ask
@@ -87,12 +86,18 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitS
         stack.callback(lab.close)
         spans = list(pairwise(blocks * hop // hops for hop in range(hops + 1)))
         launched = time.perf_counter()
-        [host] = lab.start(spans[0])
-        ready_s = time.perf_counter() - launched
-        lab.start(*spans[1:])
-        hosts[each] = host, ready_s
+        nodes: list[NodeProcess] = []
+        for start, end in spans:
+            options = ("--blocks", f"{start}:{end}", "--threads", str(threads))
+            nodes.append(lab.launch(f"{start}-{end}", *options))
+            if len(nodes) == 1:  # the bootstrap peer of the others
+                _ = nodes[0].ready
+                ready_s = time.perf_counter() - launched
+        for node in nodes:
+            _ = node.ready
+        hosts[each] = nodes[0], ready_s
         ways[each] = partial(timed_generate, stack.enter_context(lab.connect()))
-    llama_cpp = LlamaCpp(arguments.llama_cpp, THREADS) if arguments.llama_cpp else None
+    llama_cpp = LlamaCpp(arguments.llama_cpp, threads) if arguments.llama_cpp else None
     count = 0 if "llama_cpp_rpc" in arguments.without else arguments.hops
     servers = stack.enter_context(llama_cpp.servers(count)) if llama_cpp else []
 
@@ -122,6 +127,7 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitS
         "hops": arguments.hops,
         "tokens": arguments.tokens,
         "prompt": arguments.prompt,
+        "threads": threads,
         "rounds": arguments.rounds,
         "file_mib": mib(model.path.stat().st_size),
         **{f"{each}_ready_s": round(ready_s, 2) for each, (_, ready_s) in hosts.items()},

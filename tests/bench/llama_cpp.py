@@ -1,8 +1,8 @@
 """Rates of llama.cpp's own programs on this machine, in one process and over its RPC backend, as a
 yardstick.
 
-The programs are not part of this repository. Built with ``cmake -DGGML_RPC=ON -DGGML_NATIVE=ON``,
-they are in ``build/bin``.
+The programs are not part of this repository. ``make llama-bench`` builds them in
+``.pytest_cache/llama.cpp/build/bin``.
 """
 
 import json
