@@ -80,6 +80,17 @@ static inline lanes fused_lanes(lanes a, lanes b, lanes c) {
     return c;
 }
 
+static inline lanes added_lanes(lanes a, lanes b) {
+    for (int i = 0; i < PARTS; i++) a.parts[i] += b.parts[i];
+    return a;
+}
+
+static inline lanes all_lanes(float x) {
+    lanes found;
+    for (int i = 0; i < PARTS; i++) found.parts[i] = x - (floats){0};
+    return found;
+}
+
 static inline float sum_of_lanes(lanes x) {
     four_floats quarters[LANES / 4], sum;
     memcpy(quarters, &x, sizeof quarters);

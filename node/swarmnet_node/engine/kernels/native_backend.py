@@ -9,6 +9,7 @@ else is ``TorchBackend``.
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
+from itertools import accumulate
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -89,7 +90,7 @@ class _Update(Structure):
 
 class _Position(Structure):
     _fields_ = (
-        *(("position", c_int64), ("capacity", c_int64)),
+        *((name, c_int64) for name in ("position", "capacity", "first", "rows")),
         *(("angles", c_void_p), ("caches", c_void_p), ("updates", c_void_p)),
     )
 
@@ -173,13 +174,15 @@ class NativeDecodeStep:
             raise ValueError(f"the decode step takes {count} positions of {self._hidden_size} float32")
         caches = [self._caches(row) for row in rows]
         loras = [self._lora(row.lora) for row in rows]
+        firsts = accumulate((row.count for row in rows), initial=0)
         positions = (_Position * count)(
             *(
                 _Position(
-                    *(position, capacity, self._angles_at(position), ctypes.addressof(pointers)),
+                    *(position, capacity, first, row.count),
+                    *(self._angles_at(position), ctypes.addressof(pointers)),
                     None if lora is None else ctypes.addressof(lora.updates),
                 )
-                for row, (capacity, pointers), lora in zip(rows, caches, loras, strict=True)
+                for row, first, (capacity, pointers), lora in zip(rows, firsts, caches, loras, strict=False)
                 for position in range(row.start, row.start + row.count)
             )
         )
@@ -188,7 +191,9 @@ class NativeDecodeStep:
         longest = max(row.start + row.count for row in rows)
         ranks = max((lora.ranks for lora in loras if lora is not None), default=0)
         shared_floats = count * self._shared_floats + _whole_cache_lines(count * ranks)
-        thread_floats = _whole_cache_lines(count * self._hidden_size + QUERIES * longest)
+        thread_floats = _whole_cache_lines(
+            count * self._hidden_size + QUERIES * (longest + 2 * self._head_size)
+        )
         scratch = torch.empty(shared_floats + threads * thread_floats)
         step = _Step(
             layers=len(self._layers),

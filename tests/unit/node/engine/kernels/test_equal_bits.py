@@ -1,0 +1,139 @@
+"""The decode step gives the same bits for every target, batch, chunk and number of threads."""
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
+from swarmnet_node.engine.stage import Stage
+from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.models import resolve
+from swarmnet_protocols.quantization.products import HEADERS
+from swarmnet_protocols.quantization.quantize import PRECISIONS
+from tests.support.models.peft_oracle import random_tensors
+from tests.support.models.tiny_models import save_tiny
+
+TARGETS = [each.name for each in native_code.targets()]
+SIZES = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 6, "num_key_value_heads": 2}
+ODD_SIZES = {
+    "hidden_size": 42,
+    "intermediate_size": 70,
+    "head_dim": 22,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+POSITIONS = 70
+
+
+def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
+    native = NativeBackend.load(folder / "native", target)
+    if native is None:
+        pytest.skip("no compiler, or torch has no libgomp of its own")
+    directory = folder / "model"
+    if not directory.exists():
+        save_tiny("llama-tied", directory, **sizes)
+    model = resolve(str(directory), cache_dir=folder / "cache")
+    stage = Stage.load(
+        model,
+        *(0, 3),
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        backend=native,
+        quantized=PRECISIONS.get(weights),
+    )
+    assert stage.method.decode_step is not None
+    return stage
+
+
+def in_chunks(
+    stage: Stage, sequence: SequenceCache, rows: torch.Tensor, sizes: Sequence[int]
+) -> torch.Tensor:
+    return torch.cat([stage.forward([(sequence, chunk)])[0] for chunk in rows.split(list(sizes))])
+
+
+def in_a_batch(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
+    """Compute the rows beside other sequences, which are shorter and longer."""
+    others = [stage.new_sequence() for _ in range(3)]
+    sizes = [5, 1, 1, 30, 1, len(rows) - 38]
+    outputs = []
+    for number, chunk in enumerate(rows.split(sizes)):
+        besides = [(other, rows[: 1 + index * number]) for index, other in enumerate(others)]
+        outputs.append(stage.forward([*besides[:2], (sequence, chunk), *besides[2:]])[2])
+    return torch.cat(outputs)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [(SIZES, "float32"), (SIZES, "int8"), (SIZES, "int4"), (ODD_SIZES, "float32")],
+    ids=["float32", "int8", "int4", "odd sizes"],
+)
+def test_a_position_has_the_same_bits_however_it_is_computed(
+    sizes: dict[str, int], weights: str, tmp_path: Path
+) -> None:
+    expected = None
+    for target in TARGETS:
+        stage = load(tmp_path, sizes, weights, target)
+        rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+        for count in (1, 2):
+            with threads(count):
+                found = [
+                    in_chunks(stage, stage.new_sequence(), rows, each)
+                    for each in ([POSITIONS], [1] * POSITIONS, [7, 1, 33, 2, 16, 1, 10])
+                ]
+                found.append(in_a_batch(stage, stage.new_sequence(), rows))
+            expected = found[0] if expected is None else expected
+            for number, each in enumerate(found):
+                assert torch.equal(each, expected), (target, count, number)
+
+
+def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:
+    expected = None
+    for target in TARGETS:
+        stage = load(tmp_path, SIZES, "float32", target)
+        modules = [(path, *shape) for path, shape in stage._targets[0].linears.items()]
+        adapter = stage.load_adapter(random_tensors(range(3), modules=modules, rank=5, seed=1), 0)
+        rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+        for sizes in ([POSITIONS], [1] * 7 + [POSITIONS - 7]):
+            found = in_chunks(stage, stage.new_sequence(adapter), rows, sizes)
+            expected = found if expected is None else expected
+            assert torch.equal(found, expected), target
+
+
+def test_the_exponential_is_within_one_unit_in_the_last_place(tmp_path: Path) -> None:
+    source = tmp_path / "exponentials.c"
+    source.write_text("""
+        #include "decode.c"
+        void exponentials_of(float *x, int64_t count) {
+        #pragma omp simd
+            for (int64_t i = 0; i < count; i++) x[i] = exponential(x[i]);
+        }
+    """)
+    x = torch.cat([torch.linspace(-87, 88, 1_000_000), torch.tensor([0.0, -1000.0, 1000.0, torch.nan])])
+    exact = x.double().exp()
+    unit = 2.0 ** (torch.frexp(exact).exponent - 24).double()
+    expected = None
+    for target in TARGETS:
+        code = native_code.load(source, tmp_path, headers=(*HEADERS, SOURCE), target=target)
+        assert code is not None
+        found = x.clone()
+        code.exponentials_of(ctypes.c_void_p(found.data_ptr()), ctypes.c_int64(len(found)))
+        assert ((found.double() - exact).abs() / unit)[:-3].max() < 1
+        assert found[-4] == 1
+        assert found[-3:-1].tolist() == found[[0, -5]].tolist()  # x is clamped
+        assert found[-1].isnan()
+        expected = found if expected is None else expected
+        assert torch.equal(found[:-1], expected[:-1]), target
