@@ -27,7 +27,7 @@ ODD_SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
-POSITIONS = 70
+POSITIONS = 40
 
 
 def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
@@ -40,7 +40,7 @@ def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stag
     model = resolve(str(directory), cache_dir=folder / "cache")
     stage = Stage.load(
         model,
-        *(0, 3),
+        *(0, 2),
         dtype=torch.float32,
         device=torch.device("cpu"),
         backend=native,
@@ -59,7 +59,7 @@ def in_chunks(
 def in_a_batch(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
     """Compute the rows beside other sequences, which are shorter and longer."""
     others = [stage.new_sequence() for _ in range(3)]
-    sizes = [5, 1, 1, 30, 1, len(rows) - 38]
+    sizes = [5, 1, 1, 20, 1, len(rows) - 28]
     outputs = []
     for number, chunk in enumerate(rows.split(sizes)):
         besides = [(other, rows[: 1 + index * number]) for index, other in enumerate(others)]
@@ -88,16 +88,16 @@ def test_a_position_has_the_same_bits_however_it_is_computed(
     for target in TARGETS:
         stage = load(tmp_path, sizes, weights, target)
         rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
-        for count in (1, 2):
-            with threads(count):
-                found = [
-                    in_chunks(stage, stage.new_sequence(), rows, each)
-                    for each in ([POSITIONS], [1] * POSITIONS, [7, 1, 33, 2, 16, 1, 10])
-                ]
-                found.append(in_a_batch(stage, stage.new_sequence(), rows))
-            expected = found[0] if expected is None else expected
-            for number, each in enumerate(found):
-                assert torch.equal(each, expected), (target, count, number)
+        found = [
+            in_chunks(stage, stage.new_sequence(), rows, each)
+            for each in ([POSITIONS], [1] * POSITIONS, [7, 1, 17, 2, 3, 10])
+        ]
+        found.append(in_a_batch(stage, stage.new_sequence(), rows))
+        with threads(2):
+            found.append(in_chunks(stage, stage.new_sequence(), rows, [POSITIONS - 3, 3]))
+        expected = found[0] if expected is None else expected
+        for number, each in enumerate(found):
+            assert torch.equal(each, expected), (target, number)
 
 
 def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:
     for target in TARGETS:
         stage = load(tmp_path, SIZES, "float32", target)
         modules = [(path, *shape) for path, shape in stage._targets[0].linears.items()]
-        adapter = stage.load_adapter(random_tensors(range(3), modules=modules, rank=5, seed=1), 0)
+        adapter = stage.load_adapter(random_tensors(range(2), modules=modules, rank=5, seed=1), 0)
         rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
         for sizes in ([POSITIONS], [1] * 7 + [POSITIONS - 7]):
             found = in_chunks(stage, stage.new_sequence(adapter), rows, sizes)
@@ -122,7 +122,7 @@ def test_the_exponential_is_within_one_unit_in_the_last_place(tmp_path: Path) ->
             for (int64_t i = 0; i < count; i++) x[i] = exponential(x[i]);
         }
     """)
-    x = torch.cat([torch.linspace(-87, 88, 1_000_000), torch.tensor([0.0, -1000.0, 1000.0, torch.nan])])
+    x = torch.cat([torch.linspace(-87, 88, 100_000), torch.tensor([0.0, -1000.0, 1000.0, torch.nan])])
     exact = x.double().exp()
     unit = 2.0 ** (torch.frexp(exact).exponent - 24).double()
     expected = None
