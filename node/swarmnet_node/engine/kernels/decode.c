@@ -60,6 +60,8 @@ typedef struct {
 /* QUERIES: most queries that read the keys of their head together. PART: most queries that a thread
  * takes at once: later positions of a prompt take longer, so threads take turns. */
 enum { QUERIES = 4, PART = 64 };
+/* Vectors of values whose sums for all queries stay in registers. */
+enum { MIXED = WIDTH == 16 ? 4 : 2 };
 
 static float dot(const float *a, const float *b, int64_t size) {
     lanes sum = {0};
@@ -149,28 +151,35 @@ static float exponentials(float *scores, int64_t count) {
     int64_t p = 0;
 #pragma omp simd reduction(max : highest) /* the order of comparisons changes nothing */
     for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
-    for (; p + LANES <= count; p += LANES) {
 #pragma omp simd
-        for (int i = 0; i < LANES; i++) scores[p + i] = exponential(scores[p + i] - highest);
-        total = added_lanes(total, lanes_at(scores + p));
-    }
-    for (int64_t i = p; i < count; i++) scores[i] = exponential(scores[i] - highest);
+    for (int64_t i = 0; i < count; i++) scores[i] = exponential(scores[i] - highest);
+    for (; p + LANES <= count; p += LANES) total = added_lanes(total, lanes_at(scores + p));
     return sum_of_lanes(added_lanes(total, first_lanes(scores + p, count - p)));
 }
 
-/* Multiplies weights [queries][stride] with the first values [count][size], in the order of these.
- * queries is a compile-time constant, at most QUERIES. */
+/* Some columns of a product of weights [queries][stride] with the first values [count][size]: a few
+ * vectors of columns. Values are added in their order. queries and vectors are compile-time constants,
+ * so that the sums stay in registers. */
+static inline __attribute__((always_inline)) void mix_columns(const float *weights, int64_t stride, const float *values,
+                                                              int64_t count, int64_t size, const int queries,
+                                                              const int vectors, float *restrict out) {
+    floats sums[QUERIES][MIXED] = {0};
+    for (int64_t p = 0; p < count; p++)
+        for (int v = 0; v < vectors; v++) {
+            floats value = *(const floats *)(values + p * size + v * WIDTH);
+            for (int q = 0; q < queries; q++)
+                sums[q][v] = fused_floats(weights[q * stride + p] - (floats){0}, value, sums[q][v]);
+        }
+    for (int q = 0; q < queries; q++) memcpy(out + q * size, sums[q], vectors * sizeof(floats));
+}
+
+/* Multiplies weights [queries][stride] with the first values [count][size]. */
 static inline __attribute__((always_inline)) void mix(const float *weights, int64_t stride, const float *values, int64_t count,
                                                       int64_t size, const int queries, float *restrict out) {
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        lanes sums[QUERIES] = {0};
-        for (int64_t p = 0; p < count; p++) {
-            lanes value = lanes_at(values + p * size + i);
-            for (int q = 0; q < queries; q++) sums[q] = fused_lanes(all_lanes(weights[q * stride + p]), value, sums[q]);
-        }
-        for (int q = 0; q < queries; q++) memcpy(out + q * size + i, sums + q, sizeof *sums);
-    }
+    for (; i + MIXED * WIDTH <= size; i += MIXED * WIDTH)
+        mix_columns(weights, stride, values + i, count, size, queries, MIXED, out + i);
+    for (; i + WIDTH <= size; i += WIDTH) mix_columns(weights, stride, values + i, count, size, queries, 1, out + i);
     for (int q = 0; q < queries; q++) {
         memset(out + q * size + i, 0, (size - i) * sizeof *out);
         for (int64_t p = 0; p < count; p++)
