@@ -12,6 +12,9 @@
 /* Integers in a register that has room for as many floats. */
 typedef int32_t ints __attribute__((vector_size(WIDTH * sizeof(int32_t)), aligned(sizeof(int32_t))));
 
+/* Four bytes as one integer, the first in its lowest bits. */
+typedef uint32_t four_bytes __attribute__((aligned(1), may_alias));
+
 ALWAYS floats to_floats(ints x) { return __builtin_convertvector(x, floats); }
 
 /* The nearest integers, even ones for halves. */
@@ -32,20 +35,18 @@ ALWAYS ints nearest(floats x) {
  * compile-time constants; units is at most 8. */
 ALWAYS ints dots(const uint8_t *codes, const int8_t *values, const int units, const int bits) {
     ints sums = {0};
-#if defined __AVX512VNNI__ || (defined __AVX2__ && !defined __AVX512F__)
-    int32_t fours[8];
-    memcpy(fours, values, 4 * units);
-#endif
+    const four_bytes *fours = (const four_bytes *)values;
+    (void)fours;
 #if defined __AVX512VNNI__
     (void)bits;
 #pragma GCC unroll 8
     for (int u = 0; u < units; u++)
-        sums = (ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_loadu_si512(codes + 64 * u), _mm512_set1_epi32(fours[u]));
+        sums = (ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_loadu_si512(codes + 64 * u), _mm512_set1_epi32((int)fours[u]));
 #elif defined __AVXVNNI__ && !defined __AVX512F__
     (void)bits;
 #pragma GCC unroll 8
     for (int u = 0; u < units; u++)
-        sums = (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, _mm256_loadu_si256((const __m256i *)(codes + 64 * u)), _mm256_set1_epi32(fours[u]));
+        sums = (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, _mm256_loadu_si256((const __m256i *)(codes + 64 * u)), _mm256_set1_epi32((int)fours[u]));
 #elif defined __AVX2__ && !defined __AVX512F__
     /* maddubs adds two products in 16 bits, and saturates. So many units fit: 2 * units * 128 * (2 ** bits - 1) < 2 ** 15.
      * Codes of 8 bits are taken as 16 times their high four bits, plus their low ones. */
@@ -55,7 +56,7 @@ ALWAYS ints dots(const uint8_t *codes, const int8_t *values, const int units, co
         __m256i sum = _mm256_setzero_si256(), high = sum;
 #pragma GCC unroll 8
         for (int i = u; i < (units < u + fit ? units : u + fit); i++) {
-            __m256i code = _mm256_loadu_si256((const __m256i *)(codes + 64 * i)), four = _mm256_set1_epi32(fours[i]);
+            __m256i code = _mm256_loadu_si256((const __m256i *)(codes + 64 * i)), four = _mm256_set1_epi32((int)fours[i]);
             if (bits == 8) {
                 high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(code, 4), low), four));
                 code = _mm256_and_si256(code, low);

@@ -17,7 +17,7 @@ enum { GROUP = 16, LARGEST_BLOCK = 210, BLOCK_WEIGHTS = 256 };
  *   scale[k / 16] * (code - zero) + offset[k / 16],
  * the same for both halves in most formats. */
 typedef struct {
-    uint8_t codes[32 * GROUP]; /* [k / 4][output][k % 4] */
+    uint32_t codes[8 * GROUP] __attribute__((aligned(64))); /* [k / 4][output], k % 4 from the lowest bits */
     float scale[2][GROUP], offset[2][GROUP];
     int32_t zero[GROUP];
 } __attribute__((aligned(64))) piece;
@@ -110,23 +110,25 @@ static inline void unpack_interleaved(int64_t format, const uint8_t *group, int 
 
 static inline void halves(const uint8_t *in, float *out) { unpack_f16(in, GROUP, out); }
 
-static inline uint32_t word(const uint8_t *in, int i) {
-    uint32_t found;
-    memcpy(&found, in + 4 * i, sizeof found);
-    return found;
-}
+/* Number i of the integers of four bytes in memory. */
+ALWAYS uint32_t word(const uint8_t *in, int i) { return ((const four_bytes *)in)[i]; }
 
-enum { HALF = 16 * GROUP, WHOLE = 32 * GROUP }; /* bytes of the codes of 16 weights, and of 32 */
+/* Codes are handled four at a time, since compilers have no good code for shifts of bytes. Of 16 weights there are
+ * HALF integers of four codes, of 32 there are WHOLE. */
+enum { HALF = 4 * GROUP, WHOLE = 2 * HALF };
+#define EVERY(byte) ((byte) * 0x01010101u)
 
-static inline void low_then_high(const uint8_t *restrict in, uint8_t *restrict codes) {
-    for (int i = 0; i < HALF; i++) codes[i] = in[i] & 15;
-    for (int i = 0; i < HALF; i++) codes[i + HALF] = in[i] >> 4;
+static inline void low_then_high(const uint8_t *restrict in, uint32_t *restrict codes) {
+    for (int i = 0; i < HALF; i++) codes[i] = word(in, i) & EVERY(15);
+    for (int i = 0; i < HALF; i++) codes[i + HALF] = word(in, i) >> 4 & EVERY(15);
 }
 
 /* Adds fifth bits: bit u of a byte belongs to unit u. */
-static inline void add_fifth_bits(const uint8_t *restrict high, uint8_t *restrict codes) {
-    for (int u = 0; u < 8; u++, codes += 4 * GROUP)
-        for (int i = 0; i < 4 * GROUP; i++) codes[i] |= (high[i] >> u & 1) << 4;
+static inline void add_fifth_bits(const uint8_t *in, uint32_t *codes) {
+    uint32_t high[GROUP];
+    memcpy(high, in, sizeof high);
+    for (int u = 0; u < 8; u++, codes += GROUP)
+        for (int i = 0; i < GROUP; i++) codes[i] |= (high[i] >> u & EVERY(1)) << 4;
 }
 
 static inline void pieces_q4_0(const uint8_t *in, piece *to) {
@@ -156,19 +158,19 @@ static inline void pieces_q5_1(const uint8_t *in, piece *to) {
 /* Signed bytes, 128 more. */
 static inline void pieces_q8_0(const uint8_t *restrict in, piece *restrict to) {
     halves(in, to->scale[0]);
-    for (int i = 0; i < WHOLE; i++) to->codes[i] = in[2 * GROUP + i] ^ 128;
+    for (int i = 0; i < WHOLE; i++) to->codes[i] = word(in + 2 * GROUP, i) ^ EVERY(128);
 }
 
 /* Places in a table of 16 bytes, which become its entries plus zero. */
-static inline void look_up(uint8_t *restrict codes, const int8_t *table, int zero) {
-    uint8_t entries[16] __attribute__((aligned(16)));
+static inline void look_up(uint32_t *codes, const int8_t *table, int zero) {
+    uint8_t entries[16] __attribute__((aligned(16))), *places = (uint8_t *)codes;
     for (int i = 0; i < 16; i++) entries[i] = (uint8_t)(table[i] + zero);
 #if defined __AVX2__
     __m256i both = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)entries));
-    for (int i = 0; i < WHOLE; i += 32)
-        _mm256_storeu_si256((__m256i *)(codes + i), _mm256_shuffle_epi8(both, _mm256_loadu_si256((const __m256i *)(codes + i))));
+    for (int i = 0; i < 4 * WHOLE; i += 32)
+        _mm256_store_si256((__m256i *)(places + i), _mm256_shuffle_epi8(both, _mm256_load_si256((const __m256i *)(places + i))));
 #else
-    for (int i = 0; i < WHOLE; i++) codes[i] = entries[codes[i]];
+    for (int i = 0; i < 4 * WHOLE; i++) places[i] = entries[places[i]];
 #endif
 }
 
@@ -187,7 +189,7 @@ static inline void pieces_iq4_xs(const uint8_t *in, piece *to) {
             int low = word(in + 4 * GROUP, i) >> 4 * j & 15;
             to->scale[0][i] = scale[i] * (float)((low | (high >> 2 * j & 3) << 4) - 32);
         }
-        low_then_high(in + 8 * GROUP + j * HALF, to->codes);
+        low_then_high(in + (8 + 16 * j) * GROUP, to->codes);
         look_up(to->codes, iq4_table, 128);
     }
 }
@@ -202,7 +204,7 @@ static inline void pieces_int4(const uint8_t *restrict in, piece *restrict to) {
     for (int half = 0; half < 2; half++, to++) {
         memcpy(to->scale[0], in, sizeof to->scale[0]);
         for (int i = 0; i < GROUP; i++) to->zero[i] = in[4 * GROUP + i];
-        for (int i = 0; i < WHOLE; i++) to->codes[i] = in[5 * GROUP + i] >> 4 * half & 15;
+        for (int i = 0; i < WHOLE; i++) to->codes[i] = word(in + 5 * GROUP, i) >> 4 * half & EVERY(15);
     }
 }
 
@@ -217,7 +219,7 @@ static inline void pieces_q2_k(const uint8_t *restrict in, piece *restrict to) {
             to[j / 2].offset[j % 2][i] = -(least[i] * (float)(both >> 4));
         }
     for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = in[16 * GROUP + j / 4 * WHOLE + i] >> j % 4 * 2 & 3;
+        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = word(in + (16 + j / 4 * 32) * GROUP, i) >> j % 4 * 2 & EVERY(3);
 }
 
 static inline void pieces_q3_k(const uint8_t *restrict in, piece *restrict to) {
@@ -229,9 +231,10 @@ static inline void pieces_q3_k(const uint8_t *restrict in, piece *restrict to) {
             int high = word(in + 104 * GROUP, i) >> (j % 4 * 8 + j / 4 * 2) & 3;
             to[j / 2].scale[j % 2][i] = scale[i] * (float)((low | high << 4) - 32);
         }
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++)
-            to[j].codes[i] = (in[32 * GROUP + j / 4 * WHOLE + i] >> j % 4 * 2 & 3) | (in[i] >> j & 1) << 2;
+    for (int j = 0; j < 8; j++) {
+        const uint8_t *low = in + (32 + j / 4 * 32) * GROUP;
+        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 4 * 2 & EVERY(3)) | (word(in, i) >> j & EVERY(1)) << 2;
+    }
 }
 
 /* Scales and offsets of Q4_K and Q5_K: for each of 8 groups, a multiple of each of two halves, in 6 bits (unpack.h). */
@@ -254,14 +257,15 @@ static inline void scales_and_mins(const uint8_t *restrict in, piece *restrict t
 static inline void pieces_q4_k(const uint8_t *restrict in, piece *restrict to) {
     scales_and_mins(in, to);
     for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = in[16 * GROUP + j / 2 * WHOLE + i] >> j % 2 * 4 & 15;
+        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = word(in + (16 + j / 2 * 32) * GROUP, i) >> j % 2 * 4 & EVERY(15);
 }
 
 static inline void pieces_q5_k(const uint8_t *restrict in, piece *restrict to) {
     scales_and_mins(in, to);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++)
-            to[j].codes[i] = (in[48 * GROUP + j / 2 * WHOLE + i] >> j % 2 * 4 & 15) | (in[16 * GROUP + i] >> j & 1) << 4;
+    for (int j = 0; j < 8; j++) {
+        const uint8_t *low = in + (48 + j / 2 * 32) * GROUP, *high = in + 16 * GROUP;
+        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 2 * 4 & EVERY(15)) | (word(high, i) >> j & EVERY(1)) << 4;
+    }
 }
 
 static inline void pieces_q6_k(const uint8_t *restrict in, piece *restrict to) {
@@ -269,12 +273,12 @@ static inline void pieces_q6_k(const uint8_t *restrict in, piece *restrict to) {
     halves(in + 208 * GROUP, scale);
     for (int j = 0; j < 16; j++) /* groups of 16 weights, with a scale each */
         for (int i = 0; i < GROUP; i++) {
-            int8_t times = (int8_t)(word(in + (192 + j / 4 * 4) * GROUP, i) >> j % 4 * 8);
+            int32_t times = (int32_t)(word(in + (192 + j / 4 * 4) * GROUP, i) << (24 - j % 4 * 8)) >> 24;
             to[j / 2].scale[j % 2][i] = scale[i] * (float)times;
         }
     for (int j = 0; j < 8; j++) {
-        const uint8_t *low = in + (j / 4 * 2 + j % 2) * WHOLE, *high = in + 128 * GROUP + j / 4 * WHOLE;
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (low[i] >> j % 4 / 2 * 4 & 15) | (high[i] >> j % 4 * 2 & 3) << 4;
+        const uint8_t *low = in + (j / 4 * 64 + j % 2 * 32) * GROUP, *high = in + (128 + j / 4 * 32) * GROUP;
+        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 4 / 2 * 4 & EVERY(15)) | (word(high, i) >> j % 4 * 2 & EVERY(3)) << 4;
     }
 }
 

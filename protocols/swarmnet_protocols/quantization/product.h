@@ -144,7 +144,7 @@ ALWAYS void add_products(const kind of, const piece *p, int64_t count, const act
                 const activations *a = x + r * pitch + i;
 #pragma GCC unroll 2
                 for (int half = 0; half < of.halves; half++) {
-                    const uint8_t *codes = p[i].codes + half * HALF + 4 * at;
+                    const uint8_t *codes = (const uint8_t *)(p[i].codes + half * HALF + at);
                     ints high = dots(codes, a->planes[0] + 16 * half, units, of.bits);
                     ints middle = dots(codes, a->planes[1] + 16 * half, units, of.bits);
                     ints low = dots(codes, a->planes[2] + 16 * half, units, of.bits);
