@@ -123,12 +123,13 @@ static inline void low_then_high(const uint8_t *restrict in, uint32_t *restrict 
     for (int i = 0; i < HALF; i++) codes[i + HALF] = word(in, i) >> 4 & EVERY(15);
 }
 
-/* Adds fifth bits: bit u of a byte belongs to unit u. */
-static inline void add_fifth_bits(const uint8_t *in, uint32_t *codes) {
-    uint32_t high[GROUP];
-    memcpy(high, in, sizeof high);
-    for (int u = 0; u < 8; u++, codes += GROUP)
-        for (int i = 0; i < GROUP; i++) codes[i] |= (high[i] >> u & EVERY(1)) << 4;
+/* As low_then_high, with fifth bits: bit u of a byte belongs to unit u. */
+static inline void with_fifth_bits(const uint8_t *in, const uint8_t *fifth, uint32_t *restrict codes) {
+    for (int u = 0; u < 4; u++, in += 4 * GROUP, codes += GROUP)
+        for (int i = 0; i < GROUP; i++) {
+            codes[i] = (word(in, i) & EVERY(15)) | (word(fifth, i) >> u & EVERY(1)) << 4;
+            codes[i + HALF] = (word(in, i) >> 4 & EVERY(15)) | (word(fifth, i) >> (u + 4) & EVERY(1)) << 4;
+        }
 }
 
 static inline void pieces_q4_0(const uint8_t *in, piece *to) {
@@ -144,15 +145,13 @@ static inline void pieces_q4_1(const uint8_t *in, piece *to) {
 
 static inline void pieces_q5_0(const uint8_t *in, piece *to) {
     halves(in, to->scale[0]);
-    low_then_high(in + 6 * GROUP, to->codes);
-    add_fifth_bits(in + 2 * GROUP, to->codes);
+    with_fifth_bits(in + 6 * GROUP, in + 2 * GROUP, to->codes);
 }
 
 static inline void pieces_q5_1(const uint8_t *in, piece *to) {
     halves(in, to->scale[0]);
     halves(in + 2 * GROUP, to->offset[0]);
-    low_then_high(in + 8 * GROUP, to->codes);
-    add_fifth_bits(in + 4 * GROUP, to->codes);
+    with_fifth_bits(in + 8 * GROUP, in + 4 * GROUP, to->codes);
 }
 
 /* Signed bytes, 128 more. */

@@ -44,8 +44,9 @@ typedef struct {
     int32_t high[2], low[2], unused;
 } activations;
 
-/* Rows that are multiplied with packed weights while these are in the cache. */
-enum { ROWS = 64 };
+/* Rows that are multiplied with packed weights while these are in the cache, and the number of bytes from the weights
+ * that are multiplied to those that are fetched from memory meanwhile. */
+enum { ROWS = 64, AHEAD = 8192 };
 /* The registers hold the sums of OUTPUTS outputs for half of TILE_ROWS rows of a product of float32, or of
  * half the outputs for all rows. */
 enum { OUTPUTS = 4, TILE_ROWS = WIDTH == 16 ? 8 : 2 };
@@ -209,6 +210,7 @@ static void packed_product(const segment *s, const activations *x, int64_t size,
         for (int64_t first = 0, count = 0; first < size; first += count) {
             for (count = 0; count < BLOCK_WEIGHTS && first + count < size; count += of->weights) {
                 const uint8_t *its = in + (first + count) / of->weights * GROUP * of->bytes;
+                for (int i = 0; i < GROUP * of->bytes; i += 64) __builtin_prefetch(its + AHEAD + i);
                 if (!s->interleaved) {
                     interleave_block(of, in, s->row_bytes, s->outputs - group, (first + count) / of->weights, block);
                     its = block;
