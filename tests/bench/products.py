@@ -3,7 +3,9 @@ bfloat16, in turn.
 
     python -m tests.bench.products [--rows 1 8 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
 
-Prints one JSON object a format: the median milliseconds of one product [rows, size] x [size, size].
+Prints one JSON object a format: the processor, the target that the C code is compiled for, the
+median milliseconds of reading a packed matrix from memory, and those of one product [rows, size] x
+[size, size].
 """
 
 import argparse
@@ -17,10 +19,12 @@ import torch
 from torch.nn import functional
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import load_products
-from tests.support.gguf.packed_matrices import random_matrix
+from tests.bench import results
+from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 
 REPEATS = 7
 COLD_BYTES = 256 << 20
@@ -56,12 +60,16 @@ def main() -> None:
     halves = [weight.bfloat16() for weight in dense]
     for name in options.formats:
         [segment] = random_matrix(Format[name], size, size).segments
-        packed = [PackedTensor.of(segment.format, segment.data.clone()) for _ in range(copies)]
+        packed = [loaded_copy(PackedTensor((segment,)), products) for _ in range(copies)]
+        numbers = [segment.data.clone().view(torch.int64) for _ in range(copies)]
         result: dict[str, object] = {
             "bench": "products",
+            "machine": results.machine(),
+            "target": native_code.targets()[0].name,
             "format": name,
             "size": size,
             "threads": options.threads,
+            "read_ms": median_ms(lambda _, matrix: matrix.sum(), torch.empty(0), numbers),
         }
         for rows in options.rows:
             inputs = torch.randn(rows, size)
