@@ -2,7 +2,6 @@
 comes back if it cannot host the other model."""
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from swarmnet_node.supervisor import Supervisor
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError, Unreachable
 from swarmnet_protocols.routing.relocation import LOOK_S, SWITCH_CONFIRM_S
 from tests.support.swarm.fake_machine import FakeMachine
-from tests.support.swarm.relocation import PROMPT, LabModels, Reader
+from tests.support.swarm.relocation import PROMPT, LabModels, Reader, wait_until
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference, simulate
 
 FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
@@ -25,12 +24,6 @@ FOUND_S = SWITCH_CONFIRM_S + 20 * LOOK_S
 def beta(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     folder: Path = tmp_path_factory.mktemp("beta")
     return load_reference(folder / "model", folder / "cache", blocks=4)
-
-
-async def wait_until(holds: Callable[[], bool], within_s: float) -> None:
-    async with asyncio.timeout(within_s):
-        while not holds():  # noqa: ASYNC110 - in virtual time
-            await asyncio.sleep(1.0)
 
 
 async def wait_for_model(node: Supervisor, manifest: bytes, within_s: float) -> None:

@@ -2,7 +2,7 @@
 a node may switch to."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -23,10 +23,14 @@ PAUSE_S = 2.0
 """Seconds between two tokens of a slow reader."""
 
 
-async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s: float) -> None:
+async def wait_until(holds: Callable[[], bool], within_s: float) -> None:
     async with asyncio.timeout(within_s):
-        while node.span != span:  # noqa: ASYNC110 - in virtual time
+        while not holds():  # noqa: ASYNC110 - in virtual time
             await asyncio.sleep(1.0)
+
+
+async def wait_for_span(node: Node | Supervisor, span: tuple[int, int], within_s: float) -> None:
+    await wait_until(lambda: node.span == span, within_s)
 
 
 class Reader:
