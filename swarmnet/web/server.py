@@ -153,7 +153,8 @@ class _TimedConnection(H11Protocol):
 
     def _is_one_too_many(self) -> bool:
         left = MAX_CONNECTIONS - len(self.connections)
-        if left >= MAX_CONNECTIONS // 2:  # no address can hold more than that: save the count
+        # Then all addresses together hold no more than ``left``, so there is nothing to count.
+        if left >= MAX_CONNECTIONS // 2:
             return False
         same = sum(_host(each) == _host(self) for each in list(self.connections))
         return left < 0 or same > left + 1

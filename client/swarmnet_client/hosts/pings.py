@@ -20,7 +20,8 @@ from swarmnet_protocols.timing import Timing
 PINGED_PER_BLOCK = 4
 """Hosts of each block that a client pings, so that every part of a chain has measured hosts."""
 PINGED_HOSTS = 24
-"""Number of hosts that a client pings even if each block has ``PINGED_PER_BLOCK`` with fewer."""
+"""A client pings at least this many hosts, even if fewer would be enough for
+``PINGED_PER_BLOCK``."""
 MAX_PINGED_HOSTS = 96
 """Most ping streams of a client. The chain search assumes a high delay to hosts without one."""
 SMOOTHING = 0.3

@@ -146,8 +146,8 @@ def _within(loaded: LoadedModel, max_ram_bytes: int, *, is_free: bool, may_cache
 
 
 def footprints(loaded: LoadedModel) -> tuple[Footprint, Footprint]:
-    """Return the memory needs of its blocks: with the experts in memory, and without routed
-    experts."""
+    """Return the memory needs of the blocks of ``loaded``: with the experts in memory, and without
+    routed experts."""
     whole_bytes, bare_bytes = _block_bytes(loaded) if loaded.devices[0].type == "cpu" else (0, 0)
     release_memory()
     whole = Footprint(

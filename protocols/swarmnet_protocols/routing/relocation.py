@@ -63,9 +63,9 @@ not follow it."""
 GAP_PAUSE_S = 60.0
 """Seconds after a move until a host may move to fill a gap."""
 FEW_HOSTS = 100
-"""Largest swarm where all hosts search for better blocks before they draw who moves. There, a
-single search often finds none. In a larger swarm hosts draw first: each search takes milliseconds,
-and a sample of the claims shows shortages by chance."""
+"""Largest swarm where all hosts search for better blocks before they draw who moves. In such a
+swarm, a single search often finds none. In a larger swarm hosts draw first: each search takes
+milliseconds, and a sample of the claims shows shortages by chance."""
 USEFUL = 0.5
 """A move is worth making if it puts this share of the host's time, or of the shortage, to better
 use."""
@@ -171,7 +171,7 @@ class Look:
         return self.mine.end - self.mine.start
 
     def of(self, claims: Sequence[Claim]) -> "Look":
-        """Return this look with only ``claims`` as other hosts of the own model."""
+        """Return this look, in which only ``claims`` are the other hosts of the own model."""
         return replace(self, own=replace(self.own, claims=[self.mine, *claims]))
 
 
@@ -404,7 +404,7 @@ def _fill(
                 mine,
                 start,
                 start + length,
-                f"no host has {filled} of these blocks, next to those of this machine",
+                f"no host has {filled} of these blocks, which are next to this machine's blocks",
                 fills_gap=True,
             )
     if (repair := outlook.repairs.get(mine.peer)) is not None:

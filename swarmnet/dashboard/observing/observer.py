@@ -180,8 +180,8 @@ class Observer:
         self._workers |= await self._look_up_each(self._jobs, find)
 
     async def _find_peers(self) -> None:
-        """Read the hosts and expert peers of every model, select the peers to poll, and update them
-        and the jobs."""
+        """Read the hosts and expert peers of every model, select the peers to poll, and update
+        these peers and the jobs."""
         models, trackers = self._models, self._polls.trackers
         records = await self._look_up_each(models, lambda manifest: models[manifest].hosts.refresh())
         hosts: dict[PeerId, HostInfo] = {}

@@ -271,9 +271,10 @@ class P2pd:
         return pipe
 
     async def answers(self, peer: PeerId, *, within_s: float) -> bool:
-        """Ping ``peer``. Returns whether its p2pd answered in time, or the connection has ended.
+        """Ping ``peer``. Returns False if the p2pd of ``peer`` did not answer in time. If the
+        connection ended, returns True.
 
-        p2pd answers however busy its process is. Raises ``PeerUnreachable`` or
+        p2pd answers even while the process that uses it is busy. Raises ``PeerUnreachable`` or
         ``IncompatibleVersion``.
         """
         when = asyncio.get_running_loop().time() + within_s

@@ -37,7 +37,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 before it is split."""
 _HINT = "use the model's Hugging Face layout"
 _SPACE = "\u2581"
-"""What sentencepiece writes for a space."""
+"""The character that sentencepiece writes for a space."""
 _NEVER_IN_UTF8 = frozenset(map(chr, (0xC0, 0xC1, *range(0xF5, 0x100))))
 """Letters that byte-level vocabularies use for bytes that occur in no text. In DeepSeek's
 vocabularies they are ordinary tokens."""
@@ -195,8 +195,8 @@ def _sentencepiece(fields: Mapping[str, Any]) -> "Tokenizer":
 
 
 def _gemma4(fields: Mapping[str, Any]) -> "Tokenizer":
-    """Return a tokenizer as ``_sentencepiece`` does, but with the merges in the file, and for a
-    text that is first split into lines."""
+    """Return a tokenizer as ``_sentencepiece`` does, but with two differences: it has the merges of
+    the file, and first splits a text into lines."""
     from tokenizers import Regex, pre_tokenizers
 
     vocabulary = {token: id for id, token in enumerate(fields["tokens"])}
