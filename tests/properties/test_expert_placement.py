@@ -14,20 +14,18 @@ from numpy.typing import NDArray
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.experts import placement as expert_placement
-from swarmnet_protocols.routing.experts.dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.dispatch import Expert, ExpertPeer, ExpertPlacement
 from swarmnet_protocols.routing.experts.moves import MOVES_A_MINUTE, Moves, most_moves, next_moves
 from swarmnet_protocols.routing.experts.placement import place_experts
 from swarmnet_protocols.routing.experts.use import HALF_LIFE_S, MAX_COUNTS, ExpertUse
+from tests.support.swarm.expert_placement import Dispatch, placed
 
 BLOCKS, EXPERTS, CHOSEN = 3, 6, 2
 
 
-def peers_of(rooms: Sequence[int], trunk: int | None = 0, blocks: int = BLOCKS) -> list[ExpertPeer]:
-    """Peers with memory for so many experts of one byte."""
-    return [
-        ExpertPeer(PeerId(f"peer{number}"), room, trunk_of=range(blocks if number == trunk else 0))
-        for number, room in enumerate(rooms)
-    ]
+def peers_of(rooms: Sequence[int]) -> list[ExpertPeer]:
+    """Peers with memory for so many experts."""
+    return [ExpertPeer(PeerId(f"peer{number}"), room) for number, room in enumerate(rooms)]
 
 
 def skewed_rows(seed: int, rows: int, blocks: int, experts: int) -> NDArray[np.int64]:
@@ -56,17 +54,14 @@ def dispatched(placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: ND
     return dispatch
 
 
-@pytest.mark.parametrize(
-    ("experts", "rooms", "trunk"),
-    [(6, (4, 4), None), (6, (4, 4), 0), (4, (2, 2, 2), None), (4, (2, 2, 2), 0), (4, (2, 4, 1), 1)],
-)
+@pytest.mark.parametrize(("experts", "rooms"), [(6, (4, 4)), (4, (2, 2, 2))])
 def test_placements_are_near_the_best_of_all(
-    experts: int, rooms: tuple[int, ...], trunk: int | None, monkeypatch: pytest.MonkeyPatch
+    experts: int, rooms: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best: fewest messages of all placements in this memory whose busiest peer is not busier
     than ours, or than ``TARGET``."""
     monkeypatch.setattr(expert_placement, "SPARE", 0.0)
-    peers = peers_of(rooms, trunk, blocks=1)
+    peers = peers_of(rooms)
     holders = [held for held in itertools.product((0, 1), repeat=len(rooms)) if any(held)]
     possible: list[ExpertPlacement] = [
         {peer.peer: frozenset((0, e) for e in range(experts) if held[e][n]) for n, peer in enumerate(peers)}
@@ -76,9 +71,7 @@ def test_placements_are_near_the_best_of_all(
     ratios, busiest = [], []
     for seed in range(6):
         rows = skewed_rows(seed, 30, 1, experts)
-        mine = dispatched(
-            place_experts(use_of(rows, experts), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
-        )
+        mine = dispatched(placed(use_of(rows, experts), peers), peers, rows)
         every = [dispatched(each, peers, rows) for each in possible]
         best = min(
             each.messages for each in every if each.busiest <= max(expert_placement.TARGET, mine.busiest)
@@ -96,22 +89,19 @@ def groups(draw: st.DrawFn) -> tuple[ExpertUse, list[ExpertPeer]]:
     rooms = draw(st.lists(st.integers(0, every + 3), min_size=1, max_size=5))
     if sum(min(room, every) for room in rooms) < every:
         rooms[0] = every
-    trunk = draw(st.one_of(st.none(), st.integers(0, len(rooms) - 1)))
     rows = skewed_rows(draw(st.integers(0, 1000)), draw(st.integers(0, 12)), BLOCKS, EXPERTS)
-    return use_of(rows), peers_of(rooms, trunk)
+    return use_of(rows), peers_of(rooms)
 
 
 @settings(deadline=None, max_examples=20)
 @given(groups())
 def test_every_expert_has_a_holder_within_its_memory(group: tuple[ExpertUse, list[ExpertPeer]]) -> None:
     use, peers = group
-    placement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
+    placement = placed(use, peers)
     held = set().union(*placement.values())
     assert held == set(itertools.product(range(BLOCKS), range(EXPERTS)))
-    assert all(len(placement[peer.peer]) <= peer.memory_bytes for peer in peers)
-    assert place_experts(use, peers, expert_bytes=1, rng=random.Random(0), present=placement) == placement, (
-        "nothing is left to improve"
-    )
+    assert all(len(placement[peer.peer]) <= peer.capacity for peer in peers)
+    assert place_experts(use, peers, placement, most_loads=99) == placement, "nothing is left to improve"
 
 
 @settings(deadline=None, max_examples=20)
@@ -120,29 +110,24 @@ def test_a_changed_placement_loads_no_more_than_it_may(
     group: tuple[ExpertUse, list[ExpertPeer]], seed: int, most: int
 ) -> None:
     use, peers = group
-    present = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
+    present = placed(use, peers)
     other = use_of(skewed_rows(seed, 12, BLOCKS, EXPERTS))
-    wanted = place_experts(
-        other, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
-    )
+    wanted = place_experts(other, peers, present, most_loads=most)
     assert sum(len(wanted[peer] - present[peer]) for peer in wanted) <= most
 
 
 def test_memory_for_fewer_experts_than_there_are_is_an_error() -> None:
     use = use_of(skewed_rows(0, 4, BLOCKS, EXPERTS))
     with pytest.raises(ValueError, match="memory for 17 of 18 experts"):
-        place_experts(use, peers_of([9, 8]), expert_bytes=1, rng=random.Random(0))
-    peers = [ExpertPeer(PeerId(name), 18, trunk_of=range(2)) for name in "ab"]
-    with pytest.raises(ValueError, match="block 0 has two trunks"):
-        place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
+        placed(use, peers_of([9, 8]))
 
 
 @pytest.mark.parametrize(
-    ("memory_bytes", "rows_per_s"), [(-1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan), (1, math.inf)]
+    ("capacity", "rows_per_s"), [(-1, 1.0), (1, 0.0), (1, -1.0), (1, math.nan), (1, math.inf)]
 )
-def test_numbers_that_are_none_of_a_peer_are_refused(memory_bytes: int, rows_per_s: float) -> None:
-    with pytest.raises(ValueError, match="bytes"):
-        ExpertPeer(PeerId("peer"), memory_bytes, rows_per_s)
+def test_numbers_that_are_none_of_a_peer_are_refused(capacity: int, rows_per_s: float) -> None:
+    with pytest.raises(ValueError, match="experts"):
+        ExpertPeer(PeerId("peer"), capacity, rows_per_s)
 
 
 @settings(deadline=None, max_examples=20)
@@ -152,26 +137,21 @@ def test_the_order_of_peers_does_not_matter(
 ) -> None:
     use, peers = group
     shuffled = rng.sample(peers, len(peers))
-    placements = [
-        place_experts(use, each, expert_bytes=1, rng=random.Random(0)) for each in (peers, shuffled)
-    ]
+    present = placed(use_of(skewed_rows(1, 12, BLOCKS, EXPERTS)), peers)
+    placements = [place_experts(use, each, present, most_loads=99) for each in (peers, shuffled)]
     assert placements[0] == placements[1]
 
 
 def test_memory_that_is_left_gives_most_experts_a_second_holder() -> None:
-    """Apart from those of the trunk: without it, no peer asks for them."""
-    peers = peers_of([18, 18, 18])
     use = use_of(skewed_rows(1, 40, BLOCKS, EXPERTS))
-    trunk, one, other = place_experts(use, peers, expert_bytes=1, rng=random.Random(0)).values()
-    assert len((one & other) - trunk) >= 0.6 * len((one | other) - trunk)
+    one, other = placed(use, peers_of([18, 18])).values()
+    assert len(one & other) >= 0.6 * len(one | other)
 
 
 def test_a_faster_peer_computes_more() -> None:
     rows = skewed_rows(2, 60, BLOCKS, EXPERTS)
     peers = [ExpertPeer(PeerId(name), 18, rows_per_s=speed) for name, speed in (("a", 3.0), ("b", 1.0))]
-    dispatch = dispatched(
-        place_experts(use_of(rows), peers, expert_bytes=1, rng=random.Random(0)), peers, rows
-    )
+    dispatch = dispatched(placed(use_of(rows), peers), peers, rows)
     assert dispatch.busiest <= 1.2
 
 
@@ -193,11 +173,11 @@ def applied(present: ExpertPlacement, moves: Moves) -> dict[PeerId, frozenset[Ex
 def test_moves_arrive_within_memory_and_leave_no_gap(rooms: list[int], most: int, seed: int) -> None:
     rng = random.Random(seed)
     experts = [(0, number) for number in range(max(1, sum(rooms) - len(rooms)))]
-    peers = peers_of(rooms, None, 1)
+    peers = peers_of(rooms)
 
     def any_placement() -> dict[PeerId, frozenset[Expert]]:
         """Every expert somewhere, and a free place at every peer."""
-        places = [peer.peer for peer in peers for _ in range(peer.memory_bytes - 1)]
+        places = [peer.peer for peer in peers for _ in range(peer.capacity - 1)]
         rng.shuffle(places)
         held: dict[PeerId, set[Expert]] = {peer.peer: set() for peer in peers}
         for expert, peer in zip(experts, places or [peers[0].peer], strict=False):
@@ -208,7 +188,7 @@ def test_moves_arrive_within_memory_and_leave_no_gap(rooms: list[int], most: int
     every = set().union(*present.values())
     assert set().union(*wanted.values()) == every
     for _ in range(8 * len(experts) + 8):
-        moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
+        moves = next_moves(present, wanted, peers, most=most)
         if present == wanted:
             assert moves == Moves()
             return
@@ -218,30 +198,29 @@ def test_moves_arrive_within_memory_and_leave_no_gap(rooms: list[int], most: int
         )
         assert len(moves.loads) <= most
         present = applied(present, moves)
-        assert all(len(present[peer.peer]) <= peer.memory_bytes for peer in peers)
+        assert all(len(present[peer.peer]) <= peer.capacity for peer in peers)
     pytest.fail(f"{present} never becomes {wanted}")
 
 
 def test_experts_without_a_holder_are_loaded_at_once() -> None:
     peers = peers_of([12, 12, 12])
     use = use_of(skewed_rows(3, 40, BLOCKS, EXPERTS))
-    present = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
-    left = {peer.peer: present[peer.peer] for peer in peers[:2]}
-    lost = set().union(*present.values()) - set().union(*left.values())
-    wanted = place_experts(use, peers[:2], expert_bytes=1, rng=random.Random(0), present=left, most_loads=0)
-    assert lost, "an expert was on the third peer alone"
-    moves = next_moves(left, wanted, peers[:2], expert_bytes=1, most=1)
+    every = list(itertools.product(range(BLOCKS), range(EXPERTS)))
+    left = {peers[0].peer: frozenset(every[:9]), peers[1].peer: frozenset(every[9:14])}
+    lost = set(every[14:])  # they were on the third peer alone
+    wanted = place_experts(use, peers[:2], left, most_loads=0)
+    moves = next_moves(left, wanted, peers[:2], most=1)
     assert {expert for _, expert in moves.loads} >= lost
 
 
 def test_an_expert_is_kept_until_another_peer_has_loaded_it() -> None:
     """Two full peers exchange experts over the free memory of a third."""
     a, b = (0, 0), (0, 1)
-    peers = peers_of([1, 1, 1], None, 1)
+    peers = peers_of([1, 1, 1])
     present: ExpertPlacement = {PeerId("peer0"): frozenset([a]), PeerId("peer1"): frozenset([b])}
     wanted: ExpertPlacement = {PeerId("peer0"): frozenset([b]), PeerId("peer1"): frozenset([a])}
     steps = []
-    while (moves := next_moves(present, wanted, peers, expert_bytes=1, most=1)) != Moves():
+    while (moves := next_moves(present, wanted, peers, most=1)) != Moves():
         steps.append(moves)
         held = {peer.peer: present.get(peer.peer, frozenset()) for peer in peers}
         present = {peer: each for peer, each in applied(held, moves).items() if each}
@@ -258,10 +237,10 @@ def test_five_experts_of_a_hundred_move_a_minute() -> None:
 # ---- dispatch and use --------------------------------------------------------------------------
 
 
-@given(st.integers(0, 10**6), st.integers(1, 4), st.booleans())
-def test_a_row_gets_each_of_its_experts_from_one_holder(seed: int, count: int, has_trunk: bool) -> None:
+@given(st.integers(0, 10**6), st.integers(1, 4))
+def test_a_row_gets_each_of_its_experts_from_one_holder(seed: int, count: int) -> None:
     rng = random.Random(seed)
-    peers = peers_of([EXPERTS] * count, 0 if has_trunk else None, 1)
+    peers = peers_of([EXPERTS] * count)
     held = {peer.peer: {(0, e) for e in range(EXPERTS) if rng.random() < 0.5} for peer in peers}
     for expert in range(EXPERTS):
         held[rng.choice(peers).peer].add((0, expert))
@@ -274,21 +253,19 @@ def test_a_row_gets_each_of_its_experts_from_one_holder(seed: int, count: int, h
         assert sorted(itertools.chain(*shares.values())) == sorted(row)
         for number, experts in shares.items():
             assert {(0, expert) for expert in experts} <= placement[peers[number].peer]
-        if has_trunk:
-            assert set(shares.get(0, [])) == {e for e in row if (0, e) in placement[peers[0].peer]}
-        assert dispatch.messages - before == len(shares) - (has_trunk and 0 in shares)
+        assert dispatch.messages - before == len(shares)
     assert sum(dispatch.seconds[0].values()) == 30
     assert dispatch.busiest == pytest.approx(max(dispatch.seconds[0].values()) / (30 / count))
 
 
 def test_a_row_with_an_expert_without_a_holder_is_an_error() -> None:
-    peers = peers_of([1], None, 1)
+    peers = peers_of([1])
     with pytest.raises(LookupError, match="no peer holds expert 1"):
         Dispatch({peers[0].peer: frozenset([(0, 0)])}, peers, 1).add(0, [0, 1])
 
 
 def test_equal_holders_share_the_rows() -> None:
-    peers = peers_of([1, 1], None, 1)
+    peers = peers_of([1, 1])
     dispatch = Dispatch({peer.peer: frozenset([(0, 0)]) for peer in peers}, peers, 1)
     for _ in range(10):
         dispatch.add(0, [0])
@@ -309,8 +286,6 @@ def test_counts_are_those_of_the_rows(seed: int, first: int, rows: int) -> None:
         assert use.rows[block, expert] == sum(here)
         if expert != other:
             assert use.together[block, expert, other] == sum(map(min, here, there))
-        if block + 1 < BLOCKS:
-            assert use.following[block, expert, other] == sum(map(min, here, chose(block + 1, other)))
     assert not use.together.diagonal(axis1=1, axis2=2).any()
 
 
@@ -320,7 +295,6 @@ def test_counts_halve_and_new_rows_weigh_more() -> None:
     use.add(np.array([[[1, 2]] * BLOCKS]))
     assert use.rows[0].tolist() == [0.5, 1.5, 1, 0, 0, 0]
     assert use.together[0, 0, 1] == 0.5
-    assert use.following[0, 0, 1] == 0.5
 
 
 @pytest.mark.parametrize("chosen", [[[[0, EXPERTS]]], [[[-1, 0]]], [[[0, 1]] * (BLOCKS + 1)], [[0, 1]]])
@@ -332,8 +306,8 @@ def test_rows_of_another_model_are_refused(chosen: list[object]) -> None:
 
 
 def test_counts_are_bounded() -> None:
-    side = math.isqrt(MAX_COUNTS // 2)
-    for blocks, experts in ((1, side + 1), (0, 4), (4, 0), (MAX_COUNTS, 1)):
+    side = math.isqrt(MAX_COUNTS)
+    for blocks, experts in ((1, side + 1), (0, 4), (4, 0), (MAX_COUNTS, 2)):
         with pytest.raises(ValueError, match="counts of"):
             ExpertUse(blocks, experts)
 
@@ -344,13 +318,13 @@ def test_peers_whose_owners_chose_keep_their_experts(seed: int, chosen: set[Expe
     rows = skewed_rows(seed, 60, BLOCKS, EXPERTS)
     every = {(block, expert) for block in range(BLOCKS) for expert in range(EXPERTS)}
     fixed = ExpertPeer(PeerId("fixed"), len(chosen), is_fixed=True)
-    peers = [fixed, *peers_of((14, 14), trunk=None)]
+    peers = [fixed, *peers_of((14, 14))]
     present = {fixed.peer: frozenset(chosen), peers[1].peer: frozenset(sorted(every - chosen)[:12])}
-    wanted = place_experts(use_of(rows), peers, expert_bytes=1, rng=random.Random(seed), present=present)
+    wanted = place_experts(use_of(rows), peers, present, most_loads=99)
     assert wanted[fixed.peer] == chosen
     assert frozenset().union(*wanted.values()) == every
-    assert all(len(wanted[peer.peer]) <= peer.memory_bytes for peer in peers)
-    moves = next_moves(present, wanted, peers, expert_bytes=1, most=99)
+    assert all(len(wanted[peer.peer]) <= peer.capacity for peer in peers)
+    moves = next_moves(present, wanted, peers, most=99)
     assert fixed.peer not in {peer for peer, _ in (*moves.loads, *moves.drops)}
 
 
@@ -365,6 +339,6 @@ def test_others_move_for_the_experts_of_a_peer_whose_owner_chose_them() -> None:
     }
     use = use_of(rows)
     before = dispatched(present, [fixed, other], rows)
-    wanted = place_experts(use, [fixed, other], expert_bytes=1, rng=random.Random(0), present=present)
+    wanted = place_experts(use, [fixed, other], present, most_loads=99)
     assert wanted[fixed.peer] == present[fixed.peer]
     assert dispatched(wanted, [fixed, other], rows).messages < before.messages

@@ -105,19 +105,11 @@ def after_norm(states: torch.Tensor) -> torch.Tensor:
     )
 
 
-def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
-    """Check whether two honest hosts, of any precision, may have computed ``one`` and ``other`` [P,
-    D].
-
-    Both have the same inputs. ``read`` is given for outputs of the last hop.
-    """
-    return bool((distances(one, other, read) <= 1).all())
-
-
 def distances(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> torch.Tensor:
     """Return how far apart two outputs [P, D] are at each position, in units of the bounds [P].
 
-    The view that differs most counts. Numbers that overflow in a view are infinitely far apart.
+    The outputs come from the same inputs. ``read`` is given for outputs of the last hop. The view
+    that differs most counts. Numbers that overflow in a view are infinitely far apart.
     """
     found = []
     for start in range(0, len(one), SLICE):
@@ -169,7 +161,7 @@ def judge(
     """Return the verdict on the outputs [P, D] that a host ``reported``.
 
     ``second`` is what another host computed from the same inputs, and ``third`` what one more host
-    computed from ``nudged`` inputs. ``read`` as in ``agree``.
+    computed from ``nudged`` inputs. ``read`` as in ``distances``.
     """
     apart = distances(reported, second, read)
     if (apart <= 1).all():

@@ -126,20 +126,18 @@ class ExpertPlanner:
         for link in links:
             mine, is_fixed = len(present[link.host.peer]), not link.host.capacity
             others = sum(map(len, link.experts.values())) - mine
-            memory = mine if is_fixed else max(0, link.host.capacity - others)
+            capacity = mine if is_fixed else max(0, link.host.capacity - others)
             speed = 1 / max(link.row_s, MIN_ROW_S) if link.row_s > 0 else 1.0
-            peers.append(ExpertPeer(link.host.peer, memory, speed, is_fixed=is_fixed))
+            peers.append(ExpertPeer(link.host.peer, capacity, speed, is_fixed=is_fixed))
         most = most_moves(counts.blocks * counts.experts, PLAN_S / 60)
         every = list(self._missing)
         use = counts.part([every.index(block) for block in blocks])
         try:
-            wanted = place_experts(
-                use, peers, expert_bytes=1, rng=self._rng, present=present, most_loads=most
-            )
+            wanted = place_experts(use, peers, present, most_loads=most)
         except ValueError as error:  # not enough memory for every expert
             _log.info("experts are not placed: %s", error)
             return Moves()
-        return self._named(next_moves(present, wanted, peers, expert_bytes=1, most=most), blocks)
+        return self._named(next_moves(present, wanted, peers, most=most), blocks)
 
     def _blocks_in_turn(self, links: Sequence[ExpertLink]) -> list[int]:
         """Return the blocks of the next plan: blocks with missing experts, then others in turn.

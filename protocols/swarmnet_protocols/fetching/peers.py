@@ -277,11 +277,6 @@ class SwarmPeers:
             hint="try again when the hub can be reached, or a host of the model",
         )
 
-    @property
-    def is_attached(self) -> bool:
-        """Whether there is a connection to the swarm."""
-        return self._transport is not None
-
     async def tables(self, model: bytes, files: Sequence[ModelFile], tables: Tables) -> None:
         """Ask hosts of a model for the tables of files, and add them to ``tables``.
 

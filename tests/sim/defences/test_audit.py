@@ -156,7 +156,7 @@ def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Re
 def believe_the_second(
     said: torch.Tensor, second: torch.Tensor, third: Any = (), **_options: object
 ) -> Verdict:
-    return Verdict.RIGHT if verdict.agree(said, second) else Verdict.WRONG
+    return Verdict.RIGHT if (verdict.distances(said, second) <= 1).all() else Verdict.WRONG
 
 
 @defence(

@@ -1,13 +1,11 @@
 """Choose which peers compute the experts of a row, as a pure function of who holds them.
 
-Trunks divide the rows of a forward with :func:`divide`. :class:`Dispatch` measures placements with
-the same function.
+Trunks divide the rows of a forward with :func:`divide`.
 
-The trunk of a block computes its routing. A row is sent once to each other peer that computes some
-of its experts, so the first measure is
+The trunk of a block computes its routing. A row is sent once to each peer that computes some of its
+experts, so the first measure is
 
-    messages = the number of (row, block, peer) where a peer other than the trunk of the block
-               computes an expert of the row
+    messages = the number of (row, block, peer) where the peer computes an expert of the row
 
 A row returns to its trunk after every block, even if the same peer computes its experts in the next
 block. The trunk waits for the slowest peer, so the second measure is
@@ -63,60 +61,18 @@ def divide(
 
 @dataclass(frozen=True)
 class ExpertPeer:
-    """A peer that holds experts in ``memory_bytes`` and computes ``rows_per_s`` rows of one expert.
+    """A peer that holds at most ``capacity`` experts and computes ``rows_per_s`` rows of one.
 
-    Peers may announce these numbers. Raises ``ValueError`` for negative memory or an invalid speed.
+    Peers may announce these numbers. Raises ``ValueError`` for a negative capacity or an invalid
+    speed.
     """
 
     peer: PeerId
-    memory_bytes: int
+    capacity: int
     rows_per_s: float = 1.0
-    trunk_of: range = range(0)
-    """Blocks whose trunk this peer is. Their rows reach it without a message."""
     is_fixed: bool = False
     """Whether the owner chose the experts. They then stay where they are."""
 
     def __post_init__(self) -> None:
-        if self.memory_bytes < 0 or not 0.0 < self.rows_per_s < math.inf:
-            raise ValueError(f"{self.memory_bytes} bytes, {self.rows_per_s} rows/s")
-
-
-class Dispatch:
-    """Divides rows among peers, and adds up their messages and times."""
-
-    def __init__(self, placement: ExpertPlacement, peers: Sequence[ExpertPeer], blocks: int) -> None:
-        self._peers = peers
-        self._blocks = blocks
-        self._holders: dict[Expert, list[int]] = {}
-        for number, peer in enumerate(peers):
-            for expert in placement.get(peer.peer, ()):
-                self._holders.setdefault(expert, []).append(number)
-        self.seconds = [dict.fromkeys(range(len(peers)), 0.0) for _ in range(blocks)]
-        """Seconds that each peer computes: ``[block][place of the peer in the list]``."""
-        self.messages = 0
-
-    @property
-    def busiest(self) -> float:
-        """The measure ``busiest`` of the module docstring; 1 without rows."""
-        speed = sum(peer.rows_per_s for peer in self._peers)
-        ideal = sum(
-            sum(s * self._peers[number].rows_per_s for number, s in each.items()) / speed
-            for each in self.seconds
-        )
-        return sum(max(each.values()) for each in self.seconds) / ideal if ideal else 1.0
-
-    def add(self, block: int, experts: Sequence[int]) -> dict[int, list[int]]:
-        """Divide the experts of one row: place of the peer in the list → experts it computes.
-
-        The trunk computes the experts that it holds, and :func:`divide` shares out the rest. Raises
-        ``LookupError`` for an expert that no peer holds.
-        """
-        holders = {expert: self._holders.get((block, expert), []) for expert in experts}
-        trunks = {number for number, peer in enumerate(self._peers) if block in peer.trunk_of}
-        holders = {
-            expert: [number for number in those if number in trunks] or those
-            for expert, those in holders.items()
-        }
-        shares = divide(holders, self.seconds[block], lambda number: 1 / self._peers[number].rows_per_s)
-        self.messages += len(shares.keys() - trunks)
-        return shares
+        if self.capacity < 0 or not 0.0 < self.rows_per_s < math.inf:
+            raise ValueError(f"{self.capacity} experts, {self.rows_per_s} rows/s")

@@ -38,7 +38,6 @@ def next_moves(
     wanted: ExpertPlacement,
     peers: Sequence[ExpertPeer],
     *,
-    expert_bytes: int,
     most: int,
 ) -> Moves:
     """Return the next moves from ``present`` towards ``wanted``, a placement of ``place_experts``.
@@ -54,7 +53,7 @@ def next_moves(
     """
     held = {peer.peer: set(present.get(peer.peer, ())) for peer in peers}
     goal = {peer.peer: wanted.get(peer.peer, frozenset()) for peer in peers}
-    room = {peer.peer: peer.memory_bytes // expert_bytes for peer in peers}
+    room = {peer.peer: peer.capacity for peer in peers}
     drops = tuple(_drops(held, goal, room))
     for peer, expert in drops:
         held[peer].remove(expert)

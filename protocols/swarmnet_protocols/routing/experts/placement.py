@@ -1,19 +1,18 @@
-"""Choose the experts of each peer, as a pure function of expert use, peers and a random source.
+"""Choose the experts of each peer, as a pure function of expert use and peers.
 
 ``dispatch.py`` defines the two costs: messages, and the time that the trunk waits for the busiest
 peer of a block. :func:`place_experts` places each block separately, because rows begin and end at
-the trunk of the block. Let
+the trunk of the block. The trunk's own experts take no part. Let
 
 - w_i be the share of rows that chose expert i,
 - T_ij the share of rows that chose both i and j,
-- x_ip the share of the rows of i that peer p computes. The trunk computes all of them if it holds
-  i; otherwise the holders have equal shares.
+- x_ip the share of the rows of i that peer p computes: the holders of i have equal shares.
 
 The estimated cost of a block is the sum of
 
-- messages: sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp, over all peers p but the trunk,
+- messages: sum_i w_i x_ip - PAIR * sum_{i<j} T_ij x_ip x_jp, over all peers p,
 - PENALTY * max(0, time of p / (TARGET * mean time) - 1), over all peers p,
-- ALONE * the share of experts that the trunk lacks and only one peer holds.
+- ALONE * the share of experts that only one peer holds.
 
 Counts of pairs do not tell exactly how many messages a row needs. If n of its experts are on one
 peer, it needs one message. The estimate n - PAIR * n (n - 1) / 2 is near 1 up to n = 4.
@@ -25,7 +24,6 @@ an integer program.
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,9 +46,6 @@ ALONE = 0.05
 RIVALS = 3
 """Number of experts that are considered for a further copy in one step. Also the number of experts
 that a full peer considers to drop for it."""
-KICKS = 20
-"""Number of random restarts of each block. A restart makes two random exchanges once no single
-change improves the placement."""
 TRIED = 8
 """Number of changes of each kind that are evaluated exactly in each step. They are chosen by their
 estimated gain."""
@@ -70,39 +65,34 @@ Copies = tuple[tuple[int, int], ...]
 def place_experts(
     use: ExpertUse,
     peers: Sequence[ExpertPeer],
+    present: ExpertPlacement,
     *,
-    expert_bytes: int,
-    rng: random.Random,
-    present: ExpertPlacement | None = None,
-    most_loads: int | None = None,
+    most_loads: int,
 ) -> ExpertPlacement:
     """Return the experts that each peer should hold. At least one peer holds each expert.
 
-    Placement uses ``1 - SPARE`` of the memory where that is enough. With ``present``, the result is
-    that placement with few changes:
+    Placement uses ``1 - SPARE`` of the memory where that is enough. The result is ``present`` with
+    few changes:
 
     1. Experts that no peer holds are given to peers.
     2. Peers that hold too many drop experts or hand them to others.
     3. At most ``most_loads`` further experts are loaded, those with the largest gain first.
 
     Peers with fixed experts keep their experts of ``present``. Raises ``ValueError`` if all peers
-    together lack memory for every expert, or a block has two trunks.
+    together lack memory for every expert.
     """
     peers = sorted(peers, key=lambda peer: peer.peer)
-    rooms = _rooms(use, peers, expert_bytes)
+    rooms = _rooms(use, peers)
     quotas = _quotas(rooms, use.blocks, use.experts)
     holds = np.zeros((use.blocks, use.experts, len(peers)), bool)
     for number, peer in enumerate(peers):
-        if held := (present or {}).get(peer.peer):
+        if held := present.get(peer.peer):
             of_block, expert = np.array(list(held)).T
             holds[of_block, expert, number] = True
     blocks = [_Block(use, block, peers, quotas[block], holds[block]) for block in range(use.blocks)]
     for each in blocks:
         each.complete()
     _improve(blocks, most_loads)
-    if present is None:
-        for each in blocks:
-            each.search(rng)
     return {
         peer.peer: frozenset(
             (block, int(expert))
@@ -113,10 +103,10 @@ def place_experts(
     }
 
 
-def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer], expert_bytes: int) -> list[int]:
+def _rooms(use: ExpertUse, peers: Sequence[ExpertPeer]) -> list[int]:
     """Return the number of experts that each peer may hold."""
     every = use.blocks * use.experts
-    most = [min(peer.memory_bytes // expert_bytes, every) for peer in peers]
+    most = [min(peer.capacity, every) for peer in peers]
     if sum(most) < every:
         raise ValueError(f"the peers have memory for {sum(most)} of {every} experts")
     spared = [room - math.ceil(SPARE * room) for room in most]
@@ -148,10 +138,9 @@ class _Change:
     loads: Copies
 
 
-def _improve(blocks: Sequence["_Block"], most_loads: int | None) -> None:
-    """Make changes in the order of gain per load, until none gains or ``most_loads`` are used
+def _improve(blocks: Sequence["_Block"], left: int) -> None:
+    """Make changes in the order of gain per load, until none gains or ``left`` loads are used
     up."""
-    left = math.inf if most_loads is None else most_loads
     found = {number: block.best_change() for number, block in enumerate(blocks)}
     while left > 0:
         possible = {
@@ -180,13 +169,7 @@ class _Block:
         quotas: NDArray[np.int64],
         hold: Holds,
     ) -> None:
-        """Take ``quotas`` ``[P]``, how many experts of the block each peer may hold.
-
-        Raises ``ValueError`` for a block with two trunks.
-        """
-        trunks = [number for number, peer in enumerate(peers) if block in peer.trunk_of]
-        if len(trunks) > 1:
-            raise ValueError(f"block {block} has two trunks")
+        """``quotas`` ``[P]``: how many experts of the block each peer may hold."""
         self.hold = hold
         self._fixed = np.array([peer.is_fixed for peer in peers])
         rows = use.rows[block].astype(np.float64)
@@ -198,21 +181,8 @@ class _Block:
         self._most = TARGET * speeds / speeds.sum()
         """The share of all rows that each peer may compute without penalty: it takes ``TARGET``
         times the mean time for them."""
-        self._trunk = trunks[0] if trunks else None
 
     # ---- the cost -------------------------------------------------------------------------------
-
-    def shares(self, hold: Holds) -> Floats:
-        """Return each holder's share of the rows of an expert, ``[E, P]``."""
-        shares: Floats = hold / np.maximum(hold.sum(1, keepdims=True), 1)
-        if self._trunk is not None:
-            local = hold[:, self._trunk]
-            shares[local] = 0.0
-            shares[local, self._trunk] = 1.0
-        return shares
-
-    def cost(self, hold: Holds) -> float:
-        return self._cost(hold, self._met(_meet(self._remote(hold))))
 
     def _met(self, meet: Holds) -> float:
         """Return the sum of ``together`` over all pairs of experts that some peer holds
@@ -220,18 +190,9 @@ class _Block:
         return float((self._together * meet).sum()) / 2
 
     def _cost(self, hold: Holds, met: float) -> float:
-        shares = self.shares(hold)
-        remote = self._remote(hold)
-        sent = float(self._rows[remote.any(1)].sum()) - PAIR * met
-        alone = float((remote.sum(1) == 1).mean())
-        return sent + float(self._excess(self._rows @ shares).sum()) + ALONE * alone
-
-    def _remote(self, hold: Holds) -> Holds:
-        """Return the holders of each expert that the trunk lacks, ``[E, P]``."""
-        if self._trunk is None:
-            return hold
-        remote: Holds = hold & ~hold[:, [self._trunk]]
-        return remote
+        sent = float(self._rows[hold.any(1)].sum()) - PAIR * met
+        alone = float((hold.sum(1) == 1).mean())
+        return sent + float(self._excess(self._rows @ _shares(hold)).sum()) + ALONE * alone
 
     def _excess(self, loads: Floats, peers: NDArray[np.int64] | slice = slice(None)) -> Floats:
         """Return the penalty of each peer for its share of the rows above ``TARGET``, ``[..., P]``.
@@ -252,37 +213,12 @@ class _Block:
     def best_change(self) -> _Change | None:
         """Return the change that lowers the cost most or fills free memory; None if there is
         none."""
-        found = [
-            change
-            for change in (self._copy(), self._exchange(), self._exchange_with_trunk())
-            if change is not None
-        ]
+        found = [change for change in (self._copy(), self._exchange()) if change is not None]
         return max(found, key=lambda change: change.gain / len(change.loads), default=None)
-
-    def search(self, rng: random.Random) -> None:
-        """``KICKS`` times, exchange two random pairs of copies, improve the result, and keep the
-        better placement."""
-        best, least = self.hold.copy(), self.cost(self.hold)
-        for _ in range(KICKS if len(self._quotas) > 1 else 0):
-            for _ in range(2):
-                one, other = rng.sample(range(len(self._quotas)), 2)
-                here = np.flatnonzero(self.hold[:, one] & ~self.hold[:, other])
-                there = np.flatnonzero(self.hold[:, other] & ~self.hold[:, one])
-                if len(here) and len(there):
-                    leaves, comes = rng.choice(here.tolist()), rng.choice(there.tolist())
-                    self.hold[[leaves, comes], [one, other]] = False
-                    self.hold[[leaves, comes], [other, one]] = True
-            while (change := self.best_change()) is not None:
-                self.apply(change)
-            if (cost := self.cost(self.hold)) < least - _LEAST:
-                best, least = self.hold.copy(), cost
-            self.hold = best.copy()
 
     def complete(self) -> None:
         """Drop copies above the quotas, and give each expert without a holder to a peer with
         room."""
-        if not self.hold.any():
-            self._fill_trunk()
         for peer in np.flatnonzero(self.hold.sum(0) > self._quotas):
             while self.hold[:, peer].sum() > self._quotas[peer]:
                 copies = self.hold.sum(1)
@@ -294,29 +230,9 @@ class _Block:
         for expert in missing[np.argsort(-self._rows[missing], kind="stable")]:
             if not (free := np.flatnonzero(self.hold.sum(0) < self._quotas)).size:
                 free = np.array([self._drop_spare()])
-            loads = self._rows @ self.shares(self.hold)
+            loads = self._rows @ _shares(self.hold)
             times = (loads + self._rows[expert]) / self._most
             self.hold[expert, min(free, key=lambda peer: times[peer])] = True
-
-    def _fill_trunk(self) -> None:
-        """Give the trunk the experts with the most rows, up to its share of all rows.
-
-        The trunk computes them without a message.
-        """
-        if self._trunk is None:
-            return
-        order = np.argsort(-self._rows, kind="stable")
-        load = 0.0
-        for expert in order[: self._quotas[self._trunk]]:
-            if (load := load + self._rows[expert]) > self._most[self._trunk] / TARGET:
-                break
-            self.hold[expert, self._trunk] = True
-        least = len(order) - (int(self._quotas.sum()) - int(self._quotas[self._trunk]))
-        # The other peers have no room for the rest: the trunk takes those with the fewest rows.
-        for expert in order[::-1]:
-            if self.hold[:, self._trunk].sum() >= least:
-                break
-            self.hold[expert, self._trunk] = True
 
     def _drop_spare(self) -> int:
         """Drop the copy whose loss costs least, and return the peer that held it."""
@@ -324,7 +240,7 @@ class _Block:
         movable = self.hold & ~self._fixed
         spare = np.flatnonzero((copies > 1) & movable.any(1))
         expert = min(spare, key=lambda expert: self._rows[expert] / (copies[expert] - 1))
-        times = self._rows @ self.shares(self.hold) / self._most
+        times = self._rows @ _shares(self.hold) / self._most
         peer = max(np.flatnonzero(movable[expert]), key=lambda peer: times[peer])
         self.hold[expert, peer] = False
         return int(peer)
@@ -336,18 +252,15 @@ class _Block:
         """
         copies = self.hold.sum(1)
         peers = np.flatnonzero(~self._fixed)
-        local = np.zeros(len(copies), bool)
-        if self._trunk is not None:
-            local, peers = self.hold[:, self._trunk], peers[peers != self._trunk]
-        wanted = np.flatnonzero(~local & ~self.hold[:, peers].all(1))
+        wanted = np.flatnonzero(~self.hold[:, peers].all(1))
         wanted = wanted[np.argsort(-(self._rows / copies)[wanted], kind="stable")]
         alone = wanted[RIVALS:][copies[wanted[RIVALS:]] == 1]
         wanted = np.concatenate([wanted[:RIVALS], alone[:RIVALS]])
-        without = np.where(local, 0.0, self._rows / np.maximum(copies - 1, 1))
+        without = self._rows / np.maximum(copies - 1, 1)
         spare = np.flatnonzero(copies > 1)
         spare = spare[np.argsort(without[spare], kind="stable")]
         is_free = self.hold.sum(0) < self._quotas
-        apart = self._together[wanted] * ~_meet(self._remote(self.hold))[wanted]
+        apart = self._together[wanted] * ~_meet(self.hold)[wanted]
         saved = np.where(self.hold[wanted][:, peers], -math.inf, apart @ self.hold[:, peers])
         changes: list[tuple[Copies, Copies]] = []
         for number in _largest(saved):
@@ -361,17 +274,13 @@ class _Block:
         return self._best(changes)
 
     def _exchange(self) -> _Change | None:
-        """Return the best exchange of two copies between peers other than the trunk.
+        """Return the best exchange of two copies between peers.
 
         A move of one copy into free memory counts as an exchange, too.
         """
-        shares = self.shares(self.hold)
+        shares = _shares(self.hold)
         places = self.hold & ~self._fixed
-        if self._trunk is not None:
-            places[:, self._trunk] = False
-        free = np.flatnonzero(
-            (self.hold.sum(0) < self._quotas) & (np.arange(len(self._quotas)) != self._trunk)
-        )
+        free = np.flatnonzero(self.hold.sum(0) < self._quotas)
         experts, homes = np.concatenate([np.argwhere(places), np.stack([-np.ones_like(free), free], 1)]).T
         if not len(experts):
             return None
@@ -425,54 +334,12 @@ class _Block:
         hopes: Floats = elsewhere[experts] - saved[experts, homes] + relief
         return np.where(experts >= 0, hopes, math.inf)
 
-    def _exchange_with_trunk(self) -> _Change | None:
-        """Return the best change that brings an expert to the trunk, in exchange for another expert
-        or into free memory."""
-        if self._trunk is None:
-            return None
-        trunk = self._trunk
-        remote = self._remote(self.hold)
-        shares = self.shares(self.hold)
-        near = PAIR * self._together @ remote  # [E, P]: what an expert saves at a peer
-        saved = self._rows - PAIR * (self._together * _meet(remote)).sum(1)
-        order = np.argsort(-saved, kind="stable")
-        inside = order[self.hold[order, trunk]][-2 * TRIED :]
-        outside = order[~self.hold[order, trunk]][: 2 * TRIED]
-        rows = self._rows[:, None] * shares
-        loads = self._rows @ shares - rows[outside]  # [outside, P]
-        loads[:, trunk] += self._rows[outside]
-        # the last entry stands for free memory of the trunk
-        here = np.append(self._rows[inside], 0.0)
-        pushed = np.concatenate([near[inside], np.zeros((1, len(self._quotas)))])
-        if self.hold[:, trunk].sum() >= self._quotas[trunk]:
-            here, pushed = here[:-1], pushed[:-1]
-        peers = np.arange(len(self._quotas))
-        gains = np.full((len(here), len(outside), len(peers)), -math.inf)
-        for peer in peers[peers != trunk]:
-            after = np.repeat(loads[None], len(here), 0)  # [inside, outside, P]
-            after[:, :, peer] += here[:, None]
-            after[:, :, trunk] -= here[:, None]
-            gain = saved[outside] - here[:, None] + pushed[:, [peer]] - self._excess(after).sum(2)
-            pairs = PAIR * self._together[np.ix_(inside, outside)] * self.hold[outside, peer]
-            gain[: len(inside)] -= pairs
-            gains[:, :, peer] = np.where(self.hold[outside, peer], gain, -math.inf)
-        changes = []
-        for number in _largest(gains):
-            place, far, peer = (int(each) for each in np.unravel_index(number, gains.shape))
-            drops, loads_of = [(int(outside[far]), peer)], [(int(outside[far]), trunk)]
-            if place < len(inside):
-                drops.append((int(inside[place]), trunk))
-                if not self.hold[inside[place], peer]:
-                    loads_of.append((int(inside[place]), peer))
-            changes.append((tuple(drops), tuple(loads_of)))
-        return self._best(changes)
-
     def _best(self, changes: Sequence[tuple[Copies, Copies]]) -> _Change | None:
         """Return the change with the largest gain per load; None if none lowers the cost.
 
         ``changes`` are pairs of drops and loads.
         """
-        meet = _meet(self._remote(self.hold))
+        meet = _meet(self.hold)
         met = self._met(meet)
         before = self._cost(self.hold, met)
         found = [
@@ -494,10 +361,16 @@ class _Block:
         for expert, peer in loads:
             hold[expert, peer] = True
         changed = sorted({expert for expert, _ in (*drops, *loads)})
-        remote = self._remote(hold).astype(np.float32)
-        gained = (remote[changed] @ remote.T > 0.0).astype(np.float64) - meet[changed]
+        numbers = hold.astype(np.float32)
+        gained = (numbers[changed] @ numbers.T > 0.0).astype(np.float64) - meet[changed]
         gained *= self._together[changed]
         return self._cost(hold, met + float(gained.sum()) - float(gained[:, changed].sum()) / 2)
+
+
+def _shares(hold: Holds) -> Floats:
+    """Return each holder's share of the rows of an expert, ``[E, P]``."""
+    shares: Floats = hold / np.maximum(hold.sum(1, keepdims=True), 1)
+    return shares
 
 
 def _meet(hold: Holds) -> Holds:

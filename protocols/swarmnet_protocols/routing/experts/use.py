@@ -1,5 +1,5 @@
-"""Count the rows that choose each expert, each pair of experts of a block, and each pair of experts
-of neighbouring blocks. The counts have a half-life.
+"""Count the rows that choose each expert, and each pair of experts of a block. The counts have a
+half-life.
 
 A row is one position of one sequence in one block. Its router chooses k of the E experts of the
 block.
@@ -14,7 +14,7 @@ HALF_LIFE_S = 60.0
 """Seconds until a count has half its weight. The most chosen experts change with the subject of the
 text. A longer half-life notices the change late; a shorter one leaves few rows to count."""
 MAX_COUNTS = 1 << 25
-"""Most counts of one model (128 MiB). DeepSeek-V3 (58 blocks of 256 experts) has 7.6 million."""
+"""Most counts of one model (128 MiB). DeepSeek-V3 (58 blocks of 256 experts) has 3.8 million."""
 
 
 class ExpertUse:
@@ -24,7 +24,7 @@ class ExpertUse:
         """Start without counts. Raises ``ValueError`` without experts or above ``MAX_COUNTS``
         counts.
         """
-        if not (blocks > 0 and experts > 0 and 2 * blocks * experts * experts <= MAX_COUNTS):
+        if not (blocks > 0 and experts > 0 and blocks * experts * experts <= MAX_COUNTS):
             raise ValueError(f"counts of {blocks} blocks of {experts} experts")
         self.blocks = blocks
         self.experts = experts
@@ -32,9 +32,6 @@ class ExpertUse:
         """Rows that chose the expert, ``[blocks, E]``."""
         self.together = np.zeros((blocks, experts, experts), np.float32)
         """Rows that chose both experts, ``[blocks, E, E]``; 0 on the diagonal."""
-        self.following = np.zeros((blocks - 1, experts, experts), np.float32)
-        """Rows that chose expert i in a block and j in the next one, ``[blocks - 1, E, E]``. They
-        help to guess which experts come next."""
 
     def add(self, chosen: NDArray[np.integer], first_block: int = 0) -> None:
         """Count rows of consecutive blocks from ``first_block`` on.
@@ -50,21 +47,13 @@ class ExpertUse:
             raise ValueError(
                 f"experts {chosen.min()} to {chosen.max()} are chosen, but a block has {self.experts}"
             )
-        before: NDArray[np.int64] | None = None
         for place in range(chosen.shape[1]):
             block, of_block = first_block + place, chosen[:, place].astype(np.int64)
             self.rows[block] += np.bincount(of_block.ravel(), minlength=self.experts)
-            pairs = self._pairs(of_block, of_block)
-            np.fill_diagonal(pairs, 0.0)
-            self.together[block] += pairs
-            if before is not None:
-                self.following[block - 1] += self._pairs(before, of_block)
-            before = of_block
+            self.together[block] += self._pairs(of_block)
 
     def part(self, blocks: Sequence[int]) -> "ExpertUse":
-        """Copy ``rows`` and ``together`` of some blocks, given in ascending order. ``following``
-        stays 0.
-        """
+        """Copy the counts of some blocks, given in ascending order."""
         found = ExpertUse(len(blocks), self.experts)
         found.rows, found.together = self.rows[blocks], self.together[blocks]
         return found
@@ -74,12 +63,13 @@ class ExpertUse:
         left = 0.5 ** (seconds / HALF_LIFE_S)
         self.rows *= left
         self.together *= left
-        self.following *= left
 
-    def _pairs(self, one: NDArray[np.int64], other: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Count the rows with expert i in ``one`` and j in ``other``, both ``[rows, k]``: ``[E,
-        E]``.
+    def _pairs(self, chosen: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Count the rows of ``chosen`` ``[rows, k]`` with two experts: ``[E, E]``, 0 on the
+        diagonal.
         """
-        numbers = one[:, :, None] * self.experts + other[:, None, :]
+        numbers = chosen[:, :, None] * self.experts + chosen[:, None, :]
         counted = np.bincount(numbers.ravel(), minlength=self.experts**2)
-        return counted.reshape(self.experts, self.experts).astype(np.float32)
+        pairs = counted.reshape(self.experts, self.experts).astype(np.float32)
+        np.fill_diagonal(pairs, 0.0)
+        return pairs

@@ -23,13 +23,14 @@ from swarmnet_node.experts.expert_links import ExpertLinks
 from swarmnet_protocols.directory.expert_announcements import ExpertBits
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.routing.experts.dispatch import Dispatch, Expert, ExpertPeer, ExpertPlacement
+from swarmnet_protocols.routing.experts.dispatch import Expert, ExpertPeer, ExpertPlacement
 from swarmnet_protocols.routing.experts.moves import most_moves, next_moves
 from swarmnet_protocols.routing.experts.placement import place_experts
 from swarmnet_protocols.routing.experts.use import ExpertUse
 from swarmnet_protocols.session.expert_rows import ExpertRows
 from tests.defences import Patch, defence, replacing
 from tests.support.house.source_code import ROOT
+from tests.support.swarm.expert_placement import Dispatch, placed
 
 TRACE = ROOT / "tests" / "data" / "expert_routing.npz"
 WINDOW = 256
@@ -59,14 +60,9 @@ def renumbered(rows: Rows) -> Rows:
     return numbers[np.arange(BLOCKS)[:, None], rows]
 
 
-def group(room: float, *, peers: int = 4, has_trunk: bool = True) -> list[ExpertPeer]:
-    """A trunk and other peers, or other peers alone, with memory for ``room`` times all experts
-    together, in equal parts."""
-    memory = int(room * EVERY / peers)
-    return [
-        ExpertPeer(PeerId(f"peer{number}"), memory, trunk_of=range(BLOCKS if has_trunk and not number else 0))
-        for number in range(peers)
-    ]
+def group(room: float, *, peers: int = 4) -> list[ExpertPeer]:
+    """Peers with memory for ``room`` times all experts together, in equal parts."""
+    return [ExpertPeer(PeerId(f"peer{number}"), int(room * EVERY / peers)) for number in range(peers)]
 
 
 def contiguous(peers: Sequence[ExpertPeer]) -> ExpertPlacement:
@@ -90,21 +86,19 @@ def measure(placement: ExpertPlacement, peers: Sequence[ExpertPeer], rows: Rows)
 
 
 @functools.cache
-def placed(subject: str, peers: int, has_trunk: bool) -> tuple[list[ExpertPeer], ExpertPlacement]:
+def placed_for(subject: str, peers: int) -> tuple[list[ExpertPeer], ExpertPlacement]:
     """Peers with memory for all experts one and a half times, and the placement on them."""
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(recorded(subject)[0])
-    those = group(1.5, peers=peers, has_trunk=has_trunk)
-    return those, place_experts(use, those, expert_bytes=1, rng=random.Random(0))
+    those = group(1.5, peers=peers)
+    return those, placed(use, those)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("subject", ["code", "prose"])
-@pytest.mark.parametrize(("peers", "has_trunk"), [(4, True), (4, False), (3, True)])
-def test_rows_go_to_fewer_peers_than_with_contiguous_experts(
-    subject: str, peers: int, has_trunk: bool
-) -> None:
-    those, placement = placed(subject, peers, has_trunk)
+@pytest.mark.parametrize("peers", [4, 3])
+def test_rows_go_to_fewer_peers_than_with_contiguous_experts(subject: str, peers: int) -> None:
+    those, placement = placed_for(subject, peers)
     messages, busiest = measure(placement, those, recorded(subject)[1])
     assert messages <= FEWER
     assert busiest <= BUSIEST
@@ -118,9 +112,7 @@ def test_memory_for_each_expert_once_saves_a_fifth(room: float) -> None:
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(counted)
     those = group(room)
-    messages, busiest = measure(
-        place_experts(use, those, expert_bytes=1, rng=random.Random(0)), those, measured
-    )
+    messages, busiest = measure(placed(use, those), those, measured)
     assert messages <= 0.8
     assert busiest <= BUSIEST
 
@@ -145,7 +137,7 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     peers = group(1.5)
     use = ExpertUse(BLOCKS, EXPERTS)
     use.add(recorded("code")[0])
-    present: ExpertPlacement = place_experts(use, peers, expert_bytes=1, rng=random.Random(0))
+    present: ExpertPlacement = placed(use, peers)
     wanted = present
     counted, measured = (renumbered(rows) for rows in recorded("prose"))
     messages, busiest = measure(present, peers, measured)
@@ -155,18 +147,16 @@ def test_placement_follows_a_change_of_the_subject_in_ten_minutes() -> None:
     for minute in range(10):
         use.decay(60.0)
         use.add(np.take(counted, range(minute * A_MINUTE, (minute + 1) * A_MINUTE), 0, mode="wrap"))
-        moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
+        moves = next_moves(present, wanted, peers, most=most)
         if after(present, drops=moves.drops) == wanted:
             present = wanted
-            wanted = place_experts(
-                use, peers, expert_bytes=1, rng=random.Random(0), present=present, most_loads=most
-            )
-            moves = next_moves(present, wanted, peers, expert_bytes=1, most=most)
+            wanted = place_experts(use, peers, present, most_loads=most)
+            moves = next_moves(present, wanted, peers, most=most)
         assert len(moves.loads) <= most
         present = after(present, drops=moves.drops)
         assert len(set().union(*present.values())) == EVERY, "every expert has a holder at every moment"
         present = after(present, loads=moves.loads)
-        assert all(len(present[peer.peer]) <= peer.memory_bytes for peer in peers)
+        assert all(len(present[peer.peer]) <= peer.capacity for peer in peers)
     messages, busiest = measure(present, peers, measured)
     assert messages <= FEWER
     assert busiest <= BUSIEST
@@ -230,7 +220,7 @@ async def dispatched(
 @pytest.mark.parametrize("together", [1, 8, 64])
 def test_the_dispatcher_of_a_trunk_saves_what_the_placement_promises(subject: str, together: int) -> None:
     measured = recorded(subject)[1]
-    peers, placement = placed(subject, 4, has_trunk=False)
+    peers, placement = placed_for(subject, 4)
     sent, busiest = asyncio.run(dispatched(placement, peers, measured, together))
     usual, _ = asyncio.run(dispatched(contiguous(peers), peers, measured, together))
     assert sent <= FEWER * usual
