@@ -30,7 +30,7 @@ from swarmnet_node.experts.trunk import Trunk
 from swarmnet_node.host_checks import HostChecker
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.hosting.counters import HostCounters
-from swarmnet_node.hosting.host import Host, HostedModel
+from swarmnet_node.hosting.host import Host
 from swarmnet_node.hosting.locating import keep_located
 from swarmnet_node.hosting.reports import Reporter, add_counts
 from swarmnet_node.hosting.served_blocks import ServedBlocks
@@ -142,7 +142,8 @@ class Node(RunningNode):
         self.host = host = Host(
             services,
             ServedBlocks(await self._start_engine(stage), self.span[0]),
-            HostedModel(dependencies.directory.swarm, hosting.manifest),
+            swarm=dependencies.directory.swarm,
+            manifest=hosting.manifest,
             timing=dependencies.timing,
             limits=hosting.limits,
             coordinate=lambda: self._own.coordinate,

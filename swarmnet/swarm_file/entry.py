@@ -7,16 +7,14 @@ refuses a file older than the stored one, because an old file would readmit remo
 (rollback protection, as in The Update Framework).
 """
 
-import asyncio
 import os
 import re
-from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from swarmnet import swarm_file
 from swarmnet.addresses import read_addresses
@@ -34,6 +32,7 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.joining.network import Network, Trust, choose_transport, client_listen
+from swarmnet_protocols.machine.aio import run_apart
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Rules
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.invites import Invite
     from swarmnet_protocols.membership.issuer import IssuerConfig
     from swarmnet_protocols.wire.membership_pb2 import Admitted
-
-T = TypeVar("T")
 
 IDENTITY_NAME = "identity.key"
 GUARDS_NAME = "guards"
@@ -276,7 +273,7 @@ def _redeem(text: str, data_dir: Path, bootstrap: tuple[str, ...]) -> Entry:
     invite = replace(read_invite(text, now=wall_clock()), bootstrap=bootstrap)
     identity_path = data_dir / IDENTITY_NAME
     accept = partial(_store_admission, invite=invite, data_dir=data_dir)
-    return _run(redeem(invite, identity_path, accept))
+    return run_apart(lambda: redeem(invite, identity_path, accept))
 
 
 def _store_admission(admitted: "Admitted", invite: "Invite", data_dir: Path) -> Entry:
@@ -310,17 +307,6 @@ def _has_certificate_of(invite: bytes, file: SwarmFile, folder: Path, now: float
         return open_certificate(sealed, rules=file.rules(), now=now).invite == invite
     except (OSError, IntegrityError, NotAuthorised):
         return False
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    with ThreadPoolExecutor(
-        max_workers=1
-    ) as executor:  # in a notebook, this thread already runs an event loop
-        return executor.submit(asyncio.run, coroutine).result()
 
 
 # ---- stored swarm files ------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
-from swarmnet_client.audit.verdict import STATES, Verdict, agree, differences, judge, nudged
+from swarmnet_client.audit.verdict import STATES, Read, Verdict, differences, distances, judge, nudged
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
@@ -39,6 +39,10 @@ such an error, so that two differ by as much."""
 HOPS_OF_TINY = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIRES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
+    return bool((distances(one, other, read) <= 1).all())
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,14 +71,6 @@ LEAVE_LOOK_S = 1.0
 """Seconds between two checks for remaining sessions while the host leaves."""
 
 
-@dataclass(frozen=True)
-class HostedModel:
-    """The model of a host, and the swarm of its clients."""
-
-    swarm: bytes
-    manifest: bytes
-
-
 class Host:
     """Serves clients with the blocks of one engine."""
 
@@ -87,8 +78,9 @@ class Host:
         self,
         transport: Transport,
         blocks: ServedBlocks,
-        model: HostedModel,
         *,
+        swarm: bytes,
+        manifest: bytes,
         timing: Timing,
         limits: ClientLimits,
         coordinate: Callable[[], Coordinate] = Coordinate,
@@ -106,7 +98,8 @@ class Host:
         self.adapters = AdapterStore(self._system, idle_s=limits.adapter_idle_s)
         largest_step_bytes = REPLAY_POSITIONS * blocks.engine.stage.hidden_size * torch.float32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
-        self._model = model
+        self._swarm = swarm
+        self._manifest = manifest
         self._coordinate = coordinate
         self._clock = clock
         self._session_parts = SessionParts(
@@ -145,8 +138,8 @@ class Host:
     def next_hop(self, next: pb.Peer, epoch: int) -> NextHop:
         """Return the next hop that a client names, with the addresses that this hop signed itself,
         if any."""
-        peer, model = PeerId(next.id), self._model
-        addresses = signed_addresses(next.record, peer, model.manifest, swarm=model.swarm, now=self._clock())
+        peer, now = PeerId(next.id), self._clock()
+        addresses = signed_addresses(next.record, peer, self._manifest, swarm=self._swarm, now=now)
         return NextHop(peer, addresses, next.session, epoch)
 
     def shed(self) -> None:
@@ -338,12 +331,10 @@ class Host:
     def _check_served(self, wanted: pb.Open | pb.Begin | pb.Upload) -> None:
         if self.leaving:
             raise leaving()
-        if wanted.swarm != self._model.swarm:
+        if wanted.swarm != self._swarm:
             raise Refusal(refusal_pb2.REASON_WRONG_SWARM, "this host belongs to another swarm")
-        if wanted.manifest != self._model.manifest:
-            raise Refusal(
-                refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._model.manifest.hex()[:16]}"
-            )
+        if wanted.manifest != self._manifest:
+            raise Refusal(refusal_pb2.REASON_WRONG_MODEL, f"this host serves {self._manifest.hex()[:16]}")
         blocks = self.blocks
         if not blocks.have((wanted.span.start, wanted.span.end)):
             raise Refusal(
@@ -438,7 +429,7 @@ class Host:
             cache_free=max(0.0, 1 - engine.cache_bytes / max(1, engine.max_cache_bytes)),
             coordinate=self._coordinate().numbers(),
             busy=engine.busy.at(engine.stopwatch()),
-            manifest=self._model.manifest,
+            manifest=self._manifest,
             start=self.blocks.start,
             end=self.blocks.end,
         )

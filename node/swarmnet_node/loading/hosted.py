@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
 
 import psutil
 
@@ -14,6 +13,7 @@ from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.loading.loaded_model import LoadedModel
+from swarmnet_node.running_node import Hosted
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
@@ -29,20 +29,20 @@ def hosting_of(
 
     Raises ``OutOfResources`` if the experts do not fit into the memory.
     """
-    hosted: dict[str, Any] = {
-        "model": loaded.model.name,
-        "manifest": loaded.model.manifest.hash,
-        "total_blocks": loaded.model.manifest.blocks,
-        "swarm_name": config.swarm_name,
-        "public_name": config.public_name,
-        "version": version("swarmnet-p2p"),
-        "library": loaded.model.shared(),
-    }
+    hosted = Hosted(
+        model=loaded.model.name,
+        manifest=loaded.model.manifest.hash,
+        total_blocks=loaded.model.manifest.blocks,
+        swarm_name=config.swarm_name,
+        public_name=config.public_name,
+        version=version("swarmnet-p2p"),
+        library=loaded.model.shared(),
+    )
     if not loaded.has_blocks:
         return _expert_hosting(loaded, config, hosted)
     most_blocks = config.num_blocks or loaded.model.manifest.blocks
     return Hosting(
-        **hosted,
+        **vars(hosted),
         load=loaded.load,
         load_on_cpu=loaded.on_cpu().load,
         placed=None
@@ -66,8 +66,8 @@ def hosting_of(
     )
 
 
-def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: dict[str, Any]) -> ExpertHosting:
-    """Return how a node hosts experts only. ``hosted``: the fields of ``Hosted``."""
+def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: Hosted) -> ExpertHosting:
+    """Return how a node hosts experts only."""
     counts = loaded.model.expert_counts()
     one_bytes = expert_bytes(loaded.load_experts(min(counts), [0]))
     limit_bytes = config.limits.max_ram_bytes or int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
@@ -81,7 +81,7 @@ def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: dict[str, A
             hint="host fewer experts, or allow more memory: --max-ram",
         )
     return ExpertHosting(
-        **hosted,
+        **vars(hosted),
         hidden_size=loaded.model.manifest.hidden_size,
         dtype=loaded.dtype,
         precision=precision_of(loaded.model, loaded.quantized, loaded.dtype),

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -106,3 +107,14 @@ def start_on_loop(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any
     The returned function waits for the result, or raises the error.
     """
     return asyncio.run_coroutine_threadsafe(coroutine, loop).result
+
+
+def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run a coroutine on a new event loop: in another thread if this one already runs a loop, as in
+    a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        return executor.submit(lambda: asyncio.run(work())).result()

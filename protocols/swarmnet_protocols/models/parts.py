@@ -16,8 +16,6 @@ needed, it is no longer than a piece, or the swarm file names the model. In the 
 model's hashes are trusted.
 """
 
-import asyncio
-import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -39,6 +37,7 @@ from swarmnet_protocols.fetching.pieces import (
     cut,
     pieces_between,
 )
+from swarmnet_protocols.machine.aio import run_apart
 from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, hash_pieces
 from swarmnet_protocols.models.verified_files import VerifiedFiles
 
@@ -300,26 +299,3 @@ def _ranges(span: tuple[int, int], count: int, chosen: Collection[int]) -> Itera
     start, end = span
     for number in chosen:
         yield start + (end - start) * number // count, start + -(-(end - start) * (number + 1) // count)
-
-
-def run_apart(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine on a new event loop; in another thread if a loop is running in this one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work())
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(asyncio.run(work()))
-        except BaseException as error:  # noqa: BLE001 - raised by the thread that waits
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="fetching")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

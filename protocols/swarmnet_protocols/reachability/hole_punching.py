@@ -15,7 +15,6 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
@@ -49,18 +48,6 @@ MAX_AT_ONCE = 16
 MAX_REMEMBERED = 1024
 
 
-@dataclass
-class PunchCounters:
-    """Results of the hole punching that this peer began.
-
-    ``total_s``: seconds that the successful ones took, including the agreement.
-    """
-
-    succeeded: int = 0
-    failed: int = 0
-    total_s: float = 0.0
-
-
 class HolePunching:
     """Punches holes to peers behind circuits, and answers when other peers do."""
 
@@ -68,7 +55,10 @@ class HolePunching:
         self._transport = transport
         self._guarded = guarded
         self._reachability = reachability
-        self.counters = PunchCounters()
+        self.succeeded = self.failed = 0
+        """How often this peer has punched a hole, and how often it has failed to."""
+        self.total_s = 0.0
+        """Seconds that the successful attempts took, including the agreement."""
         self._running: dict[PeerId, asyncio.Task[None]] = {}
         self._first_tries: dict[PeerId, asyncio.Task[bool]] = {}
         self._not_before: OrderedDict[PeerId, float] = OrderedDict()
@@ -123,11 +113,11 @@ class HolePunching:
             return True
         if is_direct:
             self._not_before.pop(peer, None)
-            self.counters.succeeded += 1
-            self.counters.total_s += clock() - began
+            self.succeeded += 1
+            self.total_s += clock() - began
             _log.info("connected to %s directly after %.2f s", peer, clock() - began)
         else:
-            self.counters.failed += 1
+            self.failed += 1
             _log.info("%s was not reached directly", peer)
         return is_direct
 
@@ -255,14 +245,13 @@ def describe(
     reachability: Reachability, punching: HolePunching, relay: Relay, transport: RoutedTransport
 ) -> Reach:
     """Collect the reachability of this peer from all modules of this folder."""
-    counters = punching.counters
     return Reach(
         kind=reachability.kind,
         nat=reachability.nat,
         relays=reachability.relays_held,
-        punched=counters.succeeded,
-        not_punched=counters.failed,
-        punch_s=counters.total_s / max(1, counters.succeeded),
+        punched=punching.succeeded,
+        not_punched=punching.failed,
+        punch_s=punching.total_s / max(1, punching.succeeded),
         circuits=transport.circuits,
         reservations=relay.reservations,
         forwarded_circuits=relay.circuits,

@@ -14,7 +14,8 @@ from swarmnet_protocols.fetching import download, hub_files, hub_ranges, piece_f
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import PieceTable
-from swarmnet_protocols.models import LocalModel, parts, resolve
+from swarmnet_protocols.machine.aio import run_apart
+from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.parts import Files, Parts
 from swarmnet_protocols.timing import Timing
 from tests.defences import defence, nothing, replacing
@@ -462,7 +463,7 @@ def test_a_loop_that_runs_does_not_stop_a_download() -> None:
         return 7
 
     async def outer() -> int:
-        return parts.run_apart(answer)
+        return run_apart(answer)
 
     assert asyncio.run(outer()) == 7
-    assert parts.run_apart(answer) == 7
+    assert run_apart(answer) == 7
