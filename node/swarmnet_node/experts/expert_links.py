@@ -136,8 +136,7 @@ class ExpertLinks:
     async def _find(self) -> NoReturn:
         while True:
             try:
-                found = (each.host for each in await self._sample.refresh())
-                hosts = {host.peer: host for host in found if host.is_online}
+                hosts = {host.peer: host for host in await self._sample.refresh() if host.is_online}
                 hosts.pop(self.transport.peer_id, None)
                 await self._update(hosts)
             except SwarmnetError as error:  # the links stay

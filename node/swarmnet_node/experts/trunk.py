@@ -121,7 +121,7 @@ class Trunk:
                     dependencies.rng,
                     options.max_round_trip_s,
                 )
-                load = ExpertLoader(stage, start, options.load, has_room).load
+                load = partial(_load_more, stage, start, options.load, has_room)
                 dispatcher = await stack.enter_async_context(
                     ExpertDispatcher(links, load, options.start_on_loop).running()
                 )
@@ -189,25 +189,20 @@ def _describe(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
     )
 
 
-class ExpertLoader:
-    """Loads experts that no peer has into a stage while ``has_room`` for their bytes."""
+def _load_more(
+    stage: Stage,
+    start: int,
+    load: LoadExperts,
+    has_room: Callable[[int], bool],
+    block: int,
+    experts: Collection[int],
+) -> bool:
+    """Load experts that no peer has into the stage. Return False if the memory has no room.
 
-    def __init__(self, stage: Stage, start: int, load: LoadExperts, has_room: Callable[[int], bool]) -> None:
-        self._stage = stage
-        self._start = start
-        self._load = load
-        self._has_room = has_room
-        self._bytes = max((expert_bytes(module) for module in stage.experts.modules.values()), default=0)
-        """Bytes of one expert. 0 until an expert has been loaded."""
-
-    def load(self, block: int, experts: Collection[int]) -> bool:
-        """Load some experts of a block. Return False if the memory has no room.
-
-        Raises ``SwarmnetError`` if the experts cannot be fetched.
-        """
-        if not self._has_room(self._bytes * len(experts)):
-            return False
-        loaded = self._load(block, experts)
-        self._bytes = max(self._bytes, expert_bytes(loaded))
-        self._stage.add_experts(block - self._start, loaded)
-        return True
+    Raises ``SwarmnetError`` if the experts cannot be fetched.
+    """
+    one_bytes = max((expert_bytes(module) for module in stage.experts.modules.values()), default=0)
+    if not has_room(one_bytes * len(experts)):
+        return False
+    stage.add_experts(block - start, load(block, experts))
+    return True

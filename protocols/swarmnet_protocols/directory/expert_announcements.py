@@ -122,6 +122,10 @@ class ExpertHost:
     """Whether the peer has this version of the protocol."""
     capacity: int = 0
     """Most experts that the peer holds if hosts may choose them; 0 if its owner has chosen."""
+    sequence: int = 0
+    """Counter that grows with every announcement of the peer."""
+    expires_at: float = math.inf
+    """Unix time at which the announcement expires."""
 
 
 def experts_topic(manifest: bytes) -> str:
@@ -184,18 +188,9 @@ def read_expert_host(record: Record, manifest: bytes) -> ExpertHost | None:
         capacity=min(body.capacity, MAX_BLOCKS * MAX_EXPERTS),
         public_name=body.public_name[:64] if body.public_name.isprintable() else "",
         is_compatible=body.protocol == PROTOCOL,
+        sequence=record.sequence,
+        expires_at=record.expires_at,
     )
-
-
-@dataclass(frozen=True)
-class AnnouncedExperts:
-    """An announcement as it was read."""
-
-    host: ExpertHost
-    sequence: int
-    """Counter that grows with every announcement of the peer."""
-    expires_at: float
-    """Unix time."""
 
 
 class ExpertSample:
@@ -207,10 +202,10 @@ class ExpertSample:
     def __init__(self, directory: Directory, manifest: bytes) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._known: dict[PeerId, AnnouncedExperts] = {}
+        self._known: dict[PeerId, ExpertHost] = {}
 
     @property
-    def known(self) -> list[AnnouncedExperts]:
+    def known(self) -> list[ExpertHost]:
         """The newest announcement of each known peer, ordered by peer id.
 
         Includes every state. Leaves out expired announcements.
@@ -219,7 +214,7 @@ class ExpertSample:
         self._known = {peer: each for peer, each in self._known.items() if each.expires_at > now}
         return [self._known[peer] for peer in sorted(self._known)]
 
-    async def refresh(self) -> list[AnnouncedExperts]:
+    async def refresh(self) -> list[ExpertHost]:
         """Read the directory and return ``known``. Raises ``SwarmnetError`` without an answer."""
         topic = experts_topic(self._manifest)
         for record in await self._directory.sample([topic], SAMPLE, copies=COPIES):
@@ -231,8 +226,7 @@ class ExpertSample:
     def _learn(self, record: Record) -> None:
         before = self._known.pop(record.peer_id, None)
         if before is None or record.sequence > before.sequence:
-            host = read_expert_host(record, self._manifest)
-            before = AnnouncedExperts(host, record.sequence, record.expires_at) if host is not None else None
+            before = read_expert_host(record, self._manifest)
         if before is not None:
             self._known[record.peer_id] = before
 

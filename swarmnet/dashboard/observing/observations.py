@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from swarmnet.dashboard.observing.counts import Counts, Totals, hosts_blocks, is_same_run
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.directory.expert_announcements import AnnouncedExperts, BlockExperts
+from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
 from swarmnet_protocols.directory.host_announcements import MAX_NAME_CHARS, clean
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
@@ -132,16 +132,15 @@ class PeerTracker:
         self._sequence = host.sequence
         self._update(announced=host, announced_at_s=now_s)
 
-    def on_experts(self, record: AnnouncedExperts, manifest: bytes, now_s: float) -> None:
+    def on_experts(self, host: ExpertHost, manifest: bytes, now_s: float) -> None:
         """Add the peer's record of experts from the directory. A peer may have a record of blocks
         too."""
-        host = record.host
         if self.hosts_blocks:
             self._update(experts=host.experts if host.is_online else {})
             return
-        if self.observation.announced is not None and record.sequence <= self._sequence:
+        if self.observation.announced is not None and host.sequence <= self._sequence:
             return
-        self._sequence = record.sequence
+        self._sequence = host.sequence
         announced = HostInfo(
             host.peer,
             0,

@@ -189,13 +189,11 @@ class Observer:
             if each.peer not in hosts or hosts[each.peer].sequence < each.sequence:
                 hosts[each.peer] = each
         of_experts = await self._look_up_each(models, lambda manifest: models[manifest].experts.refresh())
-        experts = {
-            each.host.peer: (each, manifest) for manifest, found in of_experts.items() for each in found
-        }
+        experts = {each.peer: (each, manifest) for manifest, found in of_experts.items() for each in found}
         workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
         self._polls.select(
             workers
-            | {peer: each.host.addresses for peer, (each, _) in experts.items()}
+            | {peer: each.addresses for peer, (each, _) in experts.items()}
             | {peer: each.addresses for peer, each in hosts.items()}
         )
         for peer, tracker in trackers.items():

@@ -224,7 +224,7 @@ def test_an_announcement_lives_until_it_expires_or_is_replaced() -> None:
     for each, expected in ((record(2, b"\x02"), {1}), (record(1, b"\x01"), {1}), (record(3, b"\x04"), {2})):
         found[:] = [each]
         [known] = asyncio.run(sample.refresh())
-        assert known.host.experts == {1: expected}
+        assert known.experts == {1: expected}
     found.clear()
     assert len(asyncio.run(sample.refresh())) == 1
     directory.now = 2.0
