@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
@@ -50,7 +51,7 @@ class Ledger:
         self.doubted: set[PeerId] = set()
         """Hosts whose recomputation another host contradicted. They are not witnesses again."""
         self._credit = 0.0
-        self._audited: dict[PeerId, None] = {}
+        self._audited: Latest[PeerId, None] = Latest(MAX_REMEMBERED)
 
     def earn(self, work: int) -> None:
         """Credit a share of the ``work``, in positions times blocks, that hosts have computed."""
@@ -73,10 +74,7 @@ class Ledger:
 
     def passed(self, peer: PeerId) -> None:
         """Note that an audit found the outputs of ``peer`` right."""
-        self._audited.pop(peer, None)
         self._audited[peer] = None
-        if len(self._audited) > MAX_REMEMBERED:
-            del self._audited[next(iter(self._audited))]
 
 
 def witnesses(

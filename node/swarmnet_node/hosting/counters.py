@@ -1,12 +1,13 @@
 """Counters of a host since its start, for Prometheus and node reports."""
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from swarmnet_node.engine.counters import node_histogram
 from swarmnet_protocols.directory.node_reports import BOUNDS_S, MAX_FLOWS
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.steps import Row
@@ -46,7 +47,7 @@ class HostCounters:
         self.token_times = node_histogram(
             "token_seconds", "From one token to the next, measured by the first hop.", BOUNDS_S
         )
-        self._positions: OrderedDict[Pair, int] = OrderedDict()
+        self._positions: Latest[Pair, int] = Latest(MAX_PAIRS)
 
     def refuse(self, refusal: Refusal, peer: PeerId) -> None:
         """Count and log that this host refused ``peer``."""
@@ -56,9 +57,7 @@ class HostCounters:
 
     def passed(self, pair: Pair, positions: int) -> None:
         """Count positions that flowed through this host from one peer of ``pair`` to the other."""
-        self._positions[pair] = self._positions.pop(pair, 0) + positions
-        if len(self._positions) > MAX_PAIRS:
-            self._positions.popitem(last=False)
+        self._positions[pair] = self._positions.get(pair, 0) + positions
 
     def flows(self, open_sessions: Iterable[Pair]) -> list[pb.Flow]:
         """Return the busiest pairs: by open sessions, then by positions."""

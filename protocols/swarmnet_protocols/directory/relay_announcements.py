@@ -8,7 +8,6 @@ other relays answer it.
 import asyncio
 import contextlib
 import random
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 from google.protobuf.message import DecodeError
@@ -18,6 +17,7 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.host_announcements import MAX_ADDRESSES
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.limits.subnets import subnet_of
@@ -99,7 +99,7 @@ class RelayFinder:
         self._directory = directory
         self._rng = rng
         self._held = held
-        self._answered: OrderedDict[PeerId, str] = OrderedDict()
+        self._answered: Latest[PeerId, str] = Latest(MAX_ANSWERED)
         """The multiaddrs of relays that have held a reservation, the latest last."""
         self._found: Sequence[str] = ()
         self._until = 0.0
@@ -128,9 +128,6 @@ class RelayFinder:
             peer = PeerId(address.rpartition("/p2p/")[2])
             if peer in held:
                 self._answered[peer] = address
-                self._answered.move_to_end(peer)
-        while len(self._answered) > MAX_ANSWERED:
-            self._answered.popitem(last=False)
 
 
 def choose(records: Iterable[Record], rng: random.Random) -> Sequence[str]:

@@ -5,10 +5,9 @@ that stores or reads a record checks that its signer is a member. It uses the ce
 record, the list in the swarm file, and the revocations.
 """
 
-from collections import OrderedDict
-
 from swarmnet_protocols.directory.records import Record
 from swarmnet_protocols.errors import NotAuthorised
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.membership.certificates import Certificate
 from swarmnet_protocols.membership.membership import Membership, admit
 from swarmnet_protocols.net.protocol_ids import DHT_STORE
@@ -30,7 +29,7 @@ class Signers:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self._opened: OrderedDict[bytes, Certificate] = OrderedDict()
+        self._opened: Latest[bytes, Certificate] = Latest(_MAX_OPENED)
 
     def check(self, record: Record) -> None:
         """Check that the signer of a verified ``record`` is a member that may publish it.
@@ -65,12 +64,7 @@ class Signers:
         The caller passes it to ``admit``, which checks times and signers every time. Raises
         ``NotAuthorised`` for an invalid certificate.
         """
-        if (known := self._opened.get(sealed)) is not None:
-            self._opened.move_to_end(sealed)
-            return known
-        certificate = self._membership.open(sealed)
+        certificate = self._opened.get(sealed) or self._membership.open(sealed)
         if certificate is not None:
             self._opened[sealed] = certificate
-            while len(self._opened) > _MAX_OPENED:
-                self._opened.popitem(last=False)
         return certificate

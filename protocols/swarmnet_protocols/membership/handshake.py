@@ -33,7 +33,6 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -51,6 +50,7 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import clock_advice
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.membership.admitted_peers import AdmittedPeer, AdmittedPeers
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, Revoked, check_role
 from swarmnet_protocols.membership.revocations import MAX_LISTS
@@ -97,7 +97,7 @@ class Handshakes:
         """Handshakes of this peer that are running, by peer and addresses."""
         self._fetching: set[PeerId] = set()
         """Peers whose revocation lists are being fetched."""
-        self._files_asked: OrderedDict[PeerId, int] = OrderedDict()
+        self._files_asked: Latest[PeerId, int] = Latest(MAX_FILES_ASKED)
         """Peer → serial of the newest swarm file it was asked for, the last peer at the end."""
         self._tasks: dict[asyncio.Task[None], None] = {}
 
@@ -308,9 +308,6 @@ class Handshakes:
         if hello.swarm != self.membership.rules.swarm or self.membership.adopt is None or not has_newer:
             return False
         self._files_asked[peer] = hello.file_serial
-        self._files_asked.move_to_end(peer)
-        if len(self._files_asked) > MAX_FILES_ASKED:
-            self._files_asked.popitem(last=False)
         return True
 
     async def _send_file(self, handshake: HandshakeStream) -> None:

@@ -13,11 +13,11 @@ If one of the two can be dialled, only the other one dials.
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from swarmnet_protocols.errors import PeerUnreachable, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import MAX_DIALLED
 from swarmnet_protocols.net.limits.resource_limits import Rate
@@ -61,7 +61,7 @@ class HolePunching:
         """Seconds that the successful attempts took, including the agreement."""
         self._running: dict[PeerId, asyncio.Task[None]] = {}
         self._first_tries: dict[PeerId, asyncio.Task[bool]] = {}
-        self._not_before: OrderedDict[PeerId, float] = OrderedDict()
+        self._not_before: Latest[PeerId, float] = Latest(MAX_REMEMBERED)
 
     async def serve(self) -> None:
         await PUNCH.serve(self._guarded, self._answer)
@@ -81,9 +81,6 @@ class HolePunching:
         if peer in self._running or is_tried or len(self._running) >= MAX_AT_ONCE:
             return None
         self._not_before[peer] = now + AGAIN_S
-        self._not_before.move_to_end(peer)
-        if len(self._not_before) > MAX_REMEMBERED:
-            self._not_before.popitem(last=False)
         first = self._first_tries[peer] = asyncio.create_task(self._try(peer), name=f"punch {peer}")
         first.add_done_callback(lambda _: self._first_tries.pop(peer))
         self._running[peer] = task = asyncio.create_task(self._persist(peer, first), name=f"punch {peer}")

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -17,6 +17,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import Message, PeerId, ProtocolSpec, Stream, Transport, TransportWrapper
 from swarmnet_protocols.net.dialling import is_loopback, relay_of
 from swarmnet_protocols.net.framed_stream import FramedStream
@@ -87,9 +88,9 @@ class RoutedTransport(TransportWrapper):
         self.reservations: Reservations | None = None
         """The relay reservations of this peer; None if it can be dialled."""
         self._external_addresses: tuple[str, ...] = ()
-        self._relays_of: OrderedDict[PeerId, Sequence[tuple[PeerId, str]]] = OrderedDict()
+        self._relays_of: Latest[PeerId, Sequence[tuple[PeerId, str]]] = Latest(MAX_REMEMBERED)
         """The relays of each peer, from the last circuits to it."""
-        self.observed: dict[PeerId, Multiaddr] = {}
+        self.observed: Latest[PeerId, Multiaddr] = Latest(MAX_OBSERVERS)
         """The address of this peer as each relay last saw it."""
         self._circuits_to: defaultdict[PeerId, set[FramedStream]] = defaultdict(set)
         """Open streams through relays that this peer opened, by peer."""
@@ -150,7 +151,7 @@ class RoutedTransport(TransportWrapper):
             return await self.direct.open(peer, protocol, addresses=addresses, deadline_s=deadline_s)
         if await self.direct.is_connected(peer):
             return await self.direct.open(peer, protocol, deadline_s=deadline_s)
-        self._remember(peer, circuits)
+        self._relays_of[peer] = circuits
         if protocol.id in _WORTH_A_PUNCH and (punching := self._punch(peer)) is not None:
             await asyncio.wait([punching], timeout=min(PUNCH_WAIT_S, deadline_s / 2))
             if await self.direct.is_connected(peer):
@@ -159,12 +160,6 @@ class RoutedTransport(TransportWrapper):
         if not direct:
             return await self._open_circuit(peer, protocol, circuits, deadline_s)
         return await self._open_either(peer, protocol, direct, circuits, deadline_s)
-
-    def _remember(self, peer: PeerId, circuits: Sequence[tuple[PeerId, str]]) -> None:
-        self._relays_of[peer] = circuits
-        self._relays_of.move_to_end(peer)
-        if len(self._relays_of) > MAX_REMEMBERED:
-            self._relays_of.popitem(last=False)
 
     async def _open_either(
         self,
@@ -271,11 +266,8 @@ class RoutedTransport(TransportWrapper):
     def _observe(self, relay: PeerId, address: str) -> None:
         """Note this peer's address as ``relay`` sees it. Ignores an invalid multiaddr."""
         self.observed.pop(relay, None)
-        if (parsed := parse_multiaddr(address)) is None:
-            return
-        self.observed[relay] = parsed
-        if len(self.observed) > MAX_OBSERVERS:
-            del self.observed[next(iter(self.observed))]
+        if (parsed := parse_multiaddr(address)) is not None:
+            self.observed[relay] = parsed
 
     def _circuits(self, peer: PeerId, addresses: Sequence[str]) -> Sequence[tuple[PeerId, str]]:
         """Return the relays of ``peer`` that may be asked, each with its address.

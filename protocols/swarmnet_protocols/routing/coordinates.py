@@ -33,11 +33,12 @@ picked itself.
 
 import math
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 
 DIMENSIONS = 3
@@ -118,7 +119,7 @@ class OwnCoordinate:
         self.coordinate = Coordinate()
         self._rng = rng
         self._residuals: deque[float] = deque(maxlen=RECENT)
-        self._delays: OrderedDict[PeerId, deque[float]] = OrderedDict()
+        self._delays: Latest[PeerId, deque[float]] = Latest(MAX_FILTERED_PEERS)
 
     def measured(self, peer: PeerId, remote: Coordinate, delay_s: float) -> None:
         """Correct the coordinate after a measured one-way delay to ``peer``, whose coordinate is
@@ -128,10 +129,7 @@ class OwnCoordinate:
         """
         if not 0 <= delay_s <= MAX_DELAY_S:
             return
-        delays = self._delays.setdefault(peer, deque(maxlen=FILTERED))
-        self._delays.move_to_end(peer)
-        if len(self._delays) > MAX_FILTERED_PEERS:
-            self._delays.popitem(last=False)
+        delays = self._delays[peer] = self._delays.get(peer, deque(maxlen=FILTERED))
         delays.append(delay_s)
         usual_s = max(median(delays), _NEAR_S)
         self._residuals.append(usual_s - _plain_distance(self.coordinate, remote))

@@ -19,11 +19,12 @@ answers:
 
 import math
 import random
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, zip_longest
 
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.spans import clipped
@@ -149,7 +150,7 @@ class Sightings:
     """The hosts of a swarm, as one peer has seen them."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[PeerId, Sighting] = OrderedDict()
+        self._known: Latest[PeerId, Sighting] = Latest(MAX_KNOWN)
         self._silent: dict[tuple[bytes, int], Silence] = {}
         """Models and blocks that nobody computes. Identities are free, so silence counts by block,
         not by host."""
@@ -184,9 +185,6 @@ class Sightings:
 
     def _remember(self, peer: PeerId, sighting: Sighting) -> None:
         self._known[peer] = sighting
-        self._known.move_to_end(peer)
-        while len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
 
     def counted(self, model: ModelClaims, *, now: float) -> list[Claim]:
         """Return the claims that count, with ``seen`` and ``place`` filled in."""

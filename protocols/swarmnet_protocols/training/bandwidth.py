@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.rounds.terms import UNMEASURED_BYTES_PER_S
 
@@ -40,20 +41,18 @@ class ArrivalRates:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[PeerId, tuple[float, float]] = {}
+        self._sums: Latest[PeerId, tuple[float, float]] = Latest(MAX_PEERS)
 
     def add(self, arrivals: Iterable[Arrival]) -> None:
         """Add measurements. Ignores payloads under ``MIN_BYTES``."""
         for arrival in arrivals:
             if arrival.size_bytes < MIN_BYTES or arrival.seconds <= 0:
                 continue
-            size_bytes, seconds = self._sums.pop(arrival.peer, (0.0, 0.0))
+            size_bytes, seconds = self._sums.get(arrival.peer, (0.0, 0.0))
             self._sums[arrival.peer] = (
                 size_bytes * DECAY + arrival.size_bytes,
                 seconds * DECAY + arrival.seconds,
             )
-            if len(self._sums) > MAX_PEERS:
-                del self._sums[next(iter(self._sums))]
 
     def bytes_per_s(self) -> dict[PeerId, float]:
         """Return the rate of every measured peer, the most recently measured last."""

@@ -152,7 +152,7 @@ def keep_only_announced(patch: Patch) -> None:
 
 async def announced(links: ExpertLinks) -> list[BlockExperts]:
     """In place of what peers say when they answer."""
-    return [each.host.experts for each in await links._sample.refresh()]
+    return [each.experts for each in await links._sample.refresh()]
 
 
 @defence("no flood of announcements ends links that are open", off=keep_only_announced)

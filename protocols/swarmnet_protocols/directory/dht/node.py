@@ -5,7 +5,6 @@ Importing this module imports hivemind, so other modules import it late.
 
 import asyncio
 import random
-from collections import OrderedDict
 from collections.abc import Coroutine
 from typing import Any
 
@@ -25,6 +24,7 @@ from swarmnet_protocols.directory.host_announcements import announced_blocks
 from swarmnet_protocols.directory.records import MAX_RECORD_BYTES, Check, dht_keys, open_record
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised, ProtocolViolation
 from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.protocol_ids import DHT_SAMPLE
 from swarmnet_protocols.wire import records_pb2
@@ -111,7 +111,7 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.lost: OrderedDict[PeerID, float] = OrderedDict()
+        self.lost: Latest[PeerID, float] = Latest(_MAX_LOST)
         """Loop time at which each peer left the routing table because it did not answer.
 
         Keeps the latest ``_MAX_LOST``.
@@ -176,8 +176,6 @@ class SwarmDirectoryV1(DHTProtocol):  # type: ignore[misc]
             self.blacklist.register_success(peer_id)
         elif self.routing_table.get(peer_id=peer_id) is not None:
             self.lost[peer_id] = asyncio.get_running_loop().time()
-            while len(self.lost) > _MAX_LOST:
-                self.lost.popitem(last=False)
         await super().update_routing_table(node_id, peer_id, responded)
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
