@@ -21,6 +21,8 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.partial_model import weight_bytes
+from swarmnet_protocols.quantization.packed_linear import PackedLinear
+from swarmnet_protocols.quantization.packed_tensor import GROUP
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
 
@@ -215,5 +217,13 @@ def test_keys_and_values_of_latent_attention_count_as_expanded(made: Maker) -> N
     checkpoint = GgufCheckpoint([path], path.parent / "metadata")
     names = [name for name in checkpoint.tensor_names if name.startswith("blk.0.")]
     sizes = checkpoint.sizes(names)
-    assert sizes.in_memory(4) == weight_bytes(span) > sizes.stored_bytes
+    segments = [
+        each
+        for module in span.modules()
+        if isinstance(module, PackedLinear)
+        for each in module.packed.segments
+    ]
+    padding = sum(each.data.nbytes - each.rows * each.row_bytes for each in segments)
+    assert 0 < padding < len(segments) * GROUP * max(each.row_bytes for each in segments)
+    assert sizes.in_memory(4) + padding == weight_bytes(span) > sizes.stored_bytes
     assert not sizes.formats
