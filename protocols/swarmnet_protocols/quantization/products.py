@@ -3,7 +3,8 @@ elsewhere in torch.
 
 C multiplies codes and float32 activations as exact integers (``product.h``). So a result has the
 same bits on every processor, and in a batch of any number of rows. Torch unpacks the matrix a panel
-at a time and multiplies the panels: for gradients, for activations of 16 bits, and on accelerators.
+at a time and multiplies the panels: for gradients, for activations of 16 bits, for many rows on
+processors that have plain C only, and on accelerators.
 Activations keep 24 bits, so results equal the product with dequantised weights, up to the rounding
 of sums.
 
@@ -29,6 +30,9 @@ HEADERS = tuple(
 )
 """Included by C code that multiplies with packed matrices."""
 SOURCE = Path(__file__).with_name("products.c")
+FEW_ROWS = 4
+"""Most rows for a product in plain C. With more rows, panels are many times as fast, but give other
+bits."""
 PANEL_BYTES = 8 << 20
 """Bytes of the float32 weights that a CPU unpacks at a time: they stay in its cache."""
 ACCELERATOR_PANEL_BYTES = 128 << 20
@@ -89,6 +93,7 @@ def declare(library: ctypes.CDLL) -> None:
     library.multiply.restype = library.unpack_rows.restype = c_int64
     library.interleave.argtypes = [c_void_p, c_int64, c_int64, c_void_p]
     library.interleave.restype = None
+    library.takes_many_rows.restype = c_int64
 
 
 class Products:
@@ -100,8 +105,10 @@ class Products:
         products."""
         self._library = library
         self._local = threading.local()
+        self._most_rows: float = FEW_ROWS
         if library is not None:
             declare(library)
+            self._most_rows = float("inf") if library.takes_many_rows() else FEW_ROWS
 
     @property
     def is_native(self) -> bool:
@@ -151,7 +158,7 @@ class Products:
         flat = inputs.reshape(-1, columns)
         if weight.inputs is not None:
             flat, weight = flat.index_select(1, weight.inputs), PackedTensor(weight.segments)
-        if self._is_native(weight) and flat.dtype == torch.float32:
+        if self._is_native(weight) and len(flat) <= self._most_rows and flat.dtype == torch.float32:
             outputs = self._multiply(flat.contiguous(), weight)
             if bias is not None:
                 outputs += bias

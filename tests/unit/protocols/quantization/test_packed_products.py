@@ -124,6 +124,15 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products
         assert torch.equal(products.linear(inputs[:count], matrix), alone[:count])
 
 
+def test_plain_c_multiplies_few_rows_only() -> None:
+    """With many rows it takes dozens of times as long as torch."""
+    products = load_products(default_cache_dir(), "plain")
+    matrix = loaded_copy(random_matrix(Format.Q4_1, 43, 768), products)
+    inputs = torch.randn(9, 768)
+    assert torch.equal(products.linear(inputs, matrix), products._by_panels(inputs, matrix, None))
+    assert torch.equal(products.linear(inputs[:4], matrix), products._multiply(inputs[:4], matrix))
+
+
 def test_a_matrix_is_interleaved_where_it_is(products: Products) -> None:
     matrix = random_matrix(Format.Q4_0, 48, 512)
     [before], values = matrix.segments, matrix.dequantize()
