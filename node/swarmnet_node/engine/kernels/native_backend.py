@@ -7,8 +7,11 @@ else is ``TorchBackend``.
 """
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -29,6 +32,7 @@ from swarmnet_node.engine.kernels.backend import (
 )
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import (
     HEADERS,
     NativeLinear,
@@ -42,11 +46,12 @@ FEW_POSITIONS = 128
 """Most positions of a step that C always computes faster. With so few, reading the weights takes
 longest."""
 MAX_POSITIONS = 512
-"""Most positions of a step in C."""
+"""Most positions that C computes together. More take more memory, and the weights are read seldom
+enough."""
 INPUTS_BYTES = 2 << 20
-"""Most bytes of a product's inputs that let C be faster even with more positions. Arithmetic then
-takes longest, and C reads the inputs again for every few outputs. So they should fit into a cache
-of the processor."""
+"""Most bytes of a float32 product's inputs that let C be faster even with more positions.
+Arithmetic then takes longest, and C reads the inputs again for every few outputs. So they should
+fit into a cache of the processor."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
 """Most query heads that are scored at once. ``QUERIES`` in decode.c must be equal."""
@@ -153,7 +158,7 @@ class NativeDecodeStep:
 
     def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
         """``fits`` must hold for the layers. Their weights are not copied."""
-        self.max_positions = max_positions(max(layer.down.inputs for layer in layers))
+        self.max_positions = max_positions(layers)
         self._backend = backend
         self._decoder_layers = layers
         self._rotary = rotary
@@ -172,6 +177,8 @@ class NativeDecodeStep:
         count = sum(row.count for row in rows)
         if inputs.shape != (count, self._hidden_size) or inputs.dtype != torch.float32:
             raise ValueError(f"the decode step takes {count} positions of {self._hidden_size} float32")
+        if count > MAX_POSITIONS:
+            return torch.cat([self(inputs[first:end], part) for first, end, part in _tiles(rows)])
         caches = [self._caches(row) for row in rows]
         loras = [self._lora(row.lora) for row in rows]
         firsts = accumulate((row.count for row in rows), initial=0)
@@ -259,9 +266,28 @@ class NativeDecodeStep:
         return angles.data_ptr() + offset * angles.stride(0) * angles.element_size()
 
 
-def max_positions(inputs: int) -> int:
-    """Return the most positions of a step that C computes faster, for products of at most
-    ``inputs`` inputs."""
+def _tiles(rows: Sequence[DecodeRow]) -> Iterator[tuple[int, int, list[DecodeRow]]]:
+    """Divide a batch into parts of at most ``MAX_POSITIONS``: (first position, end, rows)."""
+    total, left = sum(row.count for row in rows), deque(rows)
+    for first in range(0, total, MAX_POSITIONS):
+        room, part = min(MAX_POSITIONS, total - first), []
+        while room:
+            row = left.popleft()
+            taken = min(row.count, room)
+            part.append(replace(row, count=taken))
+            room -= taken
+            if taken < row.count:
+                left.appendleft(replace(row, start=row.start + taken, count=row.count - taken))
+        yield first, min(first + MAX_POSITIONS, total), part
+
+
+def max_positions(layers: Sequence[DecoderLayer]) -> int:
+    """Return the most positions of a step that C computes faster: any number with packed weights,
+    fewer the wider float32 weights are."""
+    linears = [linear for each in layers for linear in (each.qkv, each.output, each.gate_up, each.down)]
+    if all(isinstance(linear.weight, PackedTensor) for linear in linears):
+        return sys.maxsize
+    inputs = max(linear.inputs for linear in linears)
     return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
 
 

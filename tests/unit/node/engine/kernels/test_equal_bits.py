@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import SOURCE, NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.machine import native_code
@@ -98,6 +99,17 @@ def test_a_position_has_the_same_bits_however_it_is_computed(
         expected = found[0] if expected is None else expected
         for number, each in enumerate(found):
             assert torch.equal(each, expected), (target, number)
+
+
+def test_packed_weights_compute_prompts_of_any_length_in_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = load(tmp_path, SIZES, "int8", TARGETS[0])
+    rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = in_chunks(stage, stage.new_sequence(), rows, [POSITIONS])
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 7)
+    assert torch.equal(in_chunks(stage, stage.new_sequence(), rows, [30, 10]), expected)
+    assert torch.equal(in_a_batch(stage, stage.new_sequence(), rows), expected)
 
 
 def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:

@@ -296,8 +296,12 @@ def test_few_positions_use_the_decode_step(
 
 
 @pytest.mark.parametrize(("inputs", "positions"), [(64, MAX_POSITIONS), (1536, 341), (14336, FEW_POSITIONS)])
-def test_wide_products_have_shorter_steps_in_c(inputs: int, positions: int) -> None:
-    assert max_positions(inputs) == positions
+def test_wide_products_have_shorter_steps_in_c(
+    inputs: int, positions: int, native: NativeBackend, tmp_path: Path
+) -> None:
+    [layer, *_] = load(tmp_path, "llama", native).method.llama_layers.layers
+    wide = replace(layer, down=Linear(torch.empty(layer.down.outputs, inputs, device="meta")))
+    assert max_positions([layer, wide]) == positions
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])
