@@ -65,11 +65,11 @@ fast slow: export OMP_NUM_THREADS = 1
 fast: $(INSTALLED)
 	$(BIN)/python -m pytest --timeout 300 -n 4 --dist worksteal -m "not slow and not net" $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
-# These tests wait for processes and timeouts, so five files run at once, those with the longest
+# These tests wait for processes and timeouts, so four files run at once, those with the longest
 # tests first.
 SLOW := tests/net tests/e2e tests/conformance
 slow: $(INSTALLED)
-	$(BIN)/python -m pytest $(SLOW) -n 5 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
+	$(BIN)/python -m pytest $(SLOW) -n 4 --dist loadfile --no-loadscope-reorder -m "(slow or net) and not alone" --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
 
 alone: $(INSTALLED)
 	$(BIN)/python -m pytest tests/e2e -m alone --durations=10 $(SAMPLE) $(PYTEST_ARGS) $(OR_NONE)
