@@ -58,6 +58,8 @@ peers, the one with the least counted work is asked."""
 MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
+_LEAST_WAIT_S = 1e-3
+
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
 """Loads experts of a block into the host's memory, on any thread. Returns False if there is no
@@ -370,10 +372,10 @@ class ExpertDispatcher:
         # Usually all answers arrive almost together. Returning to the forward for each costs more
         # than waiting for the last.
         when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
+        # A timer may end a little before ``until``, by rounding. To wait only for the rest could spin.
+        timeout_s = None if math.isinf(until) else max(_LEAST_WAIT_S, until - now)
         try:
-            await asyncio.wait(
-                waited_for, timeout=None if math.isinf(until) else max(0.0, until - now), return_when=when
-            )
+            await asyncio.wait(waited_for, timeout=timeout_s, return_when=when)
         finally:
             await cancel(change)
 
