@@ -192,7 +192,7 @@ def test_without_a_liar_all_vote_once_and_none_is_named() -> None:
 
 
 @defence(
-    "a liar that lies to one member is excluded by all", off=replacing(Votes, "proves", no), aggregate="mean"
+    "a liar that lies to one member is excluded by all", off=replacing(Votes, "_proves", no), aggregate="mean"
 )
 @pytest.mark.parametrize("aggregate", ["mean", "median"])
 def test_workers_exclude_one_that_decides_alone_and_stay_agreed(
