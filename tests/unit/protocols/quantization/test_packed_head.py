@@ -36,7 +36,7 @@ class Tied(nn.Module):
         self.head = head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def products(tmp_path_factory: pytest.TempPathFactory) -> Products:
     found = load_products(tmp_path_factory.mktemp("products"))
     if not found.is_native:

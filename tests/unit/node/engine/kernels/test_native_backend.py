@@ -69,12 +69,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("native")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def native(cache: Path) -> NativeBackend:
     loaded = NativeBackend.load(cache)
     if loaded is None:
