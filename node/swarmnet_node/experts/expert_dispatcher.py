@@ -372,7 +372,7 @@ class ExpertDispatcher:
         # Usually all answers arrive almost together. Returning to the forward for each costs more
         # than waiting for the last.
         when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
-        # A timer may end a little before ``until``, by rounding. To wait only for the rest could spin.
+        # A timer may end a little before ``until``, by rounding. Waiting for the rest could spin.
         timeout_s = None if math.isinf(until) else max(_LEAST_WAIT_S, until - now)
         try:
             await asyncio.wait(waited_for, timeout=timeout_s, return_when=when)

@@ -52,7 +52,9 @@ def test_a_prompt_that_never_fits_is_refused_before_any_computation(
             if knows:
                 await asyncio.sleep(1.0)
             began = asyncio.get_running_loop().time()
-            with pytest.raises(NoRoom, match=f"200 positions are needed, and the hosts keep {POSITIONS} ") as caught:
+            with pytest.raises(
+                NoRoom, match=f"200 positions are needed, and the hosts keep {POSITIONS} "
+            ) as caught:
                 await lab.generate(chain, PROMPT, 4)
             assert (caught.value.positions, caught.value.room) == (200, POSITIONS)
             assert asyncio.get_running_loop().time() - began <= 1.0
