@@ -18,7 +18,7 @@ class DeadlockError(RuntimeError):
     """Raised if every task waits for another one and no timer is pending."""
 
 
-class _VirtualSelector(selectors.SelectSelector):
+class _VirtualSelector(selectors.DefaultSelector):
     """Moves the clock where a real selector would wait."""
 
     now_s = 0.0
