@@ -152,7 +152,7 @@ def mib(count: float) -> int:
 
 
 def compared_answers(answers: dict[str, list[dict[str, Any]]], tokens: int) -> dict[str, Any]:
-    """Whole answers, the short prompt included, of the swarm beside one process."""
+    """Compare whole answers of the swarm and of one process. Their time includes the short prompt."""
     texts = [[each["ids"] for each in found] for found in answers.values()]
     seconds = {name: [each["seconds"] for each in found] for name, found in answers.items()}
     report = {

@@ -155,8 +155,8 @@ class Auditor:
     def step_done(
         self, version: SequenceVersion, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
     ) -> torch.Tensor:
-        """Note the answer to a step. Return its outputs without those that only
-        ``add_audited_outputs`` asked for."""
+        """Record the answer to a step. Return the outputs that the step asked for before
+        ``add_audited_outputs`` added some."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
         inputs = torch.split(values, [row.count for row in rows])
         parts = torch.split(outputs, [row.wanted for row in rows])

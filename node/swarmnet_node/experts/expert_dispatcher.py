@@ -59,6 +59,7 @@ MISSING_S = 3.0
 """Seconds that a forward waits for a peer with a missing expert."""
 
 _LEAST_WAIT_S = 1e-3
+"""Shortest wait for answers, longer than the rounding errors of timers."""
 
 StartOnLoop = Callable[[asyncio.AbstractEventLoop, Coroutine[Any, Any, Any]], Callable[[], Any]]
 Load = Callable[[int, Collection[int]], bool]
@@ -372,7 +373,6 @@ class ExpertDispatcher:
         # Usually all answers arrive almost together. Returning to the forward for each costs more
         # than waiting for the last.
         when = asyncio.FIRST_COMPLETED if is_any else asyncio.FIRST_EXCEPTION
-        # A timer may end a little before ``until``, by rounding. Waiting for the rest could spin.
         timeout_s = None if math.isinf(until) else max(_LEAST_WAIT_S, until - now)
         try:
             await asyncio.wait(waited_for, timeout=timeout_s, return_when=when)

@@ -58,8 +58,8 @@ class Standing(IntEnum):
     NEW = 1
     """It has had no reply."""
     LEFT = 2
-    """It did not take the reply within its turn. So its next turn comes after those of all other
-    streams."""
+    """Whether the stream did not take the reply within its turn. All other streams have their turn
+    before it then."""
 
 
 class SendTurn:

@@ -55,7 +55,7 @@ class Target:
     flags: tuple[str, ...] = ()
     """Options of the compiler."""
     features: frozenset[str] = frozenset()
-    """What the processor must have, as /proc/cpuinfo names it."""
+    """Features that the processor must have, by their names in /proc/cpuinfo."""
 
 
 _V3 = frozenset({"avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})

@@ -187,7 +187,7 @@ class LocalModel:
         return self._checkpoint.state_dict(names, first_block, model, form)
 
     def _products(self, form: WeightForm) -> "Products | None":
-        """What multiplies with weights of this form. None if none of them are packed."""
+        """Return the products for packed weights, or None if ``form`` packs nothing."""
         from swarmnet_protocols.quantization.products import load_products
 
         return load_products(self.cache_dir) if form.packed or form.experts else None

@@ -1,4 +1,4 @@
-"""What a trunk says of the experts that it waits for, and peers of those that they compute."""
+"""A trunk reports the experts that it waits for, and peers report the experts that they compute."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""What rosters tell of their members: measured rates, and addresses that are sent once."""
+"""Rosters carry the measured rates of their members, and send addresses once."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a placement of experts costs: the messages and the busiest peers of divided rows."""
+"""The cost of a placement of experts: messages, and the rows of the busiest peers."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
-"""What simulations of moves and switches share: a client that reads meanwhile, and the models that
-a node may switch to."""
+"""For simulations of moves and switches: a client that generates meanwhile, and models that a node
+may switch to."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -58,7 +58,7 @@ def in_chunks(
 
 
 def in_a_batch(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
-    """Compute the rows beside other sequences, which are shorter and longer."""
+    """Compute the rows in a batch with shorter and longer sequences."""
     others = [stage.new_sequence() for _ in range(3)]
     sizes = [5, 1, 1, 20, 1, len(rows) - 28]
     outputs = []
