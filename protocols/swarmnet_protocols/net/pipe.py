@@ -10,8 +10,9 @@ flight: nearly always over QUIC, rarely over TCP. So a side that ends a stream t
 """
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 from swarmnet_protocols.net.framing import ENDED
@@ -104,8 +105,23 @@ class Pipe(asyncio.StreamReaderProtocol):
 async def adopt(ours: socket.socket) -> Pipe:
     """Return a pipe over this process's end of a socket pair. Closes the socket if this fails."""
     try:
-        _, pipe = await asyncio.get_running_loop().create_connection(Pipe, sock=ours)
+        return await connected(asyncio.get_running_loop().create_connection(Pipe, sock=ours))
     except BaseException:
         ours.close()
+        raise
+
+
+async def connected(connecting: Coroutine[Any, Any, tuple[asyncio.BaseTransport, Pipe]]) -> Pipe:
+    """Return the pipe that an event loop connects. If cancelled, close it.
+
+    The event loop itself would leave a cancelled connection open.
+    """
+    task = asyncio.get_running_loop().create_task(connecting)
+    try:
+        _, pipe = await asyncio.shield(task)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            _, pipe = await task  # takes no time
+            pipe.writer.close()
         raise
     return pipe

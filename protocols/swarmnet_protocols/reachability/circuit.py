@@ -143,7 +143,12 @@ async def join(stream: Stream, end: CircuitEnd) -> tuple[Pipe, Coroutine[Any, An
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     theirs.setblocking(False)
-    pipe, plain = await adopt(ours), await adopt(theirs)
+    with contextlib.ExitStack() as unused:
+        unused.callback(theirs.close)
+        pipe = await adopt(ours)
+        unused.callback(pipe.writer.close)
+        plain = await adopt(theirs)
+        unused.pop_all()
     return pipe, _carry(stream, end, plain)
 
 

@@ -34,7 +34,7 @@ from swarmnet_protocols.net.p2pd.process import (
     log_output,
     spawn,
 )
-from swarmnet_protocols.net.pipe import Pipe
+from swarmnet_protocols.net.pipe import Pipe, connected
 
 _log = logging.getLogger(__name__)
 
@@ -330,19 +330,10 @@ class P2pd:
     async def _dial(self) -> Pipe:
         await self._is_up.wait()
         loop = asyncio.get_running_loop()
-        dialling = loop.create_task(loop.create_unix_connection(Pipe, str(self.control_path)))
         try:
-            _, pipe = await asyncio.shield(dialling)
+            return await connected(loop.create_unix_connection(Pipe, str(self.control_path)))
         except OSError as error:
             raise PeerUnreachable("p2pd is not running", hint="restart this node") from error
-        except asyncio.CancelledError:
-            # A connection cancelled while it is being made has a writer that is never closed.
-            # Waiting takes no time.
-            with contextlib.suppress(OSError):
-                _, pipe = await dialling
-                pipe.writer.close()
-            raise
-        return pipe
 
     async def _call(self, request: Any) -> Any:
         pipe = await self._dial()
