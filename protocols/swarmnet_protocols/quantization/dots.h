@@ -12,6 +12,9 @@
 /* Integers in a register that has room for as many floats. */
 typedef int32_t ints __attribute__((vector_size(WIDTH * sizeof(int32_t)), aligned(sizeof(int32_t))));
 
+/* As many integers of four bytes: codes of weights. */
+typedef uint32_t words __attribute__((vector_size(WIDTH * sizeof(uint32_t)), aligned(sizeof(uint32_t)), may_alias));
+
 /* Four bytes as one integer, the first in its lowest bits. */
 typedef uint32_t four_bytes __attribute__((aligned(1), may_alias));
 
@@ -30,50 +33,54 @@ ALWAYS ints nearest(floats x) {
 #endif
 }
 
-/* Sums of products of unsigned codes with signed bytes, exact: lane i of the result is the sum over u < units
- * and j < 4 of codes[64 * u + 4 * i + j] * values[4 * u + j]. units and bits, the width of a code, are
+/* Adds the sums of products of unsigned codes with signed bytes to sums, exactly: lane i of sums[v] grows by the sum over
+ * u < units and j < 4 of byte j of codes[u][i] times values[v][4 * u + j]. count, units and bits, the width of a code, are
  * compile-time constants; units is at most 8. */
-ALWAYS ints dots(const uint8_t *codes, const int8_t *values, const int units, const int bits) {
-    ints sums = {0};
-    const four_bytes *fours = (const four_bytes *)values;
-    (void)fours;
-#if defined __AVX512VNNI__
+ALWAYS void dots(const words *codes, const int8_t *const *values, const int count, const int units, const int bits, ints *sums) {
+    for (int v = 0; v < count; v++) sums[v] = (ints){0};
+#if defined __AVX512VNNI__ || (defined __AVXVNNI__ && !defined __AVX512F__)
     (void)bits;
+    /* An addition waits for the one before it to the same sum, so it comes after those to all others. */
 #pragma GCC unroll 8
     for (int u = 0; u < units; u++)
-        sums = (ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_loadu_si512(codes + 64 * u), _mm512_set1_epi32((int)fours[u]));
-#elif defined __AVXVNNI__ && !defined __AVX512F__
-    (void)bits;
-#pragma GCC unroll 8
-    for (int u = 0; u < units; u++)
-        sums = (ints)_mm256_dpbusd_avx_epi32((__m256i)sums, _mm256_loadu_si256((const __m256i *)(codes + 64 * u)), _mm256_set1_epi32((int)fours[u]));
+#pragma GCC unroll 12
+        for (int v = 0; v < count; v++) {
+            int four = (int)*(const four_bytes *)(values[v] + 4 * u);
+#if defined __AVX512F__
+            sums[v] = (ints)_mm512_dpbusd_epi32((__m512i)sums[v], (__m512i)codes[u], _mm512_set1_epi32(four));
+#else
+            sums[v] = (ints)_mm256_dpbusd_avx_epi32((__m256i)sums[v], (__m256i)codes[u], _mm256_set1_epi32(four));
+#endif
+        }
 #elif defined __AVX2__ && !defined __AVX512F__
     /* maddubs adds two products in 16 bits, and saturates. So many units fit: 2 * units * 128 * (2 ** bits - 1) < 2 ** 15.
      * Codes of 8 bits are taken as 16 times their high four bits, plus their low ones. */
     const int fit = bits == 5 ? 4 : bits == 6 ? 2 : 8;
     const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
-    for (int u = 0; u < units; u += fit) {
-        __m256i sum = _mm256_setzero_si256(), high = sum;
+#pragma GCC unroll 12
+    for (int v = 0; v < count; v++)
+        for (int u = 0; u < units; u += fit) {
+            __m256i sum = _mm256_setzero_si256(), high = sum;
 #pragma GCC unroll 8
-        for (int i = u; i < (units < u + fit ? units : u + fit); i++) {
-            __m256i code = _mm256_loadu_si256((const __m256i *)(codes + 64 * i)), four = _mm256_set1_epi32((int)fours[i]);
-            if (bits == 8) {
-                high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(code, 4), low), four));
-                code = _mm256_and_si256(code, low);
+            for (int i = u; i < (units < u + fit ? units : u + fit); i++) {
+                __m256i code = (__m256i)codes[i], four = _mm256_set1_epi32((int)*(const four_bytes *)(values[v] + 4 * i));
+                if (bits == 8) {
+                    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(code, 4), low), four));
+                    code = _mm256_and_si256(code, low);
+                }
+                sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(code, four));
             }
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(code, four));
+            sums[v] += (ints)_mm256_madd_epi16(sum, ones);
+            if (bits == 8) sums[v] += (ints)_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4);
         }
-        sums += (ints)_mm256_madd_epi16(sum, ones);
-        if (bits == 8) sums += (ints)_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4);
-    }
 #else
     (void)bits;
 #pragma GCC unroll 1
-    for (int u = 0; u < units; u++)
-        for (int i = 0; i < WIDTH; i++)
-            for (int j = 0; j < 4; j++) sums[i] += codes[64 * u + 4 * i + j] * values[4 * u + j];
+    for (int v = 0; v < count; v++)
+        for (int u = 0; u < units; u++)
+            for (int i = 0; i < WIDTH; i++)
+                for (int j = 0; j < 4; j++) sums[v][i] += (int32_t)(codes[u][i] >> 8 * j & 255) * values[v][4 * u + j];
 #endif
-    return sums;
 }
 
 #endif

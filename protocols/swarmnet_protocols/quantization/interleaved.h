@@ -13,14 +13,14 @@
 
 enum { GROUP = 16, LARGEST_BLOCK = 210, BLOCK_WEIGHTS = 256 };
 
-/* Codes and scales of 32 weights of 16 outputs: weight k of an output is
+/* Codes and scales of 32 weights of WIDTH outputs: weight k of an output is
  *   scale[k / 16] * (code - zero) + offset[k / 16],
  * the same for both halves in most formats. */
 typedef struct {
-    uint32_t codes[8 * GROUP] __attribute__((aligned(64))); /* [k / 4][output], k % 4 from the lowest bits */
-    float scale[2][GROUP], offset[2][GROUP];
-    int32_t zero[GROUP];
-} __attribute__((aligned(64))) piece;
+    words codes[8]; /* [k / 4][output], k % 4 from the lowest bits */
+    floats scale[2], offset[2];
+    ints zero;
+} piece;
 
 /* What a format's blocks are made of. Fields have these sizes in bytes, one after another. */
 typedef struct {
@@ -106,198 +106,155 @@ static inline void unpack_interleaved(int64_t format, const uint8_t *group, int 
     }
 }
 
-/* The pieces of an interleaved block, from here on. */
+/* The pieces of an interleaved block, from here on. `first` is the number of bytes that come before a field in a row's
+ * block, and `at` the first of WIDTH outputs. */
 
-static inline void halves(const uint8_t *in, float *out) { unpack_f16(in, GROUP, out); }
-
-/* Number i of the integers of four bytes in memory. */
-ALWAYS uint32_t word(const uint8_t *in, int i) { return ((const four_bytes *)in)[i]; }
-
-/* Codes are handled four at a time, since compilers have no good code for shifts of bytes. Of 16 weights there are
- * HALF integers of four codes, of 32 there are WHOLE. */
-enum { HALF = 4 * GROUP, WHOLE = 2 * HALF };
-#define EVERY(byte) ((byte) * 0x01010101u)
-
-static inline void low_then_high(const uint8_t *restrict in, uint32_t *restrict codes) {
-    for (int i = 0; i < HALF; i++) codes[i] = word(in, i) & EVERY(15);
-    for (int i = 0; i < HALF; i++) codes[i + HALF] = word(in, i) >> 4 & EVERY(15);
+/* Number `unit` of a field's integers of four bytes. */
+ALWAYS words word(const uint8_t *in, int first, int unit, int at) {
+    return *(const words *)(in + GROUP * first + 4 * (GROUP * unit + at));
 }
 
-/* As low_then_high, with fifth bits: bit u of a byte belongs to unit u. */
-static inline void with_fifth_bits(const uint8_t *in, const uint8_t *fifth, uint32_t *restrict codes) {
-    for (int u = 0; u < 4; u++, in += 4 * GROUP, codes += GROUP)
-        for (int i = 0; i < GROUP; i++) {
-            codes[i] = (word(in, i) & EVERY(15)) | (word(fifth, i) >> u & EVERY(1)) << 4;
-            codes[i + HALF] = (word(in, i) >> 4 & EVERY(15)) | (word(fifth, i) >> (u + 4) & EVERY(1)) << 4;
-        }
-}
-
-static inline void pieces_q4_0(const uint8_t *in, piece *to) {
-    halves(in, to->scale[0]);
-    low_then_high(in + 2 * GROUP, to->codes);
-}
-
-static inline void pieces_q4_1(const uint8_t *in, piece *to) {
-    halves(in, to->scale[0]);
-    halves(in + 2 * GROUP, to->offset[0]);
-    low_then_high(in + 4 * GROUP, to->codes);
-}
-
-static inline void pieces_q5_0(const uint8_t *in, piece *to) {
-    halves(in, to->scale[0]);
-    with_fifth_bits(in + 6 * GROUP, in + 2 * GROUP, to->codes);
-}
-
-static inline void pieces_q5_1(const uint8_t *in, piece *to) {
-    halves(in, to->scale[0]);
-    halves(in + 2 * GROUP, to->offset[0]);
-    with_fifth_bits(in + 8 * GROUP, in + 4 * GROUP, to->codes);
-}
-
-/* Signed bytes, 128 more. */
-static inline void pieces_q8_0(const uint8_t *restrict in, piece *restrict to) {
-    halves(in, to->scale[0]);
-    for (int i = 0; i < WHOLE; i++) to->codes[i] = word(in + 2 * GROUP, i) ^ EVERY(128);
-}
-
-/* Places in a table of 16 bytes, which become its entries plus zero. */
-static inline void look_up(uint32_t *codes, const int8_t *table, int zero) {
-    uint8_t entries[16] __attribute__((aligned(16))), *places = (uint8_t *)codes;
-    for (int i = 0; i < 16; i++) entries[i] = (uint8_t)(table[i] + zero);
-#if defined __AVX2__
-    __m256i both = _mm256_broadcastsi128_si256(_mm_load_si128((const __m128i *)entries));
-    for (int i = 0; i < 4 * WHOLE; i += 32)
-        _mm256_store_si256((__m256i *)(places + i), _mm256_shuffle_epi8(both, _mm256_load_si256((const __m256i *)(places + i))));
+ALWAYS floats halves(const uint8_t *in, int first, int at) {
+    in += GROUP * first + 2 * at;
+#if defined __AVX512F__
+    return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
+#elif defined __F16C__
+    return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in));
 #else
-    for (int i = 0; i < 4 * WHOLE; i++) places[i] = entries[places[i]];
+    float found[WIDTH];
+    unpack_f16(in, WIDTH, found);
+    return *(const floats *)found;
 #endif
 }
 
-static inline void pieces_iq4_nl(const uint8_t *in, piece *to) {
-    pieces_q4_0(in, to);
-    look_up(to->codes, iq4_table, 128);
-}
+/* Four codes are handled at a time, since compilers have no good code for shifts of bytes. */
+#define EVERY(byte) ((byte) * 0x01010101u)
 
-static inline void pieces_iq4_xs(const uint8_t *in, piece *to) {
-    float scale[GROUP];
-    halves(in, scale);
-    for (int j = 0; j < 8; j++, to++) {
-        for (int i = 0; i < GROUP; i++) {
-            uint16_t high;
-            memcpy(&high, in + 2 * GROUP + 2 * i, sizeof high);
-            int low = word(in + 4 * GROUP, i) >> 4 * j & 15;
-            to->scale[0][i] = scale[i] * (float)((low | (high >> 2 * j & 3) << 4) - 32);
-        }
-        low_then_high(in + (8 + 16 * j) * GROUP, to->codes);
-        look_up(to->codes, iq4_table, 128);
+ALWAYS void low_then_high(const uint8_t *in, int first, int at, words *codes) {
+    for (int u = 0; u < 4; u++) {
+        codes[u] = word(in, first, u, at) & EVERY(15);
+        codes[u + 4] = word(in, first, u, at) >> 4 & EVERY(15);
     }
 }
 
-static inline void pieces_mxfp4(const uint8_t *in, piece *to) {
-    for (int i = 0; i < GROUP; i++) to->scale[0][i] = mxfp4_scale(in[i]);
-    low_then_high(in + GROUP, to->codes);
-    look_up(to->codes, e2m1_doubled, 16);
+/* As low_then_high, with fifth bits: bit u of a byte belongs to unit u. */
+ALWAYS void with_fifth_bits(const uint8_t *in, int fifth, int at, words *codes) {
+    low_then_high(in, fifth + 4, at, codes);
+    for (int u = 0; u < 8; u++) codes[u] |= (word(in, fifth, 0, at) >> u & EVERY(1)) << 4;
 }
 
-static inline void pieces_int4(const uint8_t *restrict in, piece *restrict to) {
-    for (int half = 0; half < 2; half++, to++) {
-        memcpy(to->scale[0], in, sizeof to->scale[0]);
-        for (int i = 0; i < GROUP; i++) to->zero[i] = in[4 * GROUP + i];
-        for (int i = 0; i < WHOLE; i++) to->codes[i] = word(in + 5 * GROUP, i) >> 4 * half & EVERY(15);
+/* Places in a table of 16 bytes become its entries plus zero. */
+ALWAYS void look_up(words *codes, const int8_t *table, int zero) {
+    uint8_t entries[16] __attribute__((aligned(16)));
+    for (int i = 0; i < 16; i++) entries[i] = (uint8_t)(table[i] + zero);
+    for (int u = 0; u < 8; u++) {
+#if defined __AVX512BW__
+        codes[u] = (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(*(const __m128i *)entries), (__m512i)codes[u]);
+#elif defined __AVX2__
+        codes[u] = (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i *)entries), (__m256i)codes[u]);
+#else
+        uint8_t places[4 * WIDTH];
+        memcpy(places, codes + u, sizeof places);
+        for (int i = 0; i < 4 * WIDTH; i++) places[i] = entries[places[i]];
+        memcpy(codes + u, places, sizeof places);
+#endif
     }
 }
 
-static inline void pieces_q2_k(const uint8_t *restrict in, piece *restrict to) {
-    float scale[GROUP], least[GROUP];
-    halves(in + 80 * GROUP, scale);
-    halves(in + 82 * GROUP, least);
-    for (int j = 0; j < 16; j++) /* groups of 16 weights */
-        for (int i = 0; i < GROUP; i++) {
-            int both = word(in + j / 4 * 4 * GROUP, i) >> j % 4 * 8 & 255;
-            to[j / 2].scale[j % 2][i] = scale[i] * (float)(both & 15);
-            to[j / 2].offset[j % 2][i] = -(least[i] * (float)(both >> 4));
-        }
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = word(in + (16 + j / 4 * 32) * GROUP, i) >> j % 4 * 2 & EVERY(3);
+/* The scale and offset of Q4_K and Q5_K: multiples of two halves, in 6 bits (unpack.h). */
+ALWAYS void scale_and_offset(const uint8_t *in, int j, int at, piece *to) {
+    words one = word(in, 4, 0, at) >> j % 4 * 8, other = word(in, 4, 1, at) >> j % 4 * 8, rest = word(in, 4, 2, at) >> j % 4 * 8;
+    words scale = j < 4 ? one & 63 : (rest & 15) | (one >> 6 & 3) << 4;
+    words least = j < 4 ? other & 63 : (rest >> 4 & 15) | (other >> 6 & 3) << 4;
+    to->scale[0] = halves(in, 0, at) * to_floats((ints)scale);
+    to->offset[0] = -(halves(in, 2, at) * to_floats((ints)least));
 }
 
-static inline void pieces_q3_k(const uint8_t *restrict in, piece *restrict to) {
-    float scale[GROUP];
-    halves(in + 108 * GROUP, scale);
-    for (int j = 0; j < 16; j++) /* groups of 16 weights, with a scale of 6 bits each */
-        for (int i = 0; i < GROUP; i++) {
-            int low = word(in + (96 + j % 8 / 4 * 4) * GROUP, i) >> (j % 4 * 8 + j / 8 * 4) & 15;
-            int high = word(in + 104 * GROUP, i) >> (j % 4 * 8 + j / 4 * 2) & 3;
-            to[j / 2].scale[j % 2][i] = scale[i] * (float)((low | high << 4) - 32);
-        }
-    for (int j = 0; j < 8; j++) {
-        const uint8_t *low = in + (32 + j / 4 * 32) * GROUP;
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 4 * 2 & EVERY(3)) | (word(in, i) >> j & EVERY(1)) << 2;
-    }
-}
-
-/* Scales and offsets of Q4_K and Q5_K: for each of 8 groups, a multiple of each of two halves, in 6 bits (unpack.h). */
-static inline void scales_and_mins(const uint8_t *restrict in, piece *restrict to) {
-    float scale[GROUP], least[GROUP];
-    halves(in, scale);
-    halves(in + 2 * GROUP, least);
-    const uint8_t *words = in + 4 * GROUP;
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < GROUP; i++) {
-            uint32_t one = word(words, i) >> j % 4 * 8, other = word(words + 4 * GROUP, i) >> j % 4 * 8;
-            uint32_t rest = word(words + 8 * GROUP, i) >> j % 4 * 8;
-            int s = j < 4 ? one & 63 : (rest & 15) | (one >> 6 & 3) << 4;
-            int m = j < 4 ? other & 63 : (rest >> 4 & 15) | (other >> 6 & 3) << 4;
-            to[j].scale[0][i] = scale[i] * (float)s;
-            to[j].offset[0][i] = -(least[i] * (float)m);
-        }
-}
-
-static inline void pieces_q4_k(const uint8_t *restrict in, piece *restrict to) {
-    scales_and_mins(in, to);
-    for (int j = 0; j < 8; j++)
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = word(in + (16 + j / 2 * 32) * GROUP, i) >> j % 2 * 4 & EVERY(15);
-}
-
-static inline void pieces_q5_k(const uint8_t *restrict in, piece *restrict to) {
-    scales_and_mins(in, to);
-    for (int j = 0; j < 8; j++) {
-        const uint8_t *low = in + (48 + j / 2 * 32) * GROUP, *high = in + 16 * GROUP;
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 2 * 4 & EVERY(15)) | (word(high, i) >> j & EVERY(1)) << 4;
-    }
-}
-
-static inline void pieces_q6_k(const uint8_t *restrict in, piece *restrict to) {
-    float scale[GROUP];
-    halves(in + 208 * GROUP, scale);
-    for (int j = 0; j < 16; j++) /* groups of 16 weights, with a scale each */
-        for (int i = 0; i < GROUP; i++) {
-            int32_t times = (int32_t)(word(in + (192 + j / 4 * 4) * GROUP, i) << (24 - j % 4 * 8)) >> 24;
-            to[j / 2].scale[j % 2][i] = scale[i] * (float)times;
-        }
-    for (int j = 0; j < 8; j++) {
-        const uint8_t *low = in + (j / 4 * 64 + j % 2 * 32) * GROUP, *high = in + (128 + j / 4 * 32) * GROUP;
-        for (int i = 0; i < WHOLE; i++) to[j].codes[i] = (word(low, i) >> j % 4 / 2 * 4 & EVERY(15)) | (word(high, i) >> j % 4 * 2 & EVERY(3)) << 4;
-    }
-}
-
-/* The pieces of an interleaved block: as many as it has times 32 weights. */
-static inline void pieces(int64_t format, const uint8_t *in, piece *to) {
+/* Piece number j of an interleaved block. */
+ALWAYS void unpack_piece(const int64_t format, const uint8_t *in, int j, int at, piece *to) {
     switch (format) {
-    case Q4_0: pieces_q4_0(in, to); break;
-    case Q4_1: pieces_q4_1(in, to); break;
-    case Q5_0: pieces_q5_0(in, to); break;
-    case Q5_1: pieces_q5_1(in, to); break;
-    case Q8_0: pieces_q8_0(in, to); break;
-    case Q2_K: pieces_q2_k(in, to); break;
-    case Q3_K: pieces_q3_k(in, to); break;
-    case Q4_K: pieces_q4_k(in, to); break;
-    case Q5_K: pieces_q5_k(in, to); break;
-    case Q6_K: pieces_q6_k(in, to); break;
-    case IQ4_NL: pieces_iq4_nl(in, to); break;
-    case IQ4_XS: pieces_iq4_xs(in, to); break;
-    case MXFP4: pieces_mxfp4(in, to); break;
-    case INT4: pieces_int4(in, to); break;
+    case Q4_0: case IQ4_NL:
+        to->scale[0] = halves(in, 0, at);
+        low_then_high(in, 2, at, to->codes);
+        if (format == IQ4_NL) look_up(to->codes, iq4_table, 128);
+        break;
+    case Q4_1:
+        to->scale[0] = halves(in, 0, at);
+        to->offset[0] = halves(in, 2, at);
+        low_then_high(in, 4, at, to->codes);
+        break;
+    case Q5_0:
+        to->scale[0] = halves(in, 0, at);
+        with_fifth_bits(in, 2, at, to->codes);
+        break;
+    case Q5_1:
+        to->scale[0] = halves(in, 0, at);
+        to->offset[0] = halves(in, 2, at);
+        with_fifth_bits(in, 4, at, to->codes);
+        break;
+    case Q8_0: /* signed bytes, 128 more */
+        to->scale[0] = halves(in, 0, at);
+        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 2, u, at) ^ EVERY(128);
+        break;
+    case IQ4_XS: {
+        words high;
+        for (int i = 0; i < WIDTH; i++) high[i] = in[2 * (GROUP + at + i)] | in[2 * (GROUP + at + i) + 1] << 8;
+        words scale = (word(in, 4, 0, at) >> 4 * j & 15) | (high >> 2 * j & 3) << 4;
+        to->scale[0] = halves(in, 0, at) * to_floats((ints)scale - 32);
+        low_then_high(in, 8 + 16 * j, at, to->codes);
+        look_up(to->codes, iq4_table, 128);
+        break;
+    }
+    case MXFP4: {
+        float scales[WIDTH];
+        for (int i = 0; i < WIDTH; i++) scales[i] = mxfp4_scale(in[at + i]);
+        to->scale[0] = *(const floats *)scales;
+        low_then_high(in, 1, at, to->codes);
+        look_up(to->codes, e2m1_doubled, 16);
+        break;
+    }
+    case INT4:
+        to->scale[0] = *(const floats *)(in + 4 * at);
+        for (int i = 0; i < WIDTH; i++) to->zero[i] = in[4 * GROUP + at + i];
+        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 5, u, at) >> 4 * j & EVERY(15);
+        break;
+    case Q2_K: /* a scale and an offset for 16 weights */
+        for (int half = 0; half < 2; half++) {
+            words both = word(in, 0, j / 2, at) >> (j % 2 * 2 + half) * 8 & 255;
+            to->scale[half] = halves(in, 80, at) * to_floats((ints)(both & 15));
+            to->offset[half] = -(halves(in, 82, at) * to_floats((ints)(both >> 4)));
+        }
+        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 16 + j / 4 * 32, u, at) >> j % 4 * 2 & EVERY(3);
+        break;
+    case Q3_K: /* a scale of 6 bits for 16 weights */
+        for (int half = 0; half < 2; half++) {
+            int group = 2 * j + half;
+            words low = word(in, 96, group % 8 / 4, at) >> (group % 4 * 8 + group / 8 * 4) & 15;
+            words high = word(in, 104, 0, at) >> (group % 4 * 8 + group / 4 * 2) & 3;
+            to->scale[half] = halves(in, 108, at) * to_floats((ints)(low | high << 4) - 32);
+        }
+        for (int u = 0; u < 8; u++)
+            to->codes[u] = (word(in, 32 + j / 4 * 32, u, at) >> j % 4 * 2 & EVERY(3)) | (word(in, 0, u, at) >> j & EVERY(1)) << 2;
+        break;
+    case Q4_K:
+        scale_and_offset(in, j, at, to);
+        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 16 + j / 2 * 32, u, at) >> j % 2 * 4 & EVERY(15);
+        break;
+    case Q5_K:
+        scale_and_offset(in, j, at, to);
+        for (int u = 0; u < 8; u++)
+            to->codes[u] = (word(in, 48 + j / 2 * 32, u, at) >> j % 2 * 4 & EVERY(15)) | (word(in, 16, u, at) >> j & EVERY(1)) << 4;
+        break;
+    case Q6_K: /* a scale for 16 weights */
+        for (int half = 0; half < 2; half++) {
+            ints scale = (ints)(word(in, 192, j / 2, at) << (24 - (j % 2 * 2 + half) * 8)) >> 24;
+            to->scale[half] = halves(in, 208, at) * to_floats(scale);
+        }
+        for (int u = 0; u < 8; u++) {
+            words low = word(in, j / 4 * 64 + j % 2 * 32, u, at) >> j % 4 / 2 * 4 & EVERY(15);
+            to->codes[u] = low | (word(in, 128 + j / 4 * 32, u, at) >> j % 4 * 2 & EVERY(3)) << 4;
+        }
+        break;
     }
 }
 
