@@ -15,6 +15,9 @@ typedef int32_t ints __attribute__((vector_size(WIDTH * sizeof(int32_t)), aligne
 /* As many integers of four bytes: codes of weights. */
 typedef uint32_t words __attribute__((vector_size(WIDTH * sizeof(uint32_t)), aligned(sizeof(uint32_t)), may_alias));
 
+/* As many integers of two bytes. */
+typedef uint16_t shorts __attribute__((vector_size(WIDTH * sizeof(uint16_t)), aligned(sizeof(uint16_t)), may_alias));
+
 /* Four bytes as one integer, the first in its lowest bits. */
 typedef uint32_t four_bytes __attribute__((aligned(1), may_alias));
 

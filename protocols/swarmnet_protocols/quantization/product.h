@@ -47,12 +47,9 @@ typedef struct {
 /* Rows that are multiplied with packed weights while these are in the cache, and the number of bytes from the weights
  * that are multiplied to those that are fetched from memory meanwhile. */
 enum { ROWS = 64, AHEAD = 8192 };
-/* The registers hold the sums of OUTPUTS outputs for half of TILE_ROWS rows of a product of float32, or of
- * half the outputs for all rows. */
-enum { OUTPUTS = 4, TILE_ROWS = WIDTH == 16 ? 8 : 2 };
-/* Columns that are unpacked to float32 at a time, a multiple of every format's block. OUTPUTS times these
- * floats take at most 64 KiB on a thread's stack. Whole rows might not fit: a model chooses their width. */
-enum { COLUMNS = 4096 };
+/* Registers hold sums of OUTPUTS outputs for TILE_ROWS rows of a product of float32. COLUMNS of its weights, a multiple of
+ * every format's block, stay in the nearest cache while they are multiplied with all rows. */
+enum { OUTPUTS = 4, TILE_ROWS = WIDTH == 16 ? 4 : 2, COLUMNS = 1024 };
 
 /* The smaller and the larger of two numbers. */
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -252,88 +249,96 @@ static void packed_product(const segment *s, const activations *x, int64_t size,
     }
 }
 
-/* A tile of a product of float32: at most OUTPUTS outputs of at most TILE_ROWS rows. Both are compile-time constants,
- * so that the sums stay in registers. Rows of x are pitch floats apart. With add, the sums are added to out. Column k
- * enters sum k % 16 of its output; missing columns count as zeros.
- *
- * Weights are prefetched from the given number of floats ahead (0: no prefetch). Otherwise memory would be idle
- * during the arithmetic of several rows. A prefetch beyond the end of the weights has no effect. */
-ALWAYS void tile(const float *weights, int64_t ahead, const float *x, int64_t pitch, int64_t size, const int outputs,
-                 const int rows, int add, float *out, int64_t stride) {
-    lanes sums[TILE_ROWS][OUTPUTS] = {0};
-    int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) {
-        lanes of_outputs[OUTPUTS];
-        for (int o = 0; o < outputs; o++) {
-            if (ahead) __builtin_prefetch(weights + ahead + o * size + i);
-            of_outputs[o] = lanes_at(weights + o * size + i);
-        }
-        for (int r = 0; r < rows; r++) {
-            lanes of_row = lanes_at(x + r * pitch + i);
-            for (int o = 0; o < outputs; o++) sums[r][o] = fused_lanes(of_outputs[o], of_row, sums[r][o]);
-        }
+/* WIDTH weights of 16 or 32 bits. */
+ALWAYS floats weights_at(const int64_t format, const uint8_t *in) {
+    switch (format) {
+    case F16: return halves(in, 0, 0);
+    case BF16: return (floats)(__builtin_convertvector(*(const shorts *)in, words) << 16);
+    default: return *(const floats *)in;
     }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            if (i < size)
-                sums[r][o] = fused_lanes(first_lanes(weights + o * size + i, size - i), first_lanes(x + r * pitch + i, size - i), sums[r][o]);
-            float sum = sum_of_lanes(sums[r][o]);
-            out[r * stride + o] = add ? out[r * stride + o] + sum : sum;
+}
+
+/* Adds to the lanes of sums [rows][OUTPUTS] the products of `count` columns, a multiple of LANES. Rows of weights are
+ * row_bytes apart, those of x pitch floats. format, outputs and rows are compile-time constants, so that sums stay in
+ * registers. */
+ALWAYS void tile(const int64_t format, const uint8_t *weights, int64_t row_bytes, int64_t ahead, const float *x, int64_t pitch, int64_t count,
+                 const int outputs, const int rows, lanes (*sums)[OUTPUTS]) {
+    for (int part = 0; part < PARTS; part++) {
+        floats sum[TILE_ROWS][OUTPUTS];
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < outputs; o++) sum[r][o] = sums[r][o].parts[part];
+        for (int64_t i = part * WIDTH; i < count; i += LANES) {
+            floats its[OUTPUTS];
+            for (int o = 0; o < outputs; o++) {
+                const uint8_t *in = weights + o * row_bytes + i * (format == F32 ? 4 : 2);
+                __builtin_prefetch(in + ahead);
+                its[o] = weights_at(format, in);
+            }
+            for (int r = 0; r < rows; r++)
+                for (int o = 0; o < outputs; o++) sum[r][o] = fused_floats(its[o], *(const floats *)(x + r * pitch + i), sum[r][o]);
         }
+        for (int r = 0; r < rows; r++)
+            for (int o = 0; o < outputs; o++) sums[r][o].parts[part] = sum[r][o];
+    }
 }
 
-static void tiles(const float *weights, int64_t ahead, const float *x, int64_t pitch, int64_t size, int64_t rows, int add,
-                  float *out, int64_t stride) {
-#define TILES(n)                                                                                       \
-    case n:                                                                                            \
-        if (n <= TILE_ROWS / 2) {                                                                      \
-            tile(weights, ahead, x, pitch, size, OUTPUTS, n, add, out, stride);                        \
-        } else if (n <= TILE_ROWS) {                                                                   \
-            const int half = OUTPUTS / 2;                                                              \
-            tile(weights, ahead, x, pitch, size, half, n, add, out, stride);                           \
-            tile(weights + half * size, ahead, x, pitch, size, half, n, add, out + half, stride);      \
-        }                                                                                              \
-        break;
-    switch (rows) { TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6) TILES(7) TILES(8) }
+/* As tile, for any number of rows. */
+ALWAYS void tiles(const int64_t format, const uint8_t *weights, int64_t row_bytes, const float *x, int64_t pitch, int64_t count,
+                  const int outputs, int64_t rows, lanes (*sums)[OUTPUTS]) {
+    int64_t ahead = OUTPUTS * row_bytes;
+    for (; rows >= TILE_ROWS; rows -= TILE_ROWS, x += TILE_ROWS * pitch, sums += TILE_ROWS)
+        tile(format, weights, row_bytes, ahead, x, pitch, count, outputs, TILE_ROWS, sums), ahead = 0;
+    for (; rows; rows--, x += pitch, sums++) tile(format, weights, row_bytes, ahead, x, pitch, count, outputs, 1, sums), ahead = 0;
 }
 
-/* Some outputs of a product, at most OUTPUTS, with weights [outputs][size], from x [rows][pitch] to out [rows][stride]. */
-static void few_outputs(const float *weights, int64_t outputs, int64_t ahead, const float *x, int64_t pitch, int64_t size,
-                        int64_t rows, int add, float *out, int64_t stride) {
-    if (outputs == OUTPUTS)
-        for (int64_t row = 0; row < rows; row += TILE_ROWS)
-            tiles(weights, row ? 0 : ahead, x + row * pitch, pitch, size, least(rows - row, TILE_ROWS), add, out + row * stride,
-                  stride);
-    else
-        for (int64_t output = 0; output < outputs; output++)
-            for (int64_t row = 0; row < rows; row++)
-                tile(weights + output * size, 0, x + row * pitch, pitch, size, 1, 1, add, out + row * stride + output, stride);
+/* The outputs of a matrix in the range mine, for at most ROWS rows of x, to out [rows][stride]. Column k enters sum k % 16
+ * of its output; missing columns count as zeros. */
+static void float_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out, int64_t stride) {
+    float weights[OUTPUTS][COLUMNS] __attribute__((aligned(64))), rest[ROWS][LANES];
+    lanes sums[ROWS][OUTPUTS];
+    for (int64_t row = 0; row < rows && size % LANES; row++) {
+        memset(rest[row], 0, sizeof *rest);
+        memcpy(rest[row], x + row * size + size / LANES * LANES, size % LANES * sizeof *x);
+    }
+    for (int64_t output = mine.first, outputs; output < mine.end; output += outputs) {
+        outputs = mine.end - output < OUTPUTS ? 1 : OUTPUTS;
+        memset(sums, 0, rows * sizeof *sums);
+        for (int64_t first = 0, count, whole; first < size; first += count) {
+            count = least(COLUMNS, size - first), whole = count / LANES * LANES;
+            const uint8_t *in = of->rows + output * of->row_bytes + of->row_bytes * first / size;
+            const float *its = x + first;
+#define TILES(format, in, row_bytes)                                                                   \
+    if (outputs == OUTPUTS) tiles(format, in, row_bytes, its, size, whole, OUTPUTS, rows, sums);       \
+    else tiles(format, in, row_bytes, its, size, whole, 1, rows, sums);
+            if (of->format == F32) {
+                TILES(F32, in, of->row_bytes)
+            } else if (of->format == F16) {
+                TILES(F16, in, of->row_bytes)
+            } else if (of->format == BF16) {
+                TILES(BF16, in, of->row_bytes)
+            } else {
+                for (int64_t o = 0; o < outputs; o++) unpack(of->format, in + o * of->row_bytes, whole, weights[o]);
+                TILES(F32, (const uint8_t *)*weights, sizeof *weights)
+            }
+            if (whole < count)
+                for (int64_t o = 0; o < outputs; o++) {
+                    float last[LANES] = {0};
+                    unpack(of->format, in + o * of->row_bytes + of->row_bytes * whole / size, count - whole, last);
+                    for (int64_t row = 0; row < rows; row++)
+                        sums[row][o] = fused_lanes(lanes_at(last), lanes_at(rest[row]), sums[row][o]);
+                }
+        }
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t o = 0; o < outputs; o++) out[row * stride + output + o] = sum_of_lanes(sums[row][o]);
+    }
 }
 
-/* The outputs of a matrix [..][size] of float32 in the range mine, from x [rows][size] to out [rows][stride]. Weights
- * are read once for all rows. */
+/* As float_product, with a matrix [..][size] of float32 and any number of rows. */
 static void dense_product(const float *weights, const float *x, int64_t size, int64_t rows, range mine, float *out,
                           int64_t stride) {
-    for (int64_t output = mine.first, next; output < mine.end; output = next) {
-        next = least(output + OUTPUTS, mine.end);
-        few_outputs(weights + output * size, next - output, OUTPUTS * size, x, size, size, rows, 0, out + output, stride);
-    }
-}
-
-/* As dense_product, with rows that unpack() reads. */
-static void unpacked_product(const segment *of, const float *x, int64_t size, int64_t rows, range mine, float *out,
-                             int64_t stride) {
-    float weights[OUTPUTS * COLUMNS] __attribute__((aligned(64)));
-    for (int64_t output = mine.first, next; output < mine.end; output = next) {
-        next = least(output + OUTPUTS, mine.end);
-        for (int64_t first = 0, count; first < size; first += count) {
-            count = least(COLUMNS, size - first);
-            int64_t skipped = of->row_bytes * first / size;
-            for (int64_t i = output; i < next; i++)
-                unpack(of->format, of->rows + i * of->row_bytes + skipped, count, weights + (i - output) * count);
-            few_outputs(weights, next - output, 0, x + first, size, count, rows, first > 0, out + output, stride);
-        }
-    }
+    segment of = {(const uint8_t *)weights, F32, size * sizeof *weights, 0, 0};
+    for (int64_t row = 0; row < rows; row += ROWS)
+        float_product(&of, x + row * size, size, least(ROWS, rows - row), mine, out + row * stride, stride);
 }
 
 /* Whether a product needs split activations. */
@@ -350,14 +355,12 @@ static void product(linear of, const float *x, const activations *parts, int64_t
     for (const segment *s = of.segments; s < of.segments + of.count; first += s->outputs, s++) {
         range its = {most(mine.first - first, 0), least(mine.end - first, s->outputs)};
         if (its.first >= its.end) continue;
-        if (layout_of(s->format))
-            for (int64_t row = 0; row < rows; row += ROWS)
-                packed_product(s, parts + row * (of.inputs / 32), of.inputs, least(ROWS, rows - row), its,
-                               out + row * stride + first, stride);
-        else if (s->format == F32)
-            dense_product((const float *)s->rows, x, of.inputs, rows, its, out + first, stride);
-        else
-            unpacked_product(s, x, of.inputs, rows, its, out + first, stride);
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            int64_t count = least(ROWS, rows - row);
+            float *to = out + row * stride + first;
+            if (layout_of(s->format)) packed_product(s, parts + row * (of.inputs / 32), of.inputs, count, its, to, stride);
+            else float_product(s, x + row * of.inputs, of.inputs, count, its, to, stride);
+        }
     }
     for (int64_t row = 0; of.bias && row < rows; row++)
         for (int64_t output = mine.first; output < mine.end; output++) out[row * stride + output] += of.bias[output];
