@@ -73,7 +73,7 @@ class ClaimReader:
             host.peer,
             host.start,
             host.end,
-            1 / host.block_s if host.step_s > 0 else 0.0,
+            host.blocks_per_s,
             host.state != "choosing",
             may_move=not host.stays,
             may_switch=host.may_switch,

@@ -75,5 +75,6 @@ class HostInfo:
         return self.state == "online"
 
     @property
-    def block_s(self) -> float:
-        return self.step_s / (self.end - self.start)
+    def blocks_per_s(self) -> float:
+        """0 if the host has not measured its steps, or has experts only."""
+        return (self.end - self.start) / self.step_s if self.step_s > 0 else 0.0
