@@ -191,7 +191,7 @@ def test_hosts_that_are_truly_faster_get_the_chains_once_measured() -> None:
         PeerId(f"h{number}"): HostInfo(PeerId(f"h{number}"), 0, 30, 0.02 if number < 3 else 0.1)
         for number in range(10)
     }
-    true_s = {peer: host.block_s for peer, host in hosts.items()}
+    true_s = {peer: 1 / host.blocks_per_s for peer, host in hosts.items()}
     chains = [chain for _ in range(5) for chain in live(hosts, true_s, rng, chains=200)[100:]]
     fast = sum(chain[0].peer in {"h0", "h1", "h2"} for chain in chains) / len(chains)
     assert fast > 0.85

@@ -120,7 +120,7 @@ def test_a_host_with_spare_time_is_preferred_though_no_step_waits() -> None:
     delays = dict.fromkeys((A, B, C), 0.001)
     for slower, best in ((1.5, B), (3, A)):
         hosts = [HostInfo(A, 0, 4, 0.1), HostInfo(B, 0, 4, 0.1 * slower), HostInfo(C, 0, 4, 0.1)]
-        measured = {host.peer: host.block_s for host in hosts}
+        measured = {host.peer: 1 / host.blocks_per_s for host in hosts}
         view = View(hosts, delays, busy={A: 0.8, B: 0.6, D: 0.6}, block_s=measured)
         for seed in range(10):
             assert chain(view, seed=seed)[0].peer == best
@@ -260,7 +260,7 @@ def test_clients_spread_over_the_best_host_and_nearly_equal_ones() -> None:
     view = View(
         hosts,
         dict.fromkeys((host.peer for host in hosts), 0.01),
-        block_s={host.peer: host.block_s for host in hosts},
+        block_s={host.peer: 1 / host.blocks_per_s for host in hosts},
     )
     taken = Counter(chain(view, seed=seed)[0].peer for seed in range(300))
     assert len(taken) == 4
