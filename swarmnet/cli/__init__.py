@@ -73,9 +73,9 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from swarmnet.version import describe
 
-        print_text(f"swarmnet {version('swarmnet-p2p')}")
+        print_text(describe())
         raise typer.Exit
 
 
@@ -84,7 +84,12 @@ def _options(
     *,
     _version: Annotated[
         bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+        typer.Option(
+            "--version",
+            help="Print version, commit and kernels, and exit.",
+            callback=_print_version,
+            is_eager=True,
+        ),
     ] = False,
     no_color: Annotated[
         bool, typer.Option("--no-color", help="Print without colours. So does NO_COLOR in the environment.")

@@ -66,7 +66,7 @@ def examine(facts: Facts) -> list[Finding]:
     return [
         *_python(facts),
         *_packages(facts),
-        _compiler(facts),
+        _kernels(facts),
         _device(facts),
         _memory(facts),
         *_model(facts),
@@ -127,12 +127,14 @@ def _within(version: str, tested: str) -> bool:
         return False
 
 
-def _compiler(facts: Facts) -> Finding:
-    if facts.compiler:
-        target = f" for {facts.target}" if facts.target else ""
-        return Finding("compiler", Level.OK, f"native code is compiled with {facts.compiler}{target}")
+def _kernels(facts: Facts) -> Finding:
+    target = f" for {facts.target}" if facts.target else ""
+    if facts.kernels == "wheel":
+        return Finding("kernels", Level.OK, f"compiled kernels{target} came with swarmnet")
+    if facts.kernels:
+        return Finding("kernels", Level.OK, f"kernels{target} are compiled with {facts.kernels}")
     text = "no C compiler was found: without compiled kernels, a CPU decodes about half as fast"
-    return Finding("compiler", Level.WARN, text, "sudo apt install gcc")
+    return Finding("kernels", Level.WARN, text, "install swarmnet from its wheel, or: sudo apt install gcc")
 
 
 def _device(facts: Facts) -> Finding:

@@ -113,8 +113,8 @@ class Facts:
     disks: Sequence[Disk]
     memory: Memory
     device: Device
-    compiler: str
-    """Path of the C compiler; empty if there is none."""
+    kernels: str
+    """Where compiled code comes from: ``wheel``, the path of a C compiler, or empty."""
     target: str = ""
     """The best set of instructions that this processor has for compiled code."""
     model: ModelFiles | None = None

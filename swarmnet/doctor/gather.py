@@ -67,7 +67,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
     swarm, entry = await collector.call(
         "swarm", lambda: examine_swarm(options.swarm, directory, options.bootstrap), (None, None)
     )
-    target = await collector.call("compiler", lambda: native_code.targets()[0].name, "")
+    target = await collector.call("kernels", lambda: native_code.targets()[0].name, "")
     device, model, disks, listening, (peers, ports), local_peers = await asyncio.gather(
         collector.call("device", examine_device, facts.Device()),
         collector.wait(PEERS_S, "model", asyncio.to_thread(examine_model, options), None),
@@ -91,7 +91,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         disks=disks,
         memory=examine_memory(),
         device=device,
-        compiler=shutil.which("cc") or "",
+        kernels=native_code.provider(),
         target=target,
         model=model,
         secrets=secret_files(options.data_dir),

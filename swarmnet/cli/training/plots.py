@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.errors import ConfigError, how_to_add
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,9 +39,7 @@ def save_panels(panels: Sequence[Panel], path: Path) -> None:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(
-            "plots need matplotlib", hint="in your clone of swarmnet: pip install '.[plots]'"
-        ) from error
+        raise ConfigError("plots need matplotlib", hint=how_to_add("matplotlib")) from error
     with mpl.rc_context({"axes.grid": True, "grid.alpha": 0.3, "lines.markersize": 2.5}):
         figure = Figure(figsize=(max(7, 6 * len(panels)), 4.5), layout="constrained")
         for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):

@@ -2,6 +2,7 @@
 
 from swarmnet.cli.training.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_size
+from swarmnet_protocols.errors import how_to_add
 
 
 class Words:
@@ -41,7 +42,7 @@ class Words:
                 return f"stopped; the same command continues after step {event['step']}, which is saved"
             case "done":
                 scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
-                curve = "" if event["curve"] else " No loss.png: pip install '.[plots]'."
+                curve = "" if event["curve"] else f" No loss.png: {how_to_add('matplotlib')}."
                 return f"done: the adapter is in {event['path']}.{scores}{curve}"
             case kind:
                 raise ValueError(kind)

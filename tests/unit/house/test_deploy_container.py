@@ -69,12 +69,18 @@ def test_the_containerfile_keeps_the_rules() -> None:
             lambda text: text.replace("python:3.11.11-slim-bookworm", "python:latest"),
             "base without a version",
         ),
-        (lambda text: text.replace("COPY swarmnet swarmnet", "ADD https://x.org/a.tar /src"), "ADD"),
+        (lambda text: text.replace("COPY dist dist", "ADD https://x.org/a.tar /src"), "ADD"),
         (lambda text: text.replace("--constraint constraints.txt ", "", 1), "pip without constraints"),
-        (lambda text: text.replace("--no-install-recommends ", ""), "apt with recommendations"),
-        (lambda text: text.replace("rm -rf /var/lib/apt/lists/*", "true"), "apt lists stay"),
         (
-            lambda text: text.replace("apt-get update", "curl https://x.org | sh"),
+            lambda text: text.replace("RUN useradd", "RUN apt-get install --yes gcc && useradd"),
+            "apt with recommendations",
+        ),
+        (
+            lambda text: text.replace("RUN useradd", "RUN apt-get install --yes gcc && useradd"),
+            "apt lists stay",
+        ),
+        (
+            lambda text: text.replace("RUN useradd", "RUN curl https://x.org | sh && useradd"),
             "sudo or a script from the net",
         ),
         (
@@ -98,10 +104,13 @@ def test_a_broken_rule_is_found(break_it: Callable[[str], str], complaint: str) 
 
 
 def test_copied_files_exist_and_are_not_ignored() -> None:
+    """``make wheel`` makes ``dist``."""
     ignore = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
     for word, rest in instructions(CONTAINERFILE):
         if word == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:
-                assert (ROOT / source).exists()
+                assert (ROOT / source).exists() or f"--wheel-dir {source} ." in (
+                    ROOT / "Makefile"
+                ).read_text()
                 assert f"!{source}" in ignore
     assert ignore[0] == "*"

@@ -94,7 +94,9 @@ MOST_COLUMNS = 100
 
 
 def test_guides_are_one_page() -> None:
-    assert {guide.stem for guide in GUIDES} == {"volunteer", "user", "private-group", "trainer", "operator"}
+    assert {guide.stem for guide in GUIDES} == {
+        *("install", "upgrading", "volunteer", "user", "private-group", "trainer", "operator")
+    }
     assert [guide.stem for guide in GUIDES if len(guide.read_text().split()) > MOST_WORDS] == []
 
 
@@ -105,11 +107,9 @@ def test_the_files_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:[\w.]+/)*[\w.]+\.(?:py|c|js|css))`", page.read_text())
     packages = {"client": "swarmnet_client", "node": "swarmnet_node", "protocols": "swarmnet_protocols"}
     wanted = {path: path.replace("/.../", f"/{packages.get(path.partition('/')[0], '')}/") for path in named}
-    files = [
-        f"/{path.relative_to(ROOT)}"
-        for folder in (*PACKAGES.values(), ROOT / "tests")
-        for path in folder.rglob("*.*")
-    ]
+    folders = (*PACKAGES.values(), ROOT / "tests")
+    everything = (*ROOT.glob("*.*"), *(path for folder in folders for path in folder.rglob("*.*")))
+    files = [f"/{path.relative_to(ROOT)}" for path in everything]
     assert [path for path, end in wanted.items() if not any(file.endswith(f"/{end}") for file in files)] == []
 
 

@@ -20,9 +20,6 @@ MODULES = {
 """Modules that may not be imported: they execute data that they read, or decompress it without a
 limit."""
 EXCEPT = {
-    "protocols/swarmnet_protocols/models/resolver.py": {
-        "zipfile"
-    },  # reads one file of a wheel, up to its known size
     "protocols/swarmnet_protocols/machine/lean_imports.py": {
         "<computed>"
     },  # imports parts of a package by their names

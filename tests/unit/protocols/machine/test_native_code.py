@@ -84,6 +84,29 @@ def test_code_that_fails_its_trial_gives_way_to_a_simpler_target(
     assert told in caplog.text
 
 
+def test_a_library_of_the_wheel_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes its trial before it is used, like one that was compiled here."""
+    source, wheel = tmp_path / "code.c", tmp_path / "wheel"
+    wheel.mkdir()
+    best, simple = native_code.Target("best"), native_code.Target("simple")
+    for number, target in enumerate((best, simple)):
+        source.write_text(
+            f"int target(void) {{ return {number}; }} int trial(void) {{ return {1 - number}; }}"
+        )
+        library = wheel / native_code.library_name(source, target)
+        native_code.compile_library(source, library, target, headers=(), compiler="cc")
+    monkeypatch.setattr(native_code, "IN_WHEEL", wheel)
+    monkeypatch.setattr(native_code, "targets", lambda _: [best, simple])
+
+    loaded = native_code.load(source, tmp_path, compiler="no-such-compiler")
+    assert loaded is not None
+    assert loaded.target() == 1
+    assert "code.c is not used for best: it computes something else" in caplog.text
+    assert native_code.provider("no-such-compiler") == "wheel"
+
+
 def test_code_without_a_trial_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tmp_path / "code.c"
     source.write_text("int nothing(void) { return 0; }")
