@@ -11,12 +11,12 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.session.steps import Row
+from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.models.tiny import BLOCKS, VOCABULARY
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.swarm.swarm_lab import Lab, Reference
 
 MAX_LENGTH = 400
-TOLERANCE = 2e-3
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Writer:
                 continue
             expected = model(torch.tensor([self.sequences[row.sequence]])).logits[0, -row.outputs :]
             found = model.lm_head(model.model.norm(piece))
-            torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+            assert_near(found, expected, TINY_TERMS + BLOCKS * MAX_LENGTH)
 
 
 @dataclass

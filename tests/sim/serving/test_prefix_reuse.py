@@ -15,6 +15,7 @@ from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.session.steps import Row
+from tests.support.models.rounding import assert_near
 from tests.support.swarm.batching import all_answered, answered, batcher, request
 from tests.support.swarm.swarm_lab import Lab, Reference, load_family, simulate
 
@@ -333,7 +334,7 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
                     [len(ids) for ids in inputs],
                 )
                 last = torch.tensor([len(ids) for ids in inputs]).cumsum(0) - 1
-                torch.testing.assert_close(outputs, truth[last], rtol=1e-3, atol=1e-3)
+                assert_near(outputs, truth[last])
                 await asyncio.sleep(0.05)  # what was in flight has been counted
                 work.check()
         await asyncio.sleep(lab.timing.client_silence_s + lab.timing.link_wait_s)

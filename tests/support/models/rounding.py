@@ -1,5 +1,4 @@
-"""How far results in float32 may be from each other: bounds from the number and the size of the
-terms.
+"""How far results may be from each other: bounds from the number and the size of the terms.
 
 Every processor adds the terms of a product in an order of its own. By N. J. Higham, Accuracy and
 Stability of Numerical Algorithms (2nd edition, 2002), section 3.1, any order of ``n`` terms errs by
@@ -11,6 +10,7 @@ import torch
 
 UNIT = 2.0**-24
 """The unit roundoff of float32."""
+UNITS = {torch.float32: UNIT, torch.float64: 2.0**-53}
 TINY_TERMS = 1000
 """Terms that one output of a tiny test model depends on, one after another: six blocks with inner
 products of 32 channels (three times), 8 of a head, up to 40 positions and 64 of an MLP. Less would
@@ -40,11 +40,11 @@ def assert_product(
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, terms: int = TINY_TERMS) -> None:
-    """Assert that two float32 results of one network differ by no more than their rounding.
+    """Assert that two results of one network differ by no more than their rounding.
 
     ``terms`` enter a result one after another along the network's longest path. The distance is
     relative to the norm of ``expected``, since a small channel has the errors of large ones.
     """
     assert found.shape == expected.shape
     distance, size = (found - expected).double().norm(), expected.double().norm()
-    assert distance <= 2 * terms * UNIT * size, f"{distance / size:.2e} apart"
+    assert distance <= 2 * terms * UNITS[found.dtype] * size, f"{distance / size:.2e} apart"

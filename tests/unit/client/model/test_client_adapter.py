@@ -20,6 +20,7 @@ from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.placeholders import stand_ins
 from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_protocols.errors import ConfigError
+from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import FAMILIES, save_tiny
 from tests.unit.protocols.models.test_models import load
 
@@ -86,7 +87,7 @@ def test_a_pair_is_what_peft_adds_to_the_layer(family: str, options: dict[str, A
         if hasattr(module, "lora_A"):
             short = name.split("layers.")[1]
             product = tensors[f"{short}.up"] @ tensors[f"{short}.down"]
-            torch.testing.assert_close(product, module.get_delta_weight("default"))
+            assert_near(product, module.get_delta_weight("default"))
             count += 1
     assert len(tensors) == 2 * count == 2 * 3 * ours.config.num_hidden_layers
 
@@ -102,7 +103,7 @@ def test_only_what_is_active_is_found(model: Any) -> None:
     both = found(model)
     assert both["3.self_attn.q_proj.down"].shape == (6, 32)
     module = model.model.layers[3].self_attn.q_proj
-    torch.testing.assert_close(
+    assert_near(
         both["3.self_attn.q_proj.up"] @ both["3.self_attn.q_proj.down"],
         module.get_delta_weight("default") + module.get_delta_weight("second"),
     )

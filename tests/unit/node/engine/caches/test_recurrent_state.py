@@ -27,6 +27,7 @@ from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from tests.defences import Patch, defence
 from tests.support.models.hub_families import FAMILIES
+from tests.support.models.rounding import assert_near
 
 CPU = torch.device("cpu")
 SMALL = StateGeometry((StateShape((0, "recurrent", 0), (1, 1), torch.float32, CPU),), 32)
@@ -61,10 +62,6 @@ def forward(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.
     return output
 
 
-def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 130, 255, 298])
 def test_a_rewound_sequence_continues_as_if_the_rest_had_never_been(length: int, stage: Stage) -> None:
     sequence, other = stage.new_sequence(), stage.new_sequence()
@@ -74,7 +71,7 @@ def test_a_rewound_sequence_continues_as_if_the_rest_had_never_been(length: int,
     sequence.truncate(length)
     expected = forward(stage, other, torch.cat([rows[:length], inputs(3, 1)]))[-3:]
 
-    assert_close(forward(stage, sequence, inputs(3, 1)), expected)
+    assert_near(forward(stage, sequence, inputs(3, 1)), expected)
     assert sequence.length == length + 3
 
 
@@ -85,7 +82,7 @@ def test_a_sequence_rewound_twice_continues_from_the_second_rewind(stage: Stage)
     sequence.truncate(150)
     sequence.truncate(7)
     expected = forward(stage, other, torch.cat([rows[:7], inputs(1, 1)]))[-1:]
-    assert_close(forward(stage, sequence, inputs(1, 1)), expected)
+    assert_near(forward(stage, sequence, inputs(1, 1)), expected)
 
 
 def test_a_rewind_computes_few_positions_again_if_it_goes_back_by_few() -> None:
@@ -123,7 +120,7 @@ def test_a_fork_and_its_original_do_not_touch_each_other(stage: Stage) -> None:
     twin.truncate(3)
     expected = forward(stage, untouched, inputs(4, 2))
 
-    assert_close(forward(stage, sequence, inputs(4, 2)), expected)
+    assert_near(forward(stage, sequence, inputs(4, 2)), expected)
 
 
 @pytest.mark.parametrize("length", [10, 100])
@@ -143,7 +140,7 @@ def test_after_a_forward_that_failed_a_sequence_continues_as_before(
         with pytest.raises(RuntimeError, match="broken"):
             forward(stage, sequence, inputs(4, 1))
     assert sequence.length == length
-    assert_close(forward(stage, sequence, inputs(4, 2)), forward(stage, other, inputs(4, 2)))
+    assert_near(forward(stage, sequence, inputs(4, 2)), forward(stage, other, inputs(4, 2)))
 
 
 def test_a_sequence_takes_the_memory_that_its_geometry_says(stage: Stage) -> None:
@@ -171,17 +168,17 @@ def test_parts_of_a_stage_make_up_the_whole(stage: Stage) -> None:
         for part, sequence in zip(parts, sequences, strict=True):
             states = forward(part, sequence, states)
         got.append(states)
-    assert_close(torch.cat(got), expected)
+    assert_near(torch.cat(got), expected)
 
 
 def test_sequences_of_one_pass_do_not_see_each_other(stage: Stage) -> None:
     rows = inputs(10)
     together, graph = stage.record_sequences(rows, [4, 6])
     apart = [stage.record_sequences(part, [len(part)]) for part in torch.split(rows, [4, 6])]
-    assert_close(together, torch.cat([outputs for outputs, _ in apart]))
+    assert_near(together, torch.cat([outputs for outputs, _ in apart]))
     gradients, _ = stage.gradients(graph, torch.ones(10, 32))
     expected = [stage.gradients(own, torch.ones(len(outputs), 32))[0] for outputs, own in apart]
-    assert_close(gradients, torch.cat(expected))
+    assert_near(gradients, torch.cat(expected))
 
 
 def test_a_prefix_for_layers_with_recurrent_states_is_refused(model: LocalModel) -> None:
@@ -257,7 +254,7 @@ def test_positions_that_are_computed_again_share_forwards_with_others(stage: Sta
 
         outputs, _ = await asyncio.gather(step(going_back), step(other))
         expected = forward(stage, stage.new_sequence(), torch.cat([rows[:255], inputs(1, 1)]))[-1:]
-        assert_close(outputs, expected)
+        assert_near(outputs, expected)
         return [again, *reached]
 
     async def use() -> list[int]:

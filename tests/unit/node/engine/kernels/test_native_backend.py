@@ -118,7 +118,7 @@ def test_the_decode_step_matches_torch(
     length = sequences[1].length
     for index in range(got.blocks):
         for mine, theirs in zip(sequences[1].layers[index], sequences[0].layers[index], strict=True):
-            torch.testing.assert_close(mine[:, :, :length], theirs[:, :, :length], atol=1e-4, rtol=1e-4)
+            assert_near(mine[:, :, :length], theirs[:, :, :length])
 
 
 @pytest.mark.parametrize("shape", SHAPES)

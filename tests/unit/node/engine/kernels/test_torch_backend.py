@@ -9,6 +9,7 @@ from torch.nn.functional import rms_norm, silu
 
 from swarmnet_node.engine.kernels.backend import AttentionRule, Linear, LoraUpdate, RmsNorm
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend, causal_mask
+from tests.support.models.rounding import assert_near
 
 HEADS, POSITIONS, SIZE = 3, 5, 8
 TORCH = TorchBackend()
@@ -126,16 +127,14 @@ def test_attention_is_its_definition(rule: AttentionRule, rows: int, count: int,
     given = visible if rule.sliding_window is not None else None
 
     outputs = TORCH.attention(query, keys, values, rule, given)
-    torch.testing.assert_close(
-        outputs, reference_attention(query, keys, values, rule, visible), rtol=1e-6, atol=1e-6
-    )
+    assert_near(outputs, reference_attention(query, keys, values, rule, visible))
 
 
 def test_lora_is_added_to_the_columns_of_its_modules() -> None:
     inputs, down, up = drawn(POSITIONS, SIZE), drawn(3, SIZE), drawn(4, 2)
     outputs = torch.zeros(POSITIONS, 10, dtype=torch.float64)
     TORCH.add_lora(inputs, outputs, LoraUpdate(down, ((slice(5, 9), slice(1, 3), up),)))
-    torch.testing.assert_close(outputs[:, 5:9], inputs @ down[1:].T @ up.T)
+    assert_near(outputs[:, 5:9], inputs @ down[1:].T @ up.T)
     assert not outputs[:, :5].any()
     assert not outputs[:, 9:].any()
 
@@ -143,4 +142,4 @@ def test_lora_is_added_to_the_columns_of_its_modules() -> None:
 def test_a_linear_layer_has_its_bias() -> None:
     linear = Linear(drawn(4, SIZE), drawn(4))
     inputs = drawn(POSITIONS, SIZE)
-    torch.testing.assert_close(TORCH.linear(inputs, linear), inputs @ linear.weight.T + linear.bias)
+    assert_near(TORCH.linear(inputs, linear), inputs @ linear.weight.T + linear.bias)
