@@ -38,6 +38,8 @@ wheel: $(INSTALLED)
 # Programs that tests start. Install Debian's packages where they are missing and this user may.
 # Whoever may not is not root, and the tests of routers need root.
 TOOLS := chromium=chromium nft=nftables miniupnpd=miniupnpd-nftables
+# A compiler for ARM, its C library, and an emulator.
+thorough: TOOLS += aarch64-linux-gnu-gcc=gcc-aarch64-linux-gnu qemu-aarch64=qemu-user
 APT := DEBIAN_FRONTEND=noninteractive apt-get --quiet --quiet
 tools:
 	@missing=$$(for each in $(TOOLS); do command -v $${each%=*} > /dev/null || echo $${each#*=}; done); \

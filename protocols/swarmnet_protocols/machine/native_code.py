@@ -40,7 +40,8 @@ COMPILE = (
     *("-Werror=vla", "-fstack-protector-strong", "-fstack-clash-protection"),
 )
 LINK = ("-shared", "-Wl,-Bsymbolic")  # its own `times`, not that of libc
-COMPILER_TIMEOUT_S = 60.0
+COMPILER_TIMEOUT_S = 300.0
+"""Compiling takes eight seconds of a fast core, and a minute on a busy or slow machine."""
 TRIAL_TIMEOUT_S = 20.0
 """A trial takes a tenth of a second, and longer on a busy machine."""
 IN_WHEEL = Path(__file__).with_name("compiled")

@@ -7,6 +7,18 @@
 
 #include "lanes.h"
 
+/* HAS_DOTS: whether the processor has instructions for dots(). SIGNED: whether they take signed codes, so that codes of 8
+ * bits are signed bytes, and not those plus 128. */
+#if defined __ARM_FEATURE_DOTPROD
+enum { HAS_DOTS = 1, SIGNED = 1 };
+#elif defined __AVX2__
+enum { HAS_DOTS = 1, SIGNED = 0 };
+#else
+enum { HAS_DOTS = 0, SIGNED = 0 };
+#endif
+/* What is added to signed bytes to make codes. */
+enum { ZERO_OF_BYTES = SIGNED ? 0 : 128 };
+
 #define ALWAYS static inline __attribute__((always_inline))
 
 /* Integers in a register that has room for as many floats. */
@@ -29,6 +41,8 @@ ALWAYS ints nearest(floats x) {
     return (ints)_mm512_cvtps_epi32((__m512)x);
 #elif defined __AVX2__
     return (ints)_mm256_cvtps_epi32((__m256)x);
+#elif defined __aarch64__
+    return (ints)vcvtnq_s32_f32((float32x4_t)x);
 #else
     ints found;
     for (int i = 0; i < WIDTH; i++) found[i] = (int32_t)lrintf(x[i]);
@@ -36,8 +50,7 @@ ALWAYS ints nearest(floats x) {
 #endif
 }
 
-/* Adds the sums of products of unsigned codes with signed bytes to sums, exactly: lane i of sums[v] grows by the sum over
- * u < units and j < 4 of byte j of codes[u][i] times values[v][4 * u + j]. count, units and bits, the width of a code, are
+/* Adds the sums of products of codes with signed bytes to sums, exactly: lane i of sums[v] grows by the sum over u < units and j < 4 of byte j of codes[u][i] times values[v][4 * u + j]. count, units and bits, the width of a code, are
  * compile-time constants; units is at most 8. */
 ALWAYS void dots(const words *codes, const int8_t *const *values, const int count, const int units, const int bits, ints *sums) {
     for (int v = 0; v < count; v++) sums[v] = (ints){0};
@@ -75,6 +88,15 @@ ALWAYS void dots(const words *codes, const int8_t *const *values, const int coun
             }
             sums[v] += (ints)_mm256_madd_epi16(sum, ones);
             if (bits == 8) sums[v] += (ints)_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4);
+        }
+#elif defined __ARM_FEATURE_DOTPROD
+    (void)bits;
+#pragma GCC unroll 8
+    for (int u = 0; u < units; u++)
+#pragma GCC unroll 12
+        for (int v = 0; v < count; v++) {
+            int8x16_t four = vreinterpretq_s8_u32(vdupq_n_u32(*(const four_bytes *)(values[v] + 4 * u)));
+            sums[v] = (ints)vdotq_s32((int32x4_t)sums[v], (int8x16_t)codes[u], four);
         }
 #else
     (void)bits;

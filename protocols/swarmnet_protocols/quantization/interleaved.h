@@ -120,6 +120,8 @@ ALWAYS floats halves(const uint8_t *in, int first, int at) {
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)in));
 #elif defined __F16C__
     return (floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)in));
+#elif defined __aarch64__
+    return (floats)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(in)));
 #else
     float found[WIDTH];
     unpack_f16(in, WIDTH, found);
@@ -152,6 +154,8 @@ ALWAYS void look_up(words *codes, const int8_t *table, int zero) {
         codes[u] = (words)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(*(const __m128i *)entries), (__m512i)codes[u]);
 #elif defined __AVX2__
         codes[u] = (words)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(*(const __m128i *)entries), (__m256i)codes[u]);
+#elif defined __aarch64__
+        codes[u] = (words)vqtbl1q_u8(vld1q_u8(entries), (uint8x16_t)codes[u]);
 #else
         uint8_t places[4 * WIDTH];
         memcpy(places, codes + u, sizeof places);
@@ -176,7 +180,7 @@ ALWAYS void unpack_piece(const int64_t format, const uint8_t *in, int j, int at,
     case Q4_0: case IQ4_NL:
         to->scale[0] = halves(in, 0, at);
         low_then_high(in, 2, at, to->codes);
-        if (format == IQ4_NL) look_up(to->codes, iq4_table, 128);
+        if (format == IQ4_NL) look_up(to->codes, iq4_table, ZERO_OF_BYTES);
         break;
     case Q4_1:
         to->scale[0] = halves(in, 0, at);
@@ -192,9 +196,9 @@ ALWAYS void unpack_piece(const int64_t format, const uint8_t *in, int j, int at,
         to->offset[0] = halves(in, 2, at);
         with_fifth_bits(in, 4, at, to->codes);
         break;
-    case Q8_0: /* signed bytes, 128 more */
+    case Q8_0:
         to->scale[0] = halves(in, 0, at);
-        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 2, u, at) ^ EVERY(128);
+        for (int u = 0; u < 8; u++) to->codes[u] = word(in, 2, u, at) ^ EVERY(ZERO_OF_BYTES);
         break;
     case IQ4_XS: {
         words high;
@@ -202,7 +206,7 @@ ALWAYS void unpack_piece(const int64_t format, const uint8_t *in, int j, int at,
         words scale = (word(in, 4, 0, at) >> 4 * j & 15) | (high >> 2 * j & 3) << 4;
         to->scale[0] = halves(in, 0, at) * to_floats((ints)scale - 32);
         low_then_high(in, 8 + 16 * j, at, to->codes);
-        look_up(to->codes, iq4_table, 128);
+        look_up(to->codes, iq4_table, ZERO_OF_BYTES);
         break;
     }
     case MXFP4: {

@@ -137,7 +137,7 @@ ALWAYS kind kind_of(const int64_t format) {
     case Q3_K: return (kind){4, 2, 4, 0};
     case Q6_K: return (kind){6, 2, 32, 0};
     case INT4: return (kind){4, 1, ITS_OWN, 0};
-    default: return (kind){8, 1, 128, 0}; /* Q8_0, IQ4_NL, IQ4_XS */
+    default: return (kind){8, 1, ZERO_OF_BYTES, 0}; /* Q8_0, IQ4_NL, IQ4_XS */
     }
 }
 
@@ -205,9 +205,9 @@ ALWAYS void add_blocks(const int64_t format, const uint8_t *in, int64_t count, c
             piece ready[BLOCK_WEIGHTS / 32];
             for (int i = 0; i < count; i++) unpack_piece(format, in + i / a_block * bytes, i % a_block, at, ready + i);
             int64_t r = 0;
-            for (; WIDTH > 4 && r + 4 <= rows; r += 4)
+            for (; HAS_DOTS && r + 4 <= rows; r += 4)
                 add_pieces(of, ready, count, x + r * pitch, pitch, 4, (float (*)[GROUP])(sums[r] + at));
-            for (; WIDTH > 4 && r + 2 <= rows; r += 2)
+            for (; HAS_DOTS && r + 2 <= rows; r += 2)
                 add_pieces(of, ready, count, x + r * pitch, pitch, 2, (float (*)[GROUP])(sums[r] + at));
             for (; r < rows; r++) add_pieces(of, ready, count, x + r * pitch, pitch, 1, (float (*)[GROUP])(sums[r] + at));
         }

@@ -26,7 +26,7 @@ int64_t multiply(const linear *of, int64_t outputs, const float *x, int64_t rows
 }
 
 /* Whether products of many rows are as fast as torch's. Plain C takes dozens of times as long. */
-int64_t takes_many_rows(void) { return WIDTH > 4; }
+int64_t takes_many_rows(void) { return HAS_DOTS; }
 
 /* Interleaves the rows of a segment, with this many columns, into whole groups (interleaved.h). */
 void interleave(const segment *from, int64_t columns, int64_t threads, uint8_t *to) {

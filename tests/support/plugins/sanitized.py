@@ -7,4 +7,3 @@ _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"
 
 native_code.COMPILE = (*(flag for flag in native_code.COMPILE if flag != "-O3"), "-O2", "-g", *_SANITIZERS)
 native_code.LINK = (*native_code.LINK, *_SANITIZERS)
-native_code.COMPILER_TIMEOUT_S = 300.0

@@ -94,9 +94,7 @@ def test_local_layers_around_the_blocks_are_the_reference_model(family: str, tmp
     reference.model.layers = torch.nn.ModuleList([Blocks()])
     reference.config.num_hidden_layers = 1
     with torch.inference_mode():
-        assert_near(
-            local_layers(ids, use_cache=False).logits, reference(ids, use_cache=False).logits
-        )
+        assert_near(local_layers(ids, use_cache=False).logits, reference(ids, use_cache=False).logits)
     assert type(local_layers) is type(reference)
     tied = local_layers.lm_head.weight is local_layers.model.embed_tokens.weight
     assert tied == (reference.lm_head.weight is reference.model.embed_tokens.weight)

@@ -1,4 +1,7 @@
-"""Processors that this machine emulates compute the bits of plain C."""
+"""Processors that this machine emulates compute the bits of plain C.
+
+``test_exact_products.py`` and ``test_equal_bits.py`` show it for the processors that it has.
+"""
 
 import shutil
 import struct
@@ -21,10 +24,13 @@ COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 TARGETS = native_code.TARGETS["aarch64"]
 PIPED = ROOT / "tests/support/gguf/piped_products.c"
 
-pytestmark = pytest.mark.skipif(
-    not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
-    reason="not installed: an emulated ARM processor (Debian: gcc-aarch64-linux-gnu, qemu-user)",
-)
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.skipif(
+        not (shutil.which(COMPILER) and shutil.which(EMULATOR)),
+        reason=f"not installed: {COMPILER}, {EMULATOR} (Debian: gcc-aarch64-linux-gnu, qemu-user)",
+    ),
+]
 
 
 def compiled(source: Path, target: native_code.Target, folder: Path, *options: str) -> Path:
@@ -32,7 +38,18 @@ def compiled(source: Path, target: native_code.Target, folder: Path, *options: s
     kept = [each for each in native_code.COMPILE if each not in ("-c", "-fPIC")]
     includes = [f"-I{path.parent}" for path in (products.SOURCE, native_backend.SOURCE)]
     subprocess.run(
-        [COMPILER, *kept, *target.flags, *includes, *options, str(source), "-static", "-o", str(program), "-lm"],
+        [
+            COMPILER,
+            *kept,
+            *target.flags,
+            *includes,
+            *options,
+            str(source),
+            "-static",
+            "-o",
+            str(program),
+            "-lm",
+        ],
         check=True,
     )
     return program

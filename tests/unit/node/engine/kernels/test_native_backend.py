@@ -315,7 +315,7 @@ def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBacken
         got = one_by_one(stage, stage.new_sequence(), rows)
     finally:
         torch.set_num_threads(1)
-    assert_near(got, expected)
+    assert torch.equal(got, expected)
 
 
 def test_decode_steps_and_packed_batches_share_sequences(
