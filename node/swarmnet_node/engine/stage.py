@@ -6,7 +6,8 @@ It computes a forward in one of three ways, chosen by trials when it is loaded (
 1. transformers' own layers, with the packed attention, recurrent states and LoRA of this package.
    This works for every family whose layers have no other state.
 2. ``LlamaLayers``, for families of the Llama shape.
-3. For few positions, the backend's decode step, if the backend has one for these layers.
+3. The backend's decode step, if the backend has one for these layers: for few positions, or with
+   packed weights for any number.
 
 The caller chooses the backend. On an accelerator, :meth:`Stage.preallocate` puts the KV caches into
 an arena. Attention of a batch is then one call, and decode steps are recorded
@@ -14,6 +15,7 @@ an arena. Attention of a batch is then one call, and decode steps are recorded
 """
 
 import copy
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -37,7 +39,7 @@ from swarmnet_node.engine.caches.cache_arena import CacheArena
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, Prefix, SequenceCache
 from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
 from swarmnet_node.engine.decode_graphs import DecodeGraphs
-from swarmnet_node.engine.kernels.backend import PRODUCTS, Backend, DecodeRow
+from swarmnet_node.engine.kernels.backend import Backend, DecodeRow
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.layer_stack import bring_inputs, load_stack
@@ -112,10 +114,17 @@ class Stage:
                 trials.check_states(self._attempt, self.run_sequences, model, hidden_size)
             self._rules = probed.rules
             self.method = trials.choose_method(self._attempt, model, probed.rules, backend, self.devices)
-        is_llama = self.method.llama_layers is not None
+        if self.method.llama_layers is None:
+            products: list[dict[str, tuple[str, ...]]] = [
+                {path: (path,) for path in paths} for paths in linears
+            ]
+        else:
+            products = [
+                {name: tuple(path for path, _ in modules) for name, modules in layer.modules.items()}
+                for layer in self.method.layers
+            ]
         self._targets = tuple(
-            LayerTargets(paths, PRODUCTS if is_llama else {path: (path,) for path in paths}, shape, device)
-            for paths, shape, device in zip(linears, probed.shapes, self.devices, strict=True)
+            LayerTargets(*each) for each in zip(linears, products, probed.shapes, self.devices, strict=True)
         )
 
     @classmethod
@@ -154,6 +163,13 @@ class Stage:
     def is_on_accelerator(self) -> bool:
         """Whether weights and caches are in other memory than the machine's own."""
         return bool(self.device.type != "cpu")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether sessions get the same bits on every processor: C computes all of their
+        positions."""
+        step = self.method.decode_step
+        return step is not None and step.max_positions == sys.maxsize
 
     @property
     def has_recordings(self) -> bool:

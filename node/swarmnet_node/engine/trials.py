@@ -22,8 +22,9 @@ from swarmnet_node.engine.attention import GeometryProbe
 from swarmnet_node.engine.caches.cache_arena import CacheArena
 from swarmnet_node.engine.caches.kv_cache import LayerShape
 from swarmnet_node.engine.caches.recurrent_state import StateGeometry, StateProbe
-from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, DecodeStep
-from swarmnet_node.engine.llama_layers import LlamaLayers, has_llama_shape
+from swarmnet_node.engine.decoder_layers import decoder_layers, is_llama
+from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, DecoderLayer, DecodeStep
+from swarmnet_node.engine.llama_layers import LlamaLayers
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 
@@ -41,20 +42,24 @@ _NO_RULE = AttentionRule(None, None, None, None)
 class ForwardMethod:
     """How a stage computes a forward: with transformers' own layers, unless it has faster ones."""
 
+    layers: Sequence[DecoderLayer] = ()
+    """The layers as data. Empty if they are known to transformers only."""
     llama_layers: LlamaLayers | None = None
     """Layers that replace transformers' layers."""
     decode_step: DecodeStep | None = None
-    """The backend's forward of few positions."""
+    """The backend's forward of few positions, or of any number."""
     is_fused: bool = False
     """Whether attention over an arena takes one call for all sequences."""
 
     def part(self, start: int, end: int, backend: Backend) -> "ForwardMethod":
         """Return the method for layers [start, end)."""
-        if self.llama_layers is None:
-            return self
-        layers = self.llama_layers.part(start, end)
-        step = None if self.decode_step is None else _decode_step(layers, backend)
-        return replace(self, llama_layers=layers, decode_step=step)
+        layers = self.layers[start:end]
+        return replace(
+            self,
+            layers=layers,
+            llama_layers=self.llama_layers and self.llama_layers.part(start, end),
+            decode_step=self.decode_step and backend.decode_step(layers),
+        )
 
 
 Attempt = Callable[[ForwardMethod, Sequence[Sequence[int]]], torch.Tensor]
@@ -148,19 +153,20 @@ def choose_method(
 ) -> ForwardMethod:
     """Return the fastest method that agrees with transformers' layers."""
     chosen = ForwardMethod()
-    if not has_llama_shape(model):
+    layers = decoder_layers(model, rules)
+    if layers is None:
         return chosen
     expected = attempt(chosen, [[TRIAL_POSITIONS]])
-    layers = LlamaLayers(model, rules, backend, devices)
-    if not layers.rotates_whole_heads(next(model.parameters()).new_empty(0)):
-        return chosen
-    faster = [(ForwardMethod(layers), [[TRIAL_POSITIONS]])]
-    if step := _decode_step(layers, backend):
-        faster.append((ForwardMethod(layers, step), [[2], [2], [1]]))
-    for method, steps in faster:
-        if not agree(attempt(method, steps), expected):
-            break
-        chosen = method
+    chosen = ForwardMethod(layers)
+    if is_llama(layers):
+        faster = replace(chosen, llama_layers=LlamaLayers(layers, model.rotary_emb, backend, devices))
+        if not agree(attempt(faster, [[TRIAL_POSITIONS]]), expected):
+            return ForwardMethod()
+        chosen = faster
+    if step := backend.decode_step(layers):
+        faster = replace(chosen, decode_step=step)
+        if agree(attempt(faster, [[2], [2], [1]]), expected):
+            chosen = faster
     return chosen
 
 
@@ -204,10 +210,6 @@ def _one_position(model: Any, hidden_size: int) -> tuple[torch.Tensor, torch.Ten
     weight = next(model.parameters())
     zeros = torch.zeros(1, 1, hidden_size, dtype=weight.dtype, device=weight.device)
     return zeros, torch.zeros(1, 1, dtype=torch.long, device=weight.device)
-
-
-def _decode_step(layers: LlamaLayers, backend: Backend) -> DecodeStep | None:
-    return backend.decode_step(layers.layers, layers.rotary)
 
 
 def _refusal(model: Any) -> ConfigError:

@@ -17,6 +17,26 @@ MOST_USED = (
 """The 20 text architectures that people use most, as far as could be found without the hub: by its
 lists of downloads in mid-2026, reports about them, and memory. The order means nothing."""
 
+EXACT = frozenset(
+    (
+        *("cohere", "cohere2", "gemma2", "gemma3", "gemma3_text", "gemma4", "granite", "llama"),
+        *(
+            "ministral3",
+            "mistral",
+            "mistral3",
+            "olmo2",
+            "olmo3",
+            "phi3",
+            "qwen2",
+            "qwen2_5_vl",
+            "qwen2_vl",
+            "qwen3",
+        ),
+        *("qwen3_vl", "smollm3", "starcoder2"),
+    )
+)
+"""Families whose blocks C computes: with the same bits on every processor."""
+
 PAGE = Path(__file__).parents[3] / "docs" / "families.md"
 _HEAD = """# Families of models
 
@@ -52,7 +72,9 @@ Every row was tested in each layout against `generate` of the class that the che
 - Multimodal models run as text-only models: tensors of towers for images and sound are neither in
   the manifest nor read.
 
-The column gguf has llama.cpp's name of the architecture. Where it is empty, use the directory.
+The column gguf has llama.cpp's name of the architecture. Where it is empty, use the directory. The
+column arithmetic says `exact-1` where C computes the blocks, with packed weights on a CPU: then
+outputs have the same bits on every processor, in any batch. torch computes the others.
 
 """
 _NOTES = {
@@ -74,8 +96,8 @@ def page(reasons: Mapping[str, str], files: Mapping[str, str]) -> str:
     files.
     """
     lines = [
-        "| `model_type` | models | safetensors | gguf | among the 20 most used | recurrent state | |",
-        "|---|---|---|---|---|---|---|",
+        "| `model_type` | models | safetensors | gguf | arithmetic | among the 20 most used | recurrent state | |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, family in sorted(FAMILIES.items()):
         text = {**family.config, **family.config.get("text_config", {})}
@@ -84,7 +106,17 @@ def page(reasons: Mapping[str, str], files: Mapping[str, str]) -> str:
         found = files.get(name) or files.get(text["model_type"])
         gguf = f"`{found}`" if found else ""
         state = "yes" if is_recurrent else ""
-        cells = (f"`{name}`", family.models, "yes", gguf, _mark(name), state, _NOTES.get(name, ""))
+        arithmetic = "exact-1" if name in EXACT else "torch"
+        cells = (
+            f"`{name}`",
+            family.models,
+            "yes",
+            gguf,
+            arithmetic,
+            _mark(name),
+            state,
+            _NOTES.get(name, ""),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     works = sum(name in FAMILIES for name in MOST_USED)
     lines += ["", f"{works} of the {len(MOST_USED)} most used work.", "", "## Families that are refused", ""]

@@ -62,6 +62,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
+    "cohere": ("CohereConfig", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "phi3": (
+        "Phi3Config",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}},
+    ),
     "phi3-longrope": (
         "Phi3Config",
         {

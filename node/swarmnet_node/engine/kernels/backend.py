@@ -24,24 +24,15 @@ from typing import Protocol
 
 import torch
 
+from swarmnet_node.engine.kernels.block_shapes import BlockShape
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-
-Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""The rotary embedding of transformers. Takes a tensor of the wanted dtype and device, and
-positions [1, T]. Returns cosines and sines [1, T, d]."""
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation
 needs no subtraction."""
 
-PRODUCTS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""The four products of a :class:`DecoderLayer`, and the linear modules whose outputs each product
-concatenates."""
+PRODUCTS = ("qkv", "output", "gate_up", "down")
+"""The four products of a :class:`DecoderLayer`."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +53,17 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class RmsNorm:
-    """An RMSNorm over the last dimension: ``weight`` [size] and epsilon."""
+class Norm:
+    """An RMSNorm, or a LayerNorm, over the last dimension.
+
+    ``weight`` is [size], or [heads, size] if every head has weights of its own.
+    """
 
     weight: torch.Tensor
     eps: float
+    bias: torch.Tensor | None = None
+    is_centred: bool = False
+    """Whether the mean is subtracted first: a LayerNorm."""
 
 
 @dataclass(frozen=True)
@@ -90,27 +87,33 @@ class AttentionRule:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """The weights of one layer of the Llama shape.
+    """The weights of one layer, and what it computes with them.
 
     - ``index`` counts from the first layer of the whole stage.
     - ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
-    - ``gate_up`` has the gate's outputs, then the up projection's.
-    - ``query_norm`` and ``key_norm`` are norms of single heads, which most families lack.
+    - ``gate_up`` has the gate's outputs, if there is a gate, then the up projection's.
+    - Norms of heads have the size of one head, or that of all heads together.
+    - ``modules`` has the path of each linear module of a product, and its columns in the outputs.
     """
 
     index: int
+    shape: BlockShape
     rule: AttentionRule
-    heads: int
     key_heads: int
-    head_size: int
     qkv: Linear
     output: Linear
     gate_up: Linear
     down: Linear
-    attention_norm: RmsNorm
-    mlp_norm: RmsNorm
-    query_norm: RmsNorm | None = None
-    key_norm: RmsNorm | None = None
+    modules: Mapping[str, tuple[tuple[str, slice], ...]]
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    attention_out_norm: Norm | None = None
+    mlp_out_norm: Norm | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    value_norm: Norm | None = None
+    scale: float = 1.0
+    """Factor of the layer's outputs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +215,7 @@ class Backend(Protocol):
     def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
         """Multiply: [T, inputs] to [T, outputs]."""
 
-    def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    def rms_norm(self, states: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Apply RMSNorm over the last dimension of [..., size]. The shape stays.
 
         Zhang and Sennrich, 2019, equation 4.
@@ -270,7 +273,7 @@ class Backend(Protocol):
     def add_lora(self, inputs: torch.Tensor, outputs: torch.Tensor, update: LoraUpdate) -> None:
         """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
 
-    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
+    def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:
         """Return a decode step for these layers, whose tensors must stay where they are.
 
         None if this backend has none for their shape, dtype or device. Before using it, the caller

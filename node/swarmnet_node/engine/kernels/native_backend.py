@@ -1,12 +1,13 @@
-"""The backend with a decode step in C: all layers of the Llama shape in one call.
+"""The backend with a decode step in C: all layers of a stage in one call.
 
 A step has a few new positions of some sequences. ``decode.c`` is compiled once on each machine
 (``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to torch's
-memory: weights and norms once for a stage, KV caches and rotary angles in each step. Everything
-else is ``TorchBackend``.
+memory: weights and norms once for a stage, KV caches in each step. Everything else is
+``TorchBackend``.
 """
 
 import ctypes
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,24 +25,17 @@ from swarmnet_node.engine.kernels.backend import (
     DecoderLayer,
     DecodeRow,
     DecodeStep,
-    Linear,
     LoraLayers,
     LoraUpdate,
-    RmsNorm,
-    Rotary,
 )
+from swarmnet_node.engine.kernels.native_layers import NativeLayers, fits
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.products import (
-    HEADERS,
-    NativeLinear,
-    Products,
-    load_products,
-    native_segments,
-)
+from swarmnet_protocols.quantization.products import HEADERS, Products, load_products
 
 SOURCE = Path(__file__).with_name("decode.c")
+INCLUDED = (*HEADERS, *(SOURCE.with_name(name) for name in ("transcendentals.h", "attention.h")))
 FEW_POSITIONS = 128
 """Most positions of a step that C always computes faster. With so few, reading the weights takes
 longest."""
@@ -54,31 +48,19 @@ Arithmetic then takes longest, and C reads the inputs again for every few output
 fit into a cache of the processor."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
-"""Most query heads that are scored at once. ``QUERIES`` in decode.c must be equal."""
-ANGLES_POSITIONS = 64
-"""Positions whose rotary angles are computed at once."""
-
-
-class _Norm(Structure):
-    _fields_ = (("weight", c_void_p), ("eps", c_float))
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((name, NativeLinear) for name in ("qkv", "output", "gate_up", "down")),
-        *((name, _Norm) for name in ("attention_norm", "query_norm", "key_norm", "mlp_norm")),
-        *((name, c_int64) for name in ("heads", "key_heads", "inner")),
-        ("scaling", c_float),
-    )
+"""Most query heads that are scored at once. ``QUERIES`` in attention.h must be equal."""
 
 
 class _Step(Structure):
-    _fields_ = tuple(
-        (name, c_int64)
-        for name in (
-            *("layers", "hidden_size", "head_size", "shared_floats", "thread_floats"),
-            *("rows", "threads", "ranks"),
-        )
+    _fields_ = (
+        ("rotaries", c_void_p),
+        *(
+            (name, c_int64)
+            for name in (
+                *("layers", "hidden_size", "rotary_count", "angle_floats"),
+                *("shared_floats", "thread_floats", "rows", "threads", "ranks"),
+            )
+        ),
     )
 
 
@@ -96,7 +78,7 @@ class _Update(Structure):
 class _Position(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("position", "capacity", "first", "rows")),
-        *(("angles", c_void_p), ("caches", c_void_p), ("updates", c_void_p)),
+        *(("caches", c_void_p), ("updates", c_void_p), ("query_scale", c_float)),
     )
 
 
@@ -104,13 +86,16 @@ class _Lora:
     """The LoRA updates of some layers as C reads them: an ``_Update`` for each product of each
     layer."""
 
-    def __init__(self, layers: Sequence[Mapping[str, LoraUpdate]]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer], loras: Sequence[Mapping[str, LoraUpdate]]) -> None:
         self._kept: list[object] = []
         """Objects that the structs point to. They must stay alive."""
-        self.ranks = max(len(update.down) for layer in layers for update in layer.values())
-        self.updates = (_Update * (len(layers) * len(PRODUCTS)))(
-            *(self._update(layer.get(product)) for layer in layers for product in PRODUCTS)
-        )
+        updates = [
+            _joined(layer, lora, product)
+            for layer, lora in zip(layers, loras, strict=True)
+            for product in PRODUCTS
+        ]
+        self.ranks = max(len(update.down) for update in updates if update is not None)
+        self.updates = (_Update * len(updates))(*map(self._update, updates))
 
     def _update(self, update: LoraUpdate | None) -> _Update:
         if update is None:
@@ -130,6 +115,25 @@ class _Lora:
         return contiguous.data_ptr()
 
 
+def _joined(layer: DecoderLayer, lora: Mapping[str, LoraUpdate], product: str) -> LoraUpdate | None:
+    """Return the update of a product, whose modules may have updates of their own."""
+    found = [(columns, lora[path]) for path, columns in layer.modules[product] if path in lora]
+    if product in lora or not found:
+        return lora.get(product)
+    ups, rank = [], 0
+    for columns, update in found:
+        ups += [
+            (
+                slice(columns.start + outputs.start, columns.start + outputs.stop),
+                slice(rank + ranks.start, rank + ranks.stop),
+                up,
+            )
+            for outputs, ranks, up in update.ups
+        ]
+        rank += len(update.down)
+    return LoraUpdate(torch.cat([update.down for _, update in found]), tuple(ups))
+
+
 class NativeBackend(TorchBackend):
     """``TorchBackend`` with a decode step in C, for float32 on the CPU."""
 
@@ -146,32 +150,27 @@ class NativeBackend(TorchBackend):
         ``target``: the best one to use (``native_code.targets``). Returns None if this machine
         cannot compile or load the code.
         """
-        library = native_code.load(SOURCE, cache_dir, headers=HEADERS, target=target)
+        library = native_code.load(SOURCE, cache_dir, headers=INCLUDED, target=target)
         return None if library is None else cls(library, load_products(cache_dir, target))
 
-    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
-        return NativeDecodeStep(self, layers, rotary) if fits(layers, rotary) else None
+    def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:
+        return NativeDecodeStep(self, layers) if fits(layers) else None
 
 
 class NativeDecodeStep:
     """Layers of one stage as C reads them."""
 
-    def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer], rotary: Rotary) -> None:
+    def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer]) -> None:
         """``fits`` must hold for the layers. Their weights are not copied."""
         self.max_positions = max_positions(layers)
         self._backend = backend
         self._decoder_layers = layers
-        self._rotary = rotary
         self._first = layers[0].index
-        self._hidden_size, self._head_size = layers[0].output.outputs, layers[0].head_size
-        self._segments: list[object] = []
-        """Objects that the structs of the layers point to. They must stay alive."""
-        self._layers = (_Layer * len(layers))(*map(self._native_layer, layers))
+        self._hidden_size = layers[0].output.outputs
+        self._head_size = max(layer.shape.head_size for layer in layers)
+        self._native = NativeLayers(layers)
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
-        self._angles: dict[int, torch.Tensor] = {}
-        """Rotary angles of the positions so far, in groups of ``ANGLES_POSITIONS``. They take far
-        less memory than one KV cache."""
-        self._shared_floats = _whole_cache_lines(max(map(_shared_floats, layers)))
+        self._shared_floats = _whole_cache_lines(self._native.shared_floats)
 
     def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
         count = sum(row.count for row in rows)
@@ -185,9 +184,9 @@ class NativeDecodeStep:
         positions = (_Position * count)(
             *(
                 _Position(
-                    *(position, capacity, first, row.count),
-                    *(self._angles_at(position), ctypes.addressof(pointers)),
+                    *(position, capacity, first, row.count, ctypes.addressof(pointers)),
                     None if lora is None else ctypes.addressof(lora.updates),
+                    self._query_scale(position),
                 )
                 for row, first, (capacity, pointers), lora in zip(rows, firsts, caches, loras, strict=False)
                 for position in range(row.start, row.start + row.count)
@@ -203,9 +202,11 @@ class NativeDecodeStep:
         )
         scratch = torch.empty(shared_floats + threads * thread_floats)
         step = _Step(
-            layers=len(self._layers),
+            rotaries=ctypes.addressof(self._native.rotaries),
+            layers=len(self._decoder_layers),
             hidden_size=self._hidden_size,
-            head_size=self._head_size,
+            rotary_count=len(self._native.rotaries),
+            angle_floats=self._native.angle_floats,
             shared_floats=shared_floats,
             thread_floats=thread_floats,
             rows=count,
@@ -213,25 +214,14 @@ class NativeDecodeStep:
             ranks=ranks,
         )
         self._backend.decode(
-            ctypes.byref(step), self._layers, positions, scratch.data_ptr(), hidden.data_ptr()
+            ctypes.byref(step), self._native.layers, positions, scratch.data_ptr(), hidden.data_ptr()
         )
         return hidden
 
-    def _native_layer(self, layer: DecoderLayer) -> _Layer:
-        return _Layer(
-            *map(self._native_linear, (layer.qkv, layer.output, layer.gate_up, layer.down)),
-            *map(_native_norm, (layer.attention_norm, layer.query_norm, layer.key_norm, layer.mlp_norm)),
-            layer.heads,
-            layer.key_heads,
-            layer.down.inputs,
-            layer.head_size**-0.5 if layer.rule.scaling is None else layer.rule.scaling,
-        )
-
-    def _native_linear(self, linear: Linear) -> NativeLinear:
-        segments = native_segments(linear.weight)
-        self._segments.append(segments)
-        bias = None if linear.bias is None else linear.bias.data_ptr()
-        return NativeLinear(ctypes.addressof(segments), bias, len(segments), linear.inputs)
+    def _query_scale(self, position: int) -> float:
+        """Return what queries at a position are multiplied by (Llama 4)."""
+        growth = self._decoder_layers[0].shape.query_growth
+        return 1.0 if growth is None else 1 + growth[0] * math.log(1 + position // growth[1])
 
     def _lora(self, lora: LoraLayers | None) -> _Lora | None:
         """Return the updates for these layers, or None without any. Computed once for each
@@ -239,31 +229,21 @@ class NativeDecodeStep:
         if lora is None:
             return None
         if lora not in self._loras:
-            layers = lora.layers[self._first : self._first + len(self._layers)]
-            self._loras[lora] = _Lora(layers) if any(layers) else None
+            own = lora.layers[self._first : self._first + len(self._decoder_layers)]
+            self._loras[lora] = _Lora(self._decoder_layers, own) if any(own) else None
         return self._loras[lora]
 
     def _caches(self, row: DecodeRow) -> tuple[int, ctypes.Array[c_void_p]]:
         """Return the capacity of a row's caches, and the addresses of each layer's keys and
         values."""
-        if len(row.caches) != len(self._layers):
-            raise ValueError(f"caches of {len(row.caches)} layers for {len(self._layers)}")
+        if len(row.caches) != len(self._decoder_layers):
+            raise ValueError(f"caches of {len(row.caches)} layers for {len(self._decoder_layers)}")
         capacity = row.caches[0][0].shape[2]
         if row.start + row.count > capacity:
             raise ValueError(f"no room for {row.start + row.count} positions in a cache of {capacity}")
         return capacity, (c_void_p * (2 * len(row.caches)))(
             *(buffer.data_ptr() for buffers in row.caches for buffer in buffers)
         )
-
-    def _angles_at(self, position: int) -> int:
-        """Return the address of cosines and sines [2, head size]."""
-        group, offset = divmod(position, ANGLES_POSITIONS)
-        if group not in self._angles:
-            start = group * ANGLES_POSITIONS
-            positions = torch.arange(start, start + ANGLES_POSITIONS)
-            self._angles[group] = _angles(self._decoder_layers, self._rotary, positions)
-        angles = self._angles[group]
-        return angles.data_ptr() + offset * angles.stride(0) * angles.element_size()
 
 
 def _tiles(rows: Sequence[DecodeRow]) -> Iterator[tuple[int, int, list[DecodeRow]]]:
@@ -289,73 +269,6 @@ def max_positions(layers: Sequence[DecoderLayer]) -> int:
         return sys.maxsize
     inputs = max(linear.inputs for linear in linears)
     return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
-
-
-def fits(layers: Sequence[DecoderLayer], rotary: Rotary) -> bool:
-    """Return whether the C code has a step for layers of these shapes.
-
-    It has one for float32 on the CPU, equal sizes in all layers, and plain attention.
-    """
-    hidden_size, head_size = layers[0].output.outputs, layers[0].head_size
-    return (
-        layers[0].output.weight.device.type == "cpu"
-        and head_size % 2 == 0
-        and all(_layer_fits(layer, hidden_size, head_size) for layer in layers)
-        and _angles(layers, rotary, torch.zeros(1, dtype=torch.long)).shape == (1, 2, head_size)
-    )
-
-
-def _layer_fits(layer: DecoderLayer, hidden_size: int, head_size: int) -> bool:
-    width, inner = layer.heads * head_size, layer.down.inputs
-    linears: list[tuple[Linear, tuple[int, ...]]] = [
-        (layer.qkv, (width + 2 * layer.key_heads * head_size, hidden_size)),
-        (layer.output, (hidden_size, width)),
-        (layer.gate_up, (2 * inner, hidden_size)),
-        (layer.down, (hidden_size, inner)),
-    ]
-    tensors: list[tuple[torch.Tensor, tuple[int, ...]]] = [
-        (linear.weight, shape) for linear, shape in linears if isinstance(linear.weight, torch.Tensor)
-    ]
-    tensors += [(linear.bias, shape[:1]) for linear, shape in linears if linear.bias is not None]
-    tensors += [(norm.weight, (hidden_size,)) for norm in (layer.attention_norm, layer.mlp_norm)]
-    tensors += [
-        (norm.weight, (head_size,)) for norm in (layer.query_norm, layer.key_norm) if norm is not None
-    ]
-    return (
-        layer.rule.is_plain
-        and layer.head_size == head_size
-        and layer.heads % layer.key_heads == 0
-        and (layer.query_norm is None) == (layer.key_norm is None)
-        and all(linear.weight.shape == shape for linear, shape in linears)
-        and all(
-            tensor.shape == shape and tensor.dtype == torch.float32 and tensor.is_contiguous()
-            for tensor, shape in tensors
-        )
-    )
-
-
-def _angles(layers: Sequence[DecoderLayer], rotary: Rotary, positions: torch.Tensor) -> torch.Tensor:
-    """Return cosines and sines [T, 2, head size] of positions [T].
-
-    In all served models, they depend only on the positions.
-    """
-    cosines, sines = rotary(layers[0].attention_norm.weight, positions[None])
-    return torch.stack((cosines[0], sines[0]), 1)
-
-
-def _native_norm(norm: RmsNorm | None) -> _Norm:
-    return _Norm() if norm is None else _Norm(norm.weight.data_ptr(), norm.eps)
-
-
-def _shared_floats(layer: DecoderLayer) -> int:
-    """Return the floats of scratch memory for one position that all threads share.
-
-    They hold the states of all heads, the attention outputs, gate and up, their product, a sum to
-    add to the hidden state, and the split inputs of one product.
-    """
-    outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
-    inputs = (layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-    return sum(outputs) + layer.heads * layer.head_size + layer.down.inputs + max(inputs)
 
 
 def _whole_cache_lines(floats: int) -> int:

@@ -14,11 +14,10 @@ from swarmnet_node.engine.kernels.backend import (
     DecodeStep,
     Linear,
     LoraUpdate,
+    Norm,
     Ranges,
     Recorder,
     Recording,
-    RmsNorm,
-    Rotary,
 )
 from swarmnet_node.engine.kernels.ranged_attention import (
     attention_with_scores,
@@ -47,7 +46,7 @@ class TorchBackend:
             return packed_linear.linear(self._products, inputs, linear.weight, linear.bias)
         return functional.linear(inputs, linear.weight, linear.bias)
 
-    def rms_norm(self, states: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    def rms_norm(self, states: torch.Tensor, norm: Norm) -> torch.Tensor:
         if not states.requires_grad:
             return functional.rms_norm(states, norm.weight.shape, norm.weight, norm.eps)
         return _apply(_RmsNorm, states, norm.weight, norm.eps)
@@ -108,7 +107,7 @@ class TorchBackend:
         for columns, ranks, up in update.ups:
             outputs[:, columns].addmm_(low[:, ranks], up.T)
 
-    def decode_step(self, layers: Sequence[DecoderLayer], rotary: Rotary) -> DecodeStep | None:
+    def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:
         return None
 
 

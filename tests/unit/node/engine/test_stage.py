@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
-from swarmnet_node.engine.llama_layers import has_llama_shape
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
@@ -207,7 +206,7 @@ def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Pa
     """Granite has the modules of Llama, but scales what its layers add."""
     stage = load_stage(tmp_path, "granite")
 
-    assert has_llama_shape(stage._model)
+    assert stage.method.layers
     assert stage.method.llama_layers is None
 
 

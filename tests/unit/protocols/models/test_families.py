@@ -6,6 +6,7 @@ names.
 
 import itertools
 import random
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +16,16 @@ import pytest
 import torch
 import transformers
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.kernels import native_backend
+from swarmnet_node.engine.kernels.backend import Backend
+from swarmnet_node.engine.kernels.native_backend import NativeBackend
+from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
-from tests.support.models.family_page import MOST_USED, PAGE, current, reasons_in
+from tests.support.models.family_page import EXACT, MOST_USED, PAGE, current, reasons_in
 from tests.support.models.hub_families import FAMILIES, REFUSED
 
 CPU = torch.device("cpu")
@@ -64,9 +69,11 @@ class Case:
     local_layers: LocalLayers
     reference: Any
     """The model in transformers."""
-    stages: dict[tuple[int, int], Stage] = field(default_factory=dict)
-    """The stages loaded so far, by span. A stage keeps nothing for a sequence, so all tests of a
-    family share the stages."""
+    is_exact: bool
+    """Whether C computes the blocks."""
+    stages: dict[tuple[Backend, int, int], Stage] = field(default_factory=dict)
+    """The stages loaded so far, by backend and span. A stage keeps nothing for a sequence, so all
+    tests of a family share the stages."""
     answers: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """The answers made so far, by the length of their prompts."""
 
@@ -92,13 +99,16 @@ class Case:
             self.answers[length] = made.sequences[0], torch.cat(made.logits)
         return self.answers[length]
 
-    def hops(self, *cuts: int) -> Hops:
+    def hops(self, *cuts: int, backend: Backend = TORCH) -> Hops:
         """Hops that host the blocks between ``cuts``, with new sequences."""
         spans = list(itertools.pairwise((0, *cuts, self.model.manifest.blocks)))
-        for start, end in spans:
-            if (start, end) not in self.stages:
-                self.stages[start, end] = Stage.load(self.model, start, end, dtype=torch.float32, device=CPU)
-        return Hops([self.stages[span] for span in spans], self.local_layers, len(PROMPT_LENGTHS))
+        for span in spans:
+            if (backend, *span) not in self.stages:
+                self.stages[backend, *span] = Stage.load(
+                    self.model, *span, dtype=torch.float32, device=CPU, backend=backend
+                )
+        stages = [self.stages[backend, *span] for span in spans]
+        return Hops(stages, self.local_layers, len(PROMPT_LENGTHS))
 
 
 DIRECTORIES, GGUF_FILES = [*FAMILIES], [f"{name}.gguf" for name in FILES]
@@ -126,7 +136,9 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if file is not None:
         path = write(folder / "model.gguf", file, reference)
     model = resolve(str(path), cache_dir=folder / "cache")
-    return Case(model, LocalLayers(model, LoadOptions(torch.float32, CPU)), reference)
+    local_layers = LocalLayers(model, LoadOptions(torch.float32, CPU))
+    is_exact = (name if name in FAMILIES else family.config["model_type"]) in EXACT
+    return Case(model, local_layers, reference, is_exact)
 
 
 def random_tokens(length: int) -> torch.Tensor:
@@ -140,8 +152,32 @@ def random_tokens(length: int) -> torch.Tensor:
     "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
 )
 def test_tokens_and_logits_are_those_of_transformers(case: Case, length: int, cuts: tuple[int, ...]) -> None:
+    check_answer(case, length, case.hops(*cuts))
+
+
+@both_layouts
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
+)
+def test_c_gives_the_tokens_and_logits_of_transformers(
+    case: Case, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the families that the page lists so. C computes prompts of any length in tiles."""
+    native = NativeBackend.load(default_cache_dir())
+    assert native is not None
+    monkeypatch.setattr(native_backend, "MAX_POSITIONS", 100)
+    hops = case.hops(1, backend=native)
+    assert (hops.stages[1].method.decode_step is not None) == case.is_exact
+    if case.is_exact:
+        for stage in hops.stages:
+            monkeypatch.setattr(stage.method.decode_step, "max_positions", sys.maxsize)
+        check_answer(case, length, hops)
+
+
+def check_answer(case: Case, length: int, hops: Hops) -> None:
     text, expected = case.answer(min(length, case.model.max_positions - ANSWER_TOKENS))
-    hops, tokens, found = case.hops(*cuts), text[:-ANSWER_TOKENS], []
+    tokens, found = text[:-ANSWER_TOKENS], []
     while len(tokens) < len(text):
         found.append(hops.logits({0: tokens[hops.length(0) :]})[0][-1])
         tokens = torch.cat([tokens, found[-1].argmax()[None]])

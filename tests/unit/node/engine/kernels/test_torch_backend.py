@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
 
-from swarmnet_node.engine.kernels.backend import AttentionRule, Linear, LoraUpdate, RmsNorm
+from swarmnet_node.engine.kernels.backend import AttentionRule, Linear, LoraUpdate, Norm
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend, causal_mask
 from tests.support.models.rounding import assert_near
 
@@ -30,7 +30,7 @@ def plain_rms_norm(states: torch.Tensor) -> torch.Tensor:
 
 
 def our_rms_norm(states: torch.Tensor) -> torch.Tensor:
-    return TORCH.rms_norm(states, RmsNorm(drawn(SIZE, dtype=states.dtype), 1e-5))
+    return TORCH.rms_norm(states, Norm(drawn(SIZE, dtype=states.dtype), 1e-5))
 
 
 def plain_rope(states: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,191 @@
+"""Finds the weights of decoder layers in transformers' modules, and joins those with the same
+inputs."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, DecoderLayer, Linear, Norm
+from swarmnet_node.engine.kernels.block_shapes import BlockShape, Family, block_shapes
+from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.packed_linear import PackedLinear
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+
+_ULPS = 2.0**-21
+"""Largest relative difference of two frequencies of a rotary embedding: a few units in the last
+place of float32."""
+
+
+def decoder_layers(model: Any, rules: Sequence[AttentionRule]) -> list[DecoderLayer] | None:
+    """Return the layers of a transformers decoder stack as data.
+
+    ``rules`` has the attention rule of each layer. Returns None if a layer has other modules than
+    its shape, or if a rotary embedding differs from that of its shape. A family may use the same
+    modules in another way, so callers compare outputs before they use the result.
+
+    Weights with the same inputs are joined. The modules' own weights become views of the joined
+    ones. So the model keeps working, and no weight is in memory twice.
+    """
+    sizes = [getattr(getattr(layer, "self_attn", None), "head_dim", 0) for layer in model.layers]
+    shapes = block_shapes(model.config, sizes) if all(sizes) and hasattr(model, "rotary_emb") else None
+    if shapes is None or not all(map(_has_shape, model.layers, shapes)):
+        return None
+    if not all(_has_frequencies(model.rotary_emb, shape) for shape in set(shapes)):
+        return None
+    return [
+        _decoder_layer(*each, index=each[0].self_attn.layer_idx)
+        for each in zip(model.layers, shapes, rules, strict=True)
+    ]
+
+
+def is_llama(layers: Sequence[DecoderLayer]) -> bool:
+    """Return whether the layers have the Llama shape: RMSNorms before attention and MLP, one rotary
+    embedding of whole heads, and SwiGLU."""
+    llama, rotary = Family(), layers[0].shape.rotary
+    return rotary is not None and all(
+        replace(layer.shape.family, qkv=llama.qkv, gate_up=llama.gate_up) == llama
+        and layer.shape.activation in ("silu", "swish")
+        and layer.shape.residual == 1.0
+        and layer.shape.query_growth is None
+        and layer.shape.rotary == rotary
+        and 2 * len(rotary.frequencies) == layer.shape.head_size
+        and (layer.query_norm is None) == (layer.key_norm is None)
+        and (layer.query_norm is None or layer.query_norm.weight.shape == (layer.shape.head_size,))
+        for layer in layers
+    )
+
+
+def _products(layer: nn.Module, family: Family) -> dict[str, tuple[str, ...]]:
+    """Return the paths of the linear modules of each product."""
+    qkv = family.qkv
+    if family.has_shared_values and _module(layer, qkv[-1]) is None:
+        qkv = (*qkv[:-1], qkv[-2])
+    return dict(zip(PRODUCTS, (qkv, (family.output,), family.gate_up, (family.down,)), strict=True))
+
+
+def _norms(layer: nn.Module, family: Family) -> Iterator[tuple[str, str]]:
+    """Yield the norms that a layer has: their names in :class:`DecoderLayer`, and their paths."""
+    for name in ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"):
+        if path := getattr(family, name):
+            yield name, path
+    for name in ("query_norm", "key_norm", "value_norm"):
+        path = getattr(family, name)
+        if path and _module(layer, path) is not None:
+            yield name, path
+
+
+def _has_shape(layer: Any, shape: BlockShape) -> bool:
+    """Return whether a layer consists of the linear modules and norms of its shape."""
+    family = shape.family
+    products = _products(layer, family)
+    linears = [path for paths in products.values() for path in paths]
+    norms = [path for _, path in _norms(layer, family)]
+    packed = {path for path, module in layer.named_modules() if isinstance(module, PackedLinear)}
+    tensors = {*dict(layer.named_parameters()), *dict(layer.named_buffers())} - {family.scale}
+    return (
+        packed | {name.rpartition(".")[0] for name in tensors} <= {*linears, *norms}
+        and all(type(_module(layer, path)) in (nn.Linear, PackedLinear) for path in linears)
+        and all(
+            len({_module(layer, path).bias is None for path in paths}) == 1 for paths in products.values()
+        )
+        and all(_eps(_module(layer, path)) is not None for path in norms)
+        and hasattr(getattr(layer, "self_attn", None), "layer_idx")
+    )
+
+
+def _module(layer: nn.Module, path: str) -> Any:
+    module: Any = layer
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
+
+
+def _eps(norm: Any) -> float | None:
+    found: float | None = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    return found
+
+
+def _has_frequencies(rotary: nn.Module, shape: BlockShape) -> bool:
+    """Return whether the rotary embedding of a shape is one of a model's."""
+    if shape.rotary is None:
+        return True
+    mine = torch.tensor(shape.rotary.frequencies, dtype=torch.float64)
+    return any(
+        name.endswith("inv_freq")
+        and theirs.shape == mine.shape
+        and bool(((theirs.double().cpu() - mine).abs() <= _ULPS * mine).all())
+        for name, theirs in rotary.named_buffers()
+    )
+
+
+def _decoder_layer(layer: Any, shape: BlockShape, rule: AttentionRule, index: int) -> DecoderLayer:
+    family = shape.family
+    parts: dict[str, Any] = {}
+    modules = {}
+    for product, paths in _products(layer, family).items():
+        linears = [layer.get_submodule(path) for path in paths]
+        parts[product] = _join(*linears)
+        ends = list(accumulate(linear.out_features for linear in linears))
+        modules[product] = tuple(zip(paths, map(slice, [0, *ends], ends), strict=False))
+    for name, path in _norms(layer, family):
+        parts[name] = _norm(layer.get_submodule(path), shape)
+    return DecoderLayer(
+        index=index,
+        shape=shape,
+        rule=rule,
+        key_heads=(parts["qkv"].outputs // shape.head_size - shape.heads) // 2,
+        modules=modules,
+        scale=float(getattr(layer, family.scale)) if family.scale else 1.0,
+        **parts,
+    )
+
+
+def _norm(module: Any, shape: BlockShape) -> Norm:
+    eps, gain, weight = _eps(module), shape.family.gain, getattr(module, "weight", None)
+    assert eps is not None  # noqa: S101 - the caller checked the shape
+    if weight is None:  # Gemma 4 has such a norm of values
+        weight = torch.ones(shape.head_size)
+    return Norm(
+        weight.detach() + gain if gain else weight,
+        eps,
+        getattr(module, "bias", None),
+        shape.family.is_centred,
+    )
+
+
+def _weight(module: nn.Linear) -> torch.Tensor | PackedTensor:
+    return module.packed if isinstance(module, PackedLinear) else module.weight
+
+
+def _join(*modules: nn.Linear) -> Linear:
+    """Return one linear layer with the outputs of all modules, one after another.
+
+    The modules' own weights become views of its weights.
+    """
+    if len(modules) == 1:
+        return Linear(_weight(modules[0]), modules[0].bias)
+    sizes = [module.out_features for module in modules]
+    bias = None if modules[0].bias is None else torch.cat([module.bias for module in modules])
+    if bias is not None:
+        for module, part in zip(modules, torch.split(bias, sizes), strict=True):
+            module.bias = nn.Parameter(part, requires_grad=False)
+    if any(isinstance(module, PackedLinear) for module in modules):
+        packed = PackedTensor.joined([_as_packed(module) for module in modules])
+        for module, matrix in zip(modules, packed.split(sizes), strict=True):
+            if isinstance(module, PackedLinear):
+                module.packed = matrix
+        return Linear(packed, bias)
+    weight = torch.cat([module.weight for module in modules])
+    for module, part in zip(modules, torch.split(weight, sizes), strict=True):
+        module.weight = nn.Parameter(part, requires_grad=False)
+    return Linear(weight, bias)
+
+
+def _as_packed(module: nn.Linear) -> PackedTensor:
+    if isinstance(module, PackedLinear):
+        return module.packed
+    return PackedTensor.of(Format.F32, module.weight.detach().float().view(torch.uint8))

@@ -1,0 +1,149 @@
+"""What the blocks of each dense family compute, as data. ``decode.c`` computes any combination.
+
+``block_shapes`` reads a config, and ``decoder_layers.py`` finds the weights. A row of ``FAMILIES``
+says how a family differs from Llama; a family without a row is taken for one of the Llama shape.
+When a stage is loaded, trials compare outputs with those of transformers, so a wrong row costs
+speed and not correctness.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swarmnet_node.engine.kernels.rotary_embeddings import RotaryEmbedding, rotary_embedding
+
+ACTIVATIONS = {
+    "silu": 0,
+    "swish": 0,
+    "gelu_pytorch_tanh": 1,
+    "gelu_new": 1,
+    "gelu": 2,
+    "relu2": 3,
+}
+"""Activations by their names in configs, and their numbers in decode.c."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """The modules of a family's blocks, by their paths in a block. Empty where there is none."""
+
+    attention_norm: str = "input_layernorm"
+    """The norm of the inputs of attention."""
+    attention_out_norm: str = ""
+    """The norm of the outputs of attention."""
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = ""
+    query_norm: str = "self_attn.q_norm"
+    """The norms of heads may be missing."""
+    key_norm: str = "self_attn.k_norm"
+    value_norm: str = ""
+    is_centred: bool = False
+    """Whether norms are LayerNorms, which subtract the mean. Others are RMSNorms."""
+    gain: float = 0.0
+    """Number that is added to the weights of norms."""
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    output: str = "self_attn.o_proj"
+    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    is_gated: bool = True
+    down: str = "mlp.down_proj"
+    activation: str = "hidden_act"
+    """The setting that names the activation."""
+    is_parallel: bool = False
+    """Whether the MLP has the same inputs as attention."""
+    is_interleaved: bool = False
+    """Whether rotary embeddings turn neighbours."""
+    unrotated: str = ""
+    """The type of layers without rotary embedding."""
+    has_shared_values: bool = False
+    """Whether keys are the values where a block has no projection of values."""
+    scale: str = ""
+    """A number by which a block multiplies its outputs."""
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """One block: its family, and the numbers of its config."""
+
+    family: Family
+    heads: int
+    head_size: int
+    activation: str
+    residual: float
+    """Factor of what attention and MLP add to the hidden states."""
+    rotary: RotaryEmbedding | None
+    query_growth: tuple[float, int] | None
+    """(b, n): queries at position p are multiplied by 1 + b log(1 + floor(p / n)); None: they are
+    not."""
+
+
+_SANDWICHED: dict[str, Any] = {
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+_GEMMA: dict[str, Any] = {**_SANDWICHED, "gain": 1.0, "activation": "hidden_activation"}
+_NORMED_OUTPUTS: dict[str, Any] = {**_SANDWICHED, "attention_norm": "", "mlp_norm": ""}
+_COHERE: dict[str, Any] = {
+    **{"mlp_norm": "input_layernorm", "is_centred": True, "is_parallel": True, "is_interleaved": True},
+}
+
+FAMILIES = {
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral3", "qwen2", "qwen3", "granite", "smollm3"),
+        Family(),
+    ),
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"), Family()),
+    "phi3": Family(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)),
+    "gemma2": Family(**_GEMMA),
+    "gemma3_text": Family(**_GEMMA),
+    "gemma4_text": Family(
+        **_SANDWICHED,
+        value_norm="self_attn.v_norm",
+        activation="hidden_activation",
+        has_shared_values=True,
+        scale="layer_scalar",
+    ),
+    "olmo2": Family(**_NORMED_OUTPUTS),
+    "olmo3": Family(**_NORMED_OUTPUTS),
+    "cohere": Family(**_COHERE),
+    "cohere2": Family(**_COHERE, unrotated="full_attention"),
+    "starcoder2": Family(is_centred=True, gate_up=("mlp.c_fc",), is_gated=False, down="mlp.c_proj"),
+}
+
+
+def block_shapes(config: Any, head_sizes: Sequence[int]) -> Sequence[BlockShape] | None:
+    """Return the shapes of all blocks of a decoder stack, whose heads have these sizes.
+
+    None if its config has an activation or a rotary embedding that decode.c lacks.
+    """
+    family = FAMILIES.get(config.model_type, Family())
+    activation = getattr(config, family.activation, None)
+    if activation not in ACTIVATIONS:
+        return None
+    try:
+        return [_block_shape(config, family, *each) for each in enumerate(head_sizes)]
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError):
+        return None
+
+
+def _block_shape(config: Any, family: Family, index: int, head_size: int) -> BlockShape:
+    kinds, rotated = getattr(config, "layer_types", None), getattr(config, "no_rope_layers", None)
+    kind = kinds[index] if kinds else ""
+    settings = config.rope_parameters.get(kind, config.rope_parameters)
+    rotary = None
+    if rotated[index] if rotated else not kind or kind != family.unrotated:
+        rotary = rotary_embedding(
+            settings, head_size, config.max_position_embeddings, is_interleaved=family.is_interleaved
+        )
+    growth = None
+    if (rate := settings.get("llama_4_scaling_beta")) is not None:
+        growth = float(rate), max(1, int(settings["original_max_position_embeddings"]))
+    return BlockShape(
+        family=family,
+        heads=config.num_attention_heads,
+        head_size=head_size,
+        activation=getattr(config, family.activation),
+        residual=float(getattr(config, "residual_multiplier", 1.0)),
+        rotary=rotary,
+        query_growth=growth,
+    )
