@@ -62,7 +62,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {}),
+    "arcee": ("ArceeConfig", {}),
     "cohere": ("CohereConfig", {}),
+    "ernie4_5": ("Ernie4_5Config", {}),
+    "gemma": ("GemmaConfig", {"head_dim": 8}),
+    "glm": ("GlmConfig", {"head_dim": 16}),
+    "glm4": ("Glm4Config", {"head_dim": 16}),
+    "helium": ("HeliumConfig", {"head_dim": 8}),
     "olmo2": ("Olmo2Config", {}),
     "phi3": (
         "Phi3Config",

@@ -108,6 +108,18 @@ FAMILIES = {
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, unrotated="full_attention"),
     "starcoder2": Family(is_centred=True, gate_up=("mlp.c_fc",), is_gated=False, down="mlp.c_proj"),
+    # Families that docs/families.md does not list.
+    "arcee": Family(gate_up=("mlp.up_proj",), is_gated=False),
+    "ernie4_5": Family(is_interleaved=True),
+    "gemma": Family(gain=1.0),
+    "glm": Family(gate_up=("mlp.gate_up_proj",), is_interleaved=True),
+    "glm4": Family(
+        attention_out_norm="post_self_attn_layernorm",
+        mlp_out_norm="post_mlp_layernorm",
+        gate_up=("mlp.gate_up_proj",),
+        is_interleaved=True,
+    ),
+    "helium": Family(is_interleaved=True),
 }
 
 

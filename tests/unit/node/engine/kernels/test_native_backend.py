@@ -78,6 +78,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere, parallel, norms of each head": ("cohere", {"use_qk_norm": True}),
     "olmo2, norms of all heads together": ("olmo2", {}),
     "phi3, part of a head turns": ("phi3", {}),
+    **{name: (name, {}) for name in ("arcee", "ernie4_5", "gemma", "glm", "glm4", "helium")},
 }
 
 
