@@ -9,7 +9,7 @@ from swarmnet.paths import default_cache_dir
 from swarmnet.swarm_file.entry import client_network
 
 if TYPE_CHECKING:
-    from swarmnet_client.model.local_layers import LoadOptions
+    from swarmnet_client.model.load_options import LoadOptions
     from swarmnet_client.model.model import SwarmModel
     from swarmnet_protocols.joining.network import Network
 
@@ -50,7 +50,7 @@ class AutoSwarmModelForCausalLM:
           the next tokens. Answers stay the same.
         - ``wait_s``: seconds that a call waits while all hosts of some blocks are overloaded.
         """
-        from swarmnet_client.model.local_layers import LoadOptions
+        from swarmnet_client.model.load_options import LoadOptions
 
         options = LoadOptions.picked(dtype, device, wire=wire, standby=standby, draft=draft, wait_s=wait_s)
         return _open(name, _network(swarm, bootstrap, data_dir, hosts), cache_dir, options)
@@ -78,7 +78,7 @@ class AutoSwarmModelForSequenceClassification:
 
         The other arguments are as in ``AutoSwarmModelForCausalLM.from_pretrained``.
         """
-        from swarmnet_client.model.local_layers import LoadOptions
+        from swarmnet_client.model.load_options import LoadOptions
 
         return _open(
             name,

@@ -32,9 +32,10 @@ from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim, holders
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.session.pings import ping
-from swarmnet_protocols.session.wire_tensors import wire_code
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -226,21 +227,22 @@ class HostChecker:
             manifest=asked.manifest,
             span=pb.Span(start=span[0], end=span[1]),
             counts=[len(inputs)],
-            wire=wire_code(torch.float32),
+            wire=ElementType.FLOAT32.value,
         )
         try:
             async with asyncio.timeout(TRIAL_S):
                 if not await self.call(host):
                     return None
                 stream = await PASS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
-                [outputs] = await request_pass(stream, request, [inputs], [inputs.shape], self._timing)
+                sent = array_of(inputs)
+                [outputs] = await request_pass(stream, request, [sent], [sent.shape], self._timing)
         except PeerUnreachable:
             self.sightings.failed(host.peer, now=_now())
             return None
         except (SwarmnetError, TimeoutError) as error:  # the host may be busy, or have moved
             _log.debug("%s does not compute: %s", host.peer, error)
             return None
-        return outputs.float()
+        return tensor_of(outputs).float()
 
     def _is_right(self, peer: PeerId, trial: Trial, outputs: torch.Tensor) -> bool:
         if trial.agrees(outputs):

@@ -78,6 +78,8 @@ def progress(*, quiet: bool) -> Iterator[Progress]:
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         rich_progress.TimeElapsedColumn(),
+        rich_progress.TextColumn("left:"),
+        rich_progress.TimeRemainingColumn(),
     )
     with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, rich_progress.TaskID] = {}

@@ -261,7 +261,7 @@ class Gateway:
         seed = secrets.randbits(63) if body.seed is None else body.seed
         requests: list[answers.Request] = []
         self._tokenizer.check_ids(body.logit_bias, "logit_bias")
-        biases = tuple(body.logit_bias.items())
+        biases, usual = tuple(body.logit_bias.items()), self.served.sampling
         for prompt in prepared.prompts:
             self._tokenizer.check_ids(prompt, prepared.param)
             room = self.served.max_length - len(prompt)
@@ -274,8 +274,8 @@ class Gateway:
                 raise ApiError(400, message, "context_length_exceeded", param=prepared.param)
             for _ in range(body.n):
                 sampling = Sampling(
-                    temperature=body.temperature,
-                    top_p=body.top_p,
+                    temperature=usual.temperature if body.temperature is None else body.temperature,
+                    top_p=usual.top_p if body.top_p is None else body.top_p,
                     seed=seed + len(requests),
                     top_logprobs=prepared.top_logprobs,
                     presence_penalty=body.presence_penalty,

@@ -25,9 +25,17 @@ class Delta:
     finish_reason: str | None = None
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """How many of a choice's prompt tokens the hosts have read."""
+
+    done: int
+    total: int
+
+
 class Generation:
-    """The choices of one request, as an async iterator over the deltas of all; it raises
-    ``SwarmnetError`` when one choice fails.
+    """The choices of one request, as an async iterator over the deltas of all, and over the
+    progress of long prompts before them; it raises ``SwarmnetError`` when one choice fails.
 
     Each choice is a task that reads its tokens from the batcher; all put their deltas into one
     queue.
@@ -57,7 +65,7 @@ class Generation:
         self._metrics = metrics
         self._continues = continues
         self._unfinished = len(requests)
-        self._queue: asyncio.Queue[Delta | SwarmnetError] = asyncio.Queue()
+        self._queue: asyncio.Queue[Delta | Prefill | SwarmnetError] = asyncio.Queue()
         self._started = asyncio.Event()
         self._first_error: SwarmnetError | None = None
         self._start_s = asyncio.get_running_loop().time()
@@ -87,11 +95,15 @@ class Generation:
         if self._first_error is not None:
             raise self._first_error
 
-    async def __aiter__(self) -> AsyncIterator[Delta]:
+    async def __aiter__(self) -> AsyncIterator[Delta | Prefill]:
         while self._unfinished:
             item = await self._queue.get()
             if isinstance(item, SwarmnetError):
                 raise item
+            if isinstance(item, Prefill):
+                if self._queue.empty():  # otherwise it is out of date
+                    yield item
+                continue
             self._unfinished -= item.finish_reason is not None
             yield item
 
@@ -118,6 +130,8 @@ class Generation:
         count = 0
         last_s = self._start_s
         async with self._served.batcher.answer(request) as answer:
+            total = len(request.ids)
+            answer.prefilled = lambda done: self._queue.put_nowait(Prefill(done, total))
             async for token in answer:
                 last_s = self._observe_token(count, last_s)
                 count += 1

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.detokenizer import TokenBytes
 from swarmnet.gateway.errors import swarm_error
-from swarmnet.gateway.generation import Delta, Generation
+from swarmnet.gateway.generation import Delta, Generation, Prefill
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 
@@ -169,7 +169,8 @@ async def whole_response(
     fails."""
     deltas: dict[int, list[Delta]] = defaultdict(list)
     async for delta in generation:
-        deltas[delta.index].append(delta)
+        if isinstance(delta, Delta):
+            deltas[delta.index].append(delta)
     choices = [formatter.choice(deltas[index]) for index in sorted(deltas)]
     usage = usage_of(generation, prompt_tokens)
     return formatter.response(choices, usage=usage, precisions=generation.precisions)
@@ -178,11 +179,15 @@ async def whole_response(
 async def event_stream(
     generation: Generation, formatter: CompletionFormatter, prompt_tokens: int, *, with_usage: bool
 ) -> AsyncIterator[bytes]:
-    """Yield the response as server-sent events. A failure is sent as an error event before
-    ``[DONE]``."""
+    """Yield the response as server-sent events. Comments say how far a long prompt is. A failure is
+    sent as an error event before ``[DONE]``."""
     started = set()
     try:
         async for delta in generation:
+            if isinstance(delta, Prefill):
+                if delta.done < delta.total:
+                    yield f": prefill {delta.done}/{delta.total}\n\n".encode()
+                continue
             if delta.index not in started:
                 started.add(delta.index)
                 if first := formatter.first_chunk_choice(delta.index):

@@ -134,8 +134,8 @@ class GenerationRequest(StrictModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
-    temperature: float = Field(1.0, ge=0, le=2, allow_inf_nan=False)
-    top_p: float = Field(1.0, gt=0, le=1, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Annotated[list[Stop], Field(fail_fast=True), _at_most(MAX_STOPS), BeforeValidator(_as_list)] = []
     n: int = Field(1, ge=1, le=MAX_CHOICES)

@@ -49,7 +49,7 @@ class PromptTokenizer:
 
     def check_ids(self, ids: Collection[int], param: str) -> None:
         """Raise ``ApiError`` that names ``param`` if an id is not in the vocabulary."""
-        vocab_size = self._served.local.config.vocab_size
+        vocab_size = self._served.vocabulary.size
         if ids and max(ids) >= vocab_size:
             raise ApiError(400, f"token ids go up to {vocab_size - 1}", "invalid_value", param=param)
 
@@ -65,7 +65,7 @@ class PromptTokenizer:
             raise ApiError(
                 400, f"{len(text)} characters do not fit into this model", "context_length_exceeded"
             )
-        ids: list[int] = self._served.tokenizer(text, add_special_tokens=special_tokens).input_ids
+        ids: list[int] = self._served.tokenizer.encode(text, add_special_tokens=special_tokens)
         return ids
 
     def _is_too_long(self, text: str) -> bool:
@@ -76,7 +76,7 @@ class PromptTokenizer:
         count = 0
         for start in range(0, len(text), PIECE_CHARS):
             piece = text[start : start + PIECE_CHARS]
-            count += len(self._served.tokenizer(piece, add_special_tokens=False).input_ids) - EXTRA_TOKENS
+            count += len(self._served.tokenizer.encode(piece, add_special_tokens=False)) - EXTRA_TOKENS
             if count > self._served.max_length:
                 return True
         return False

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -40,19 +41,22 @@ from swarmnet_client.audit.verdict import (
     nudged,
     views,
 )
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import TORCH, Stage
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.quantize import PRECISIONS
+from swarmnet_protocols.session.arrays import Array, ElementType, as_float32
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.wire_tensors import as_received
 from tests.bench.exactness import prompts
 from tests.support.attacks.forgers import FORGERS
 
 CPU = torch.device("cpu")
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
-WIRES = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16, "int8": torch.int8}
+WIRES = {str(each): each for each in ElementType}
 WEIGHTS = ("float32", "int8", "int4")
 SESSIONS = ("float32/native", "float32/bfloat16", "int4/bfloat16")
 """Kinds of hosts that also compute as sessions and batches do."""
@@ -117,36 +121,40 @@ def computed(
         return torch.cat([stage.forward(row)[-1] for row in rows]).float()
 
 
+def received(values: torch.Tensor, wire: ElementType) -> torch.Tensor:
+    return tensor_of(as_float32(as_received(array_of(values), wire)))
+
+
 class Pair:
     """What was measured of one kind of host and its witness."""
 
     def __init__(self) -> None:
-        self.differences = defaultdict[str, list[torch.Tensor]](list)
+        self.differences = defaultdict[str, list[Array]](list)
         self.positions = self.open = self.convicted = 0
         self.closest = 0.0
 
     def add(
         self,
-        claimed: torch.Tensor,
-        second: torch.Tensor,
-        thirds: list[tuple[torch.Tensor, ...]],
+        claimed: Array,
+        second: Array,
+        thirds: list[list[Array]],
         read: Read | None,
     ) -> None:
         """Judge ``claimed`` with each of the ``thirds``, 16 positions at a time."""
         self.positions += len(claimed)
         for at in range(0, len(claimed), SLICE):
             mine, theirs = claimed[at : at + SLICE], second[at : at + SLICE]
-            apart = torch.zeros(len(mine)).double()
+            apart = np.zeros(len(mine))
             for view, (seen, expected, bound) in zip(VIEWS, views(mine, theirs, read), strict=False):
                 found = differences(seen, expected)
-                self.differences[view].append(torch.stack(found))
-                apart = torch.maximum(apart, bound.ratio(*found))
+                self.differences[view].append(np.stack(found))
+                apart = np.maximum(apart, bound.ratio(*found))
             self.open += bool((apart > 1).any())
             if not (apart > CLOSE).any():
                 continue
             for third in thirds:
                 cut = [each[at : at + SLICE] for each in third]
-                moved = torch.stack([distances(theirs, each, read) for each in cut]).amax(dim=0)
+                moved = np.max([distances(theirs, each, read) for each in cut], axis=0)
                 self.closest = max(self.closest, (apart / moved)[apart > CLOSE].max().item())
                 self.convicted += judge(mine, theirs, cut, read=read) is Verdict.WRONG
 
@@ -155,9 +163,9 @@ class Pair:
         about = about | counts | {"closest": float(f"{self.closest:.3g}")}
         for view, parts in self.differences.items():
             report = about | {"view": view}
-            for name, values in zip(("whole", "part"), torch.cat(parts, 1), strict=True):
+            for name, values in zip(("whole", "part"), np.concatenate(parts, 1), strict=True):
                 report |= {
-                    f"{name}_{q}": float(f"{values.quantile(p).item():.4g}")
+                    f"{name}_{q}": float(f"{np.quantile(values, p):.4g}")
                     for q, p in (("median", 0.5), ("p99", 0.99), ("max", 1.0))
                 }
             print(json.dumps(report), flush=True)
@@ -177,7 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     local = resolve("smollm2-135m-instruct", cache_dir=default_cache_dir())
     whole = local.load_whole(dtype=FLOAT32, device=CPU)
-    layers = LocalLayers(local, LoadOptions(FLOAT32, CPU))
+    layers = LocalLayers(local, LoadOptions())
     found = prompts(local.tokenizer(), 4 * arguments.texts, random.Random(arguments.seed))
     texts = [ids[: arguments.positions] for ids in found if len(ids) >= arguments.positions]
     for span in arguments.spans:
@@ -190,10 +198,10 @@ def main() -> None:
             with torch.inference_mode():
                 states = whole(torch.tensor([ids]), output_hidden_states=True).hidden_states[start][0]
                 for wire_name, wire in ((name, WIRES[name]) for name in arguments.wires):
-                    inputs = as_received(states, wire).float()
-                    beside = inputs if before is None else as_received(before, wire).float()
+                    inputs = received(states, wire)
+                    beside = inputs if before is None else received(before, wire)
                     seconds = {name: computed(name, stage, inputs) for name, stage in loaded.items()}
-                    nudges = nudged(inputs, text)
+                    nudges = [tensor_of(each) for each in nudged(array_of(inputs), text)]
                     thirds = {
                         name: tuple(computed(name, stage, each) for each in nudges)
                         for name, stage in loaded.items()
@@ -207,17 +215,23 @@ def main() -> None:
                         weights = name.partition("/")[0] + "/"
                         if not second.startswith(weights) or (name, way) == (second, "pass"):
                             continue
-                        claimed = as_received(claims[name, way], wire).float()
+                        claimed = received(claims[name, way], wire)
                         same = [outputs for third, outputs in thirds.items() if third.startswith(weights)]
                         pair = pairs[wire_name, f"{name} {way} | {second}"]
-                        pair.add(claimed, seconds[second], same, read)
+                        pair.add(
+                            array_of(claimed),
+                            array_of(seconds[second]),
+                            [list(map(array_of, each)) for each in same],
+                            read,
+                        )
                         if text < arguments.forged and way == "pass":
                             forged += 1
                             first = slice(NEWCOMER_POSITIONS)
                             for lie, forger in FORGERS.items():
-                                said = as_received(forger(claimed[first]), wire).float()
-                                third = [outputs[first] for outputs in thirds[second]]
-                                verdict = judge(said, seconds[second][first], third, read=read)
+                                said = received(forger(claimed[first]), wire)
+                                third = [array_of(outputs[first]) for outputs in thirds[second]]
+                                right = array_of(seconds[second][first])
+                                verdict = judge(array_of(said), right, third, read=read)
                                 missed[lie] += verdict is not Verdict.WRONG
                 before = states
             return_freed_memory()  # small results lie between the logits of many pairs

@@ -13,7 +13,8 @@ import time
 import torch
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, load_local_layers
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.local_layers import load_local_layers
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.quantization.packed_head import PackedHead
 
@@ -29,7 +30,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     local = resolve(MODEL, cache_dir=default_cache_dir())
-    model = load_local_layers(local, LoadOptions(torch.float32, torch.device("cpu")))
+    model = load_local_layers(local, LoadOptions())
     head = model.get_output_embeddings()
     if not isinstance(head, PackedHead):
         raise SystemExit("this machine has no compiler, so there is nothing to compare")

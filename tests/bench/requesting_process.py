@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from swarmnet.swarm_file.entry import enter
@@ -21,6 +22,7 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.joining.network import client_listen, connect
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
+from swarmnet_protocols.session.arrays import Array, ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from tests.bench.answering_process import AnsweringProcess
@@ -29,6 +31,10 @@ from tests.bench.answering_process import AnsweringProcess
 def requesting(cache_dir: Path, swarm_file: Path, *bootstrap: str) -> AnsweringProcess:
     """A client. Its requests are the keyword arguments of ``load``."""
     return AnsweringProcess(__name__, str(cache_dir), str(swarm_file), *bootstrap)
+
+
+def random_rows(count: int, hidden_size: int) -> Array:
+    return np.random.default_rng().standard_normal((count, hidden_size), np.float32)
 
 
 async def load(
@@ -54,10 +60,10 @@ async def load(
             await asyncio.sleep(random.uniform(0, pause_s))
             began = time.perf_counter()
             async with Chain.open(hosts, spec, lambda values: values) as chain:
-                await chain.forward((Row(0, 0, prompt, 1, 0),), torch.randn(prompt, spec.hidden_size))
+                await chain.forward((Row(0, 0, prompt, 1, 0),), random_rows(prompt, spec.hidden_size))
                 first_s = time.perf_counter() - began
                 for position in range(prompt, prompt + tokens - 1):
-                    await chain.forward((Row(0, position, 1, 1, 0),), torch.randn(1, spec.hidden_size))
+                    await chain.forward((Row(0, position, 1, 1, 0),), random_rows(1, spec.hidden_size))
                 done.append((first_s, time.perf_counter() - began))
 
     tasks = [asyncio.create_task(stream()) for _ in range(streams)]
@@ -72,7 +78,7 @@ async def load(
 
 async def serve(cache_dir: Path, swarm_file: Path, bootstrap: list[str]) -> None:
     manifest = resolve(DEFAULT_MODEL, cache_dir=cache_dir).manifest
-    spec = ChainSpec(manifest.blocks, manifest.hidden_size, 8192, torch.float32)
+    spec = ChainSpec(manifest.blocks, manifest.hidden_size, 8192, ElementType.FLOAT32)
     with tempfile.TemporaryDirectory() as folder:
         entry = enter(str(swarm_file), Path(folder), bootstrap)
         async with connect(entry.network(client_listen(entry.bootstrap)), client_mode=True) as (

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from swarmnet.swarm_file.entry import enter
@@ -21,6 +22,7 @@ from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.joining.network import client_listen, connect
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 
@@ -31,13 +33,16 @@ CHUNK_POSITIONS = 2048
 async def fill(hosts: ModelHosts, blocks: int, positions: int, *, keep: bool) -> None:
     """Open and fill sessions one after another; a session that a host refuses for lack of room is
     given up."""
-    spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, torch.float32)
+    spec = ChainSpec(blocks, HIDDEN_SIZE, 8192, ElementType.FLOAT32)
     while True:
         try:
             async with Chain.open(hosts, spec, lambda values: values) as chain:
                 for start in range(0, positions, CHUNK_POSITIONS):
                     row = Row(0, start, CHUNK_POSITIONS, 1, 0)
-                    await chain.forward((row,), torch.randn(CHUNK_POSITIONS, HIDDEN_SIZE))
+                    await chain.forward(
+                        (row,),
+                        np.random.default_rng().standard_normal((CHUNK_POSITIONS, HIDDEN_SIZE), np.float32),
+                    )
                 if keep:
                     await asyncio.Event().wait()
         except SwarmnetError as error:

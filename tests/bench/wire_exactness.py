@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.session.arrays import ElementType, as_float32
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.wire_tensors import as_received, position_bytes
 from tests.bench.exactness import pieces
 from tests.support.swarm.generation import are_greedy, greedy
@@ -29,17 +31,18 @@ EDGES = (0, 10, 20)
 LENGTHS = (24, 64, 128, 256, 400)
 """Lengths of the prompts, as many of each."""
 BATCH = 10
-WIRES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+WIRES = {str(each): each for each in (ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.INT8)}
 
 
 @contextmanager
-def received_as(model: Any, wire: torch.dtype) -> Iterator[None]:
+def received_as(model: Any, wire: ElementType) -> Iterator[None]:
     """While the context is open, the hidden states that come to ``EDGES`` have been sent as
     ``wire``."""
 
     def receive(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         values, *others = arguments
-        return as_received(values.flatten(0, 1), wire).float().view_as(values), *others
+        received = as_received(array_of(values.flatten(0, 1)), wire)
+        return tensor_of(as_float32(received)).view_as(values), *others
 
     hooks = [model.model.layers[edge].register_forward_pre_hook(receive) for edge in EDGES]
     try:
@@ -78,7 +81,7 @@ def main() -> None:
                 "bench": "wire_exactness",
                 "wire": name,
                 "bytes": round(
-                    position_bytes(wire, hidden_size) / position_bytes(torch.float32, hidden_size), 3
+                    position_bytes(wire, hidden_size) / position_bytes(ElementType.FLOAT32, hidden_size), 3
                 ),
                 "prompts": len(prompts),
                 "tokens": arguments.tokens,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from swarmnet.cli.chat.generation import SamplingOptions
-from swarmnet.cli.chat.generation import generate as run
+from swarmnet.cli.chat.answering import ModelAnswerer
+from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
@@ -168,7 +168,8 @@ def test_an_answer_ends_where_generate_ends(
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": TOKENS}
         assert swarm.model.generate(ids, **options)[0, len(PROMPT) :].tolist() == expected
         sampling = SamplingOptions(TOKENS, 0.0, None, None, True)
-        assert run(swarm.model, ids, sampling, lambda _: None).token_ids == expected
+        answer = generate(ModelAnswerer(swarm.model), PROMPT, sampling, Screen(as_json=True))
+        assert answer.token_ids == expected
 
     async def ask(_: Lab, caller: Caller) -> Any:
         body = completion_body(PROMPT, ignore_eos=False, max_tokens=TOKENS, model=caller.gateway.model)

@@ -172,7 +172,7 @@ def test_the_client_waits_for_the_only_host_of_its_first_blocks(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
     with lab.connect() as model:
-        client = model._runtime.hosts
+        client = model._runtime.opened
         # A process starts when a busy machine lets it; how long a client waits is shown in virtual
         # time.
         client.timing = replace(client.timing, recover_s=60.0)

@@ -18,7 +18,7 @@ from swarmnet.cli.failures import EXIT_INTERRUPTED
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.model import model as client_model
 from swarmnet_client.model import remote_blocks
-from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
 from swarmnet_client.tuning.methods import quiet_peft

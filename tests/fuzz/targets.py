@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as Protobuf
@@ -42,6 +43,7 @@ from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind, unpack_multiadd
 from swarmnet_protocols.net.refusal import MAX_RETRY_S, Refusal
 from swarmnet_protocols.net.typed_stream import parse
 from swarmnet_protocols.session import adapters, expert_rows, hop_times, steps, wire_tensors
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.training import jobs, rosters
 from swarmnet_protocols.training.codecs import get_codec
@@ -202,7 +204,7 @@ def read_outputs(data: bytes) -> None:
 
 
 def outputs_seeds() -> list[bytes]:
-    tensor, payload = encode_tensor(torch.zeros(3, HIDDEN))
+    tensor, payload = encode_tensor(np.zeros((3, HIDDEN), np.float32))
     return [two(session_pb2.Computed(id=7, tensor=tensor).SerializeToString(), bytes(payload))]
 
 
@@ -220,8 +222,8 @@ def read_experts(data: bytes) -> None:
 
 def step_seeds() -> list[bytes]:
     rows = (steps.Row(0, 0, 2, 1, 0, False),)
-    step = steps.Step(seq=1, rows=rows, values=torch.zeros(2, HIDDEN), acked=0, replay=False)
-    header, payload = steps.encode_step(step, torch.float32)
+    step = steps.Step(seq=1, rows=rows, values=np.zeros((2, HIDDEN), np.float32), acked=0, replay=False)
+    header, payload = steps.encode_step(step, ElementType.FLOAT32)
     return [two(header.SerializeToString(), bytes(payload))]
 
 

@@ -3,8 +3,10 @@
 import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,6 +22,8 @@ from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -38,11 +42,25 @@ float32, over 30 blocks of SmolLM2-135M. -3.65 and 0.23 were measured; here ever
 such an error, so that two differ by as much."""
 HOPS_OF_TINY = {"first": (0, 2), "middle": (2, 4), "last": (4, 6)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIRES = (torch.float32, torch.bfloat16, torch.int8)
+WIRES = (ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.INT8)
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
-    return bool((distances(one, other, read) <= 1).all())
+    return bool((distances(array_of(one), array_of(other), read) <= 1).all())
+
+
+def judged(
+    said: torch.Tensor,
+    second: torch.Tensor,
+    third: Sequence[torch.Tensor] = (),
+    *,
+    read: Read | None = None,
+) -> Verdict:
+    return judge(array_of(said), array_of(second), [array_of(each) for each in third], read=read)
+
+
+def nudges(inputs: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    return [tensor_of(each) for each in nudged(array_of(inputs), seed)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +74,9 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
     """Outputs [P, D] of each hop of the tiny model, as honest hosts of all precisions send them."""
     return {
         hop: [
-            as_received(computed(reference, span, inputs_of(reference, span), dtype), wire).float()
+            tensor_of(
+                as_received(array_of(computed(reference, span, inputs_of(reference, span), dtype)), wire)
+            )
             for wire in WIRES
             for dtype in DTYPES
         ]
@@ -67,7 +87,7 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
 def inputs_of(reference: Reference, span: tuple[int, int]) -> torch.Tensor:
     """The true inputs of these blocks, for one text."""
     ids = torch.randint(2, 97, (24,), generator=torch.Generator().manual_seed(0))
-    inputs = reference.embed(ids)
+    inputs = tensor_of(reference.embed(ids.numpy()))
     return reference.stage(0, span[0]).run_sequences(inputs, (len(ids),)) if span[0] else inputs
 
 
@@ -104,12 +124,12 @@ def run(
         said = rounded(lie(true) if liar is not None and plan.hop == HOPS[liar] else true, 3 * step)
         ledger.charge(plan.cost)
         spent += plan.cost
-        found = judge(said, rounded(true, 3 * step + 1))
+        found = judged(said, rounded(true, 3 * step + 1))
         if found is Verdict.OPEN:
-            third = [rounded(each, 3 * step + 2) for each in nudged(true, step)]
+            third = [rounded(each, 3 * step + 2) for each in nudges(true, step)]
             ledger.charge(2 * plan.cost)
             spent += 2 * plan.cost
-            found = judge(said, rounded(true, 3 * step + 1), third)
+            found = judged(said, rounded(true, 3 * step + 1), third)
         if found is Verdict.WRONG:
             return step, spent / (step * BLOCKS)
         ledger.passed(plan.hop.peer)
@@ -160,8 +180,8 @@ def test_one_liar_among_three_hosts_never_convicts_an_honest_one(seed: int, is_w
     true = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     false = torch.roll(true, 1, -1)
     second, third = (false, true) if is_witness else (true, false)
-    assert judge(true, second, nudged(third, seed)) is not Verdict.WRONG
-    assert judge(false, true, nudged(true, seed)) is Verdict.WRONG
+    assert judged(true, second, nudges(third, seed)) is not Verdict.WRONG
+    assert judged(false, true, nudges(true, seed)) is Verdict.WRONG
 
 
 def ill_conditioned(inputs: torch.Tensor, error: float = 0.0) -> torch.Tensor:
@@ -181,23 +201,23 @@ def test_a_host_that_rounds_otherwise_is_not_convicted(seed: int) -> None:
     """Its witnesses are of one kind: from the same inputs they compute the same outputs."""
     inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
     said, second = ill_conditioned(inputs, error=2**-8), ill_conditioned(inputs)
-    third = [ill_conditioned(each) for each in nudged(inputs, seed)]
-    assert judge(said, second) is Verdict.OPEN
-    assert judge(said, second, third) is Verdict.UNDECIDED
+    third = [ill_conditioned(each) for each in nudges(inputs, seed)]
+    assert judged(said, second) is Verdict.OPEN
+    assert judged(said, second, third) is Verdict.UNDECIDED
 
 
 @pytest.mark.parametrize("lie", FORGERS)
 def test_one_ill_conditioned_position_hides_no_lie(lie: str) -> None:
     inputs = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     second = ill_conditioned(inputs)
-    third = [ill_conditioned(each) for each in nudged(inputs, 1)]
-    assert judge(FORGERS[lie](second), second, third) is Verdict.WRONG
+    third = [ill_conditioned(each) for each in nudges(inputs, 1)]
+    assert judged(FORGERS[lie](second), second, third) is Verdict.WRONG
 
 
-def plain_norm(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_norm(one: Array, other: Array) -> tuple[Array, Array]:
     """One bound, on the norm of a position alone."""
-    whole = (one - other).norm(dim=1) / other.norm(dim=1)
-    return whole, torch.zeros_like(whole)
+    whole = np.linalg.norm(one - other, axis=1) / np.linalg.norm(other, axis=1)
+    return whole, np.zeros_like(whole)
 
 
 @defence(
@@ -209,7 +229,7 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
     true = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     false = torch.roll(true, 1, -1)
     true[:, channel] = false[:, channel] = size
-    whole, _ = differences(true, false)
+    whole, _ = differences(array_of(true), array_of(false))
     assert (whole > STATES.whole).all()
     assert not agree(true, false)
 
@@ -217,7 +237,7 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
 def whole_alone(patch: Patch) -> None:
     """Compare hidden states as they are, without a bound on single channels."""
     patch.setattr(verdict, "views", lambda one, other, read: [(one, other, verdict.STATES)])
-    patch.setattr(verdict, "STATES", verdict.Bound(verdict.STATES.whole, torch.inf))
+    patch.setattr(verdict, "STATES", verdict.Bound(verdict.STATES.whole, math.inf))
 
 
 @defence("a single channel has a bound of its own", off=whole_alone, channels=17)
@@ -229,7 +249,7 @@ def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
     for size in (1e6, 30.0, 8.0):
         false = true.clone()
         false[:, :channels] = size
-        whole, _ = differences(true, false)
+        whole, _ = differences(array_of(true), array_of(false))
         assert (whole < STATES.whole).all()
         assert not agree(true, false)
 
@@ -246,7 +266,9 @@ def test_what_a_norm_makes_of_large_channels_is_compared() -> None:
     false[:, :17] = 4.5 * 30.0
     assert all(
         (each <= bound).all()
-        for each, bound in zip(differences(true, false), (STATES.whole, STATES.part), strict=True)
+        for each, bound in zip(
+            differences(array_of(true), array_of(false)), (STATES.whole, STATES.part), strict=True
+        )
     )
     assert not agree(true, false)
 
@@ -257,13 +279,13 @@ def test_every_forger_is_refused_at_every_position_of_a_chain(
 ) -> None:
     """The liar's witnesses compute in other precisions than it would have."""
     span, (true, second, *_) = HOPS_OF_TINY[hop], tiny_outputs[hop]
-    nudges = nudged(inputs_of(reference, span), 1)
-    third = [computed(reference, span, each, torch.float16) for each in nudges]
+    inputs = nudges(inputs_of(reference, span), 1)
+    third = [computed(reference, span, each, torch.float16) for each in inputs]
     read = reference.logits if hop == "last" else None
     others = {other: outputs[0] for other, outputs in tiny_outputs.items() if other != hop}
     forged = {name: forger(true) for name, forger in FORGERS.items()} | others
     forged["another token"] = towards(reference.model.lm_head.weight[5], 0.25 if read else 0.4)(true)
-    verdicts = {name: judge(said, second, third, read=read) for name, said in forged.items()}
+    verdicts = {name: judged(said, second, third, read=read) for name, said in forged.items()}
     assert verdicts == dict.fromkeys(forged, Verdict.WRONG)
 
 
@@ -273,7 +295,7 @@ def test_no_honest_precision_is_accused(
 ) -> None:
     read = reference.logits if hop == "last" else None
     assert all(
-        judge(one, other, read=read) is Verdict.RIGHT
+        judged(one, other, read=read) is Verdict.RIGHT
         for one, other in itertools.combinations(tiny_outputs[hop], 2)
     )
 
@@ -281,7 +303,7 @@ def test_no_honest_precision_is_accused(
 def test_what_overflows_in_a_view_agrees_with_nothing(reference: Reference) -> None:
     true = torch.randn(3, 32)
     assert not agree(true, 1e38 * true, reference.logits)
-    assert not agree(1e38 * true, 1e38 * true, lambda hidden: hidden * torch.inf)
+    assert not agree(1e38 * true, 1e38 * true, lambda hidden: hidden * np.inf)
 
 
 @given(st.integers(0, 1 << 32), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
@@ -331,12 +353,13 @@ def test_the_digests_of_a_receiver_match_its_upstreams_log(
         ActivationLog(scope.reserve(Resource.LOG, 0)),
         ReceivedDigests(scope.reserve(Resource.LOG, 0)),
     )
-    sequences: dict[int, torch.Tensor] = {}
+    numbers = np.random.default_rng(0)
+    sequences: dict[int, Array] = {}
     for seq, (sequence, source, share, count) in enumerate(rows, 1):
-        held = sequences.get(source, torch.empty(0, 2))
+        held = sequences.get(source, np.empty((0, 2), np.float32))
         start = math.floor(share * len(held))
-        values = torch.randn(count, 2)
-        sequences[sequence] = torch.cat([held[:start], values])
+        values = numbers.standard_normal((count, 2), np.float32)
+        sequences[sequence] = np.concatenate([held[:start], values])
         step = Step(
             seq, (Row(sequence, start, count, 0, source, rewrite=True),), values, acked=max(0, seq - behind)
         )
@@ -346,7 +369,7 @@ def test_the_digests_of_a_receiver_match_its_upstreams_log(
             for end in {1, len(expected)}:
                 shown = log.values(each, end)
                 assert shown is not None
-                assert torch.equal(shown, expected[:end])
+                assert np.array_equal(shown, expected[:end])
                 assert received.digest(each, end) == digest(expected[:end])
             assert log.values(each, len(expected) + 1) is None
             assert received.digest(each, len(expected) + 1) == b""

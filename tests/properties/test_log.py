@@ -4,8 +4,8 @@ feeds any surviving hop."""
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,7 +29,9 @@ def apply(sequences: Sequences, step: Step) -> None:
     """A model of a hop's activation log, with lists."""
     before = {sequence: list(values) for sequence, values in sequences.items()}
     for row, values in zip(step.rows, step.split(), strict=True):
-        sequences[row.sequence] = before.get(row.source, [])[: row.start] + values[:, 0].long().tolist()
+        sequences[row.sequence] = (
+            before.get(row.source, [])[: row.start] + values[:, 0].astype(np.int64).tolist()
+        )
 
 
 @dataclass
@@ -82,7 +84,7 @@ def test_any_hop_can_be_rebuilt_from_the_log(data: st.DataObject) -> None:
             case "step":
                 chosen = data.draw(rows(truth))
                 values = [[float(next(number) % 65536)] for row in chosen for _ in range(row.count)]
-                step = Step(log.last + 1, chosen, torch.tensor(values), acked)
+                step = Step(log.last + 1, chosen, np.array(values), acked)
                 log.append(step)
                 apply(truth, step)
             case "send":
@@ -155,7 +157,7 @@ def test_a_replacement_sends_the_survivor_exactly_the_missing_steps(
             case "step":
                 chosen = data.draw(rows(truth))
                 values = [[float(next(number) % 65536)] for row in chosen for _ in range(row.count)]
-                step = Step(upstream.last + 1, chosen, torch.tensor(values), acked)
+                step = Step(upstream.last + 1, chosen, np.array(values), acked)
                 upstream.append(step)
                 apply(truth, step)
             case "feed":

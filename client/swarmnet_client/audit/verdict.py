@@ -21,9 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-import torch
+import numpy as np
 
-Read = Callable[[torch.Tensor], torch.Tensor]
+from swarmnet_protocols.session.arrays import Array, as_float32, rounded, type_of
+
+Read = Callable[[Array], Array]
 """Turns outputs [P, D] of the last block into logits [P, V]: final norm and lm_head."""
 
 SLICE = 16
@@ -42,9 +44,9 @@ class Bound:
     whole: float
     part: float
 
-    def ratio(self, whole: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    def ratio(self, whole: Array, part: Array) -> Array:
         """Return the larger of each position's two differences, in units of the bounds [P]."""
-        return torch.maximum(whole / self.whole, part / self.part)
+        return np.maximum(whole / self.whole, part / self.part)
 
 
 STATES = Bound(whole=0.25, part=4.0)
@@ -54,6 +56,7 @@ in bfloat16 (decision 0104 has the measurements)."""
 LOGITS = Bound(whole=0.25, part=1.5)
 """For logits. A host that moves the logit of one token by more than ``part`` is found."""
 
+_TINY = float(np.finfo(np.float32).tiny)
 NUDGE = 2.0**-5
 """Relative change of each input of a third host. Smaller nudges would change outputs less than the
 rounding of dozens of bfloat16 blocks does, so ill-conditioned positions would stay hidden. Larger
@@ -64,19 +67,18 @@ there. A larger margin would excuse larger lies. A smaller margin would come clo
 bfloat16."""
 
 
-def nudged(inputs: torch.Tensor, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def nudged(inputs: Array, seed: int) -> tuple[Array, Array]:
     """Return inputs [P, D] for a third host: each number is a little larger or smaller, at random.
 
-    The two tensors are nudged in opposite directions. If rounding decides between two experts, one
+    The two are nudged in opposite directions. If rounding decides between two experts, one
     of the two crosses over.
     """
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, inputs.shape, generator=generator) * 2 - 1
-    up, down = (inputs.float() * (1 + sign * NUDGE * signs) for sign in (1, -1))
-    return up.to(inputs.dtype), down.to(inputs.dtype)
+    signs = np.random.default_rng(seed).choice(np.array([-NUDGE, NUDGE], np.float32), inputs.shape)
+    exact, type = as_float32(inputs), type_of(inputs)
+    return rounded(exact * (1 + signs), type), rounded(exact * (1 - signs), type)
 
 
-def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def differences(one: Array, other: Array) -> tuple[Array, Array]:
     """Return the differences of every position, whole [P] and largest part [P], of two tensors [P,
     D].
 
@@ -86,26 +88,30 @@ def differences(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, t
     at most 100 % wrong, so that a single channel with a large rounding error does not accuse a
     host.
     """
-    one, other = one.double(), other.double()
-    off, sizes = (one - other).abs(), torch.maximum(one.abs(), other.abs())
-    typical = sizes.median(dim=1, keepdim=True).values.clamp_min(torch.finfo(torch.float32).tiny)
-    whole = (off / torch.maximum(sizes, typical)).clamp_max(1.0).square().mean(dim=1).sqrt()
-    part = (off / torch.maximum(torch.minimum(one.abs(), other.abs()), typical)).amax(dim=1)
+    one, other = _exact(one), _exact(other)
+    off, sizes = np.abs(one - other), np.maximum(np.abs(one), np.abs(other))
+    middle = (sizes.shape[1] - 1) // 2
+    typical = np.maximum(np.partition(sizes, middle, axis=1)[:, middle, None], _TINY)
+    whole = np.sqrt(np.square(np.minimum(off / np.maximum(sizes, typical), 1.0)).mean(axis=1))
+    part = (off / np.maximum(np.minimum(np.abs(one), np.abs(other)), typical)).max(axis=1)
     return whole, part
 
 
-def after_norm(states: torch.Tensor) -> torch.Tensor:
+def _exact(values: Array) -> Array:
+    return as_float32(values).astype(np.float64) if values.dtype != np.float64 else values
+
+
+def after_norm(states: Array) -> Array:
     """Return hidden states [P, D] after RMSNorm without a gain (arXiv:1910.07467).
 
     Only hosts know the gain of the next block's norm. It scales the channels of both hosts alike.
     """
-    states = states.double()
-    return states / states.square().mean(dim=1, keepdim=True).sqrt().clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
+    states = _exact(states)
+    normed: Array = states / np.maximum(np.sqrt(np.square(states).mean(axis=1, keepdims=True)), _TINY)
+    return normed
 
 
-def distances(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> torch.Tensor:
+def distances(one: Array, other: Array, read: Read | None = None) -> Array:
     """Return how far apart two outputs [P, D] are at each position, in units of the bounds [P].
 
     The outputs come from the same inputs. ``read`` is given for outputs of the last hop. The view
@@ -114,14 +120,14 @@ def distances(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) 
     found = []
     for start in range(0, len(one), SLICE):
         cut = slice(start, start + SLICE)
-        parts = [bound.ratio(*differences(*pair)) for *pair, bound in views(one[cut], other[cut], read)]
-        found.append(torch.stack(parts).amax(dim=0))
-    return torch.cat(found).nan_to_num(nan=torch.inf, posinf=torch.inf)
+        with np.errstate(all="ignore"):
+            parts = [bound.ratio(*differences(*pair)) for *pair, bound in views(one[cut], other[cut], read)]
+        found.append(np.max(parts, axis=0))
+    apart: Array = np.nan_to_num(np.concatenate(found), nan=np.inf, posinf=np.inf)
+    return apart
 
 
-def views(
-    one: torch.Tensor, other: torch.Tensor, read: Read | None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, Bound]]:
+def views(one: Array, other: Array, read: Read | None) -> Iterator[tuple[Array, Array, Bound]]:
     """Yield two tensors [P, D] in each view, with the view's bound."""
     yield one, other, STATES
     yield after_norm(one), after_norm(other), STATES
@@ -129,10 +135,11 @@ def views(
         yield _centred(read(one)), _centred(read(other)), LOGITS
 
 
-def _centred(logits: torch.Tensor) -> torch.Tensor:
+def _centred(logits: Array) -> Array:
     """Return logits without the part that is common to all tokens. Probabilities do not depend on
     it."""
-    return logits - logits.mean(dim=1, keepdim=True)
+    centred: Array = logits - logits.mean(axis=1, keepdims=True)
+    return centred
 
 
 class Verdict(Enum):
@@ -152,9 +159,9 @@ class Verdict(Enum):
 
 
 def judge(
-    reported: torch.Tensor,
-    second: torch.Tensor,
-    third: Sequence[torch.Tensor] = (),
+    reported: Array,
+    second: Array,
+    third: Sequence[Array] = (),
     *,
     read: Read | None = None,
 ) -> Verdict:
@@ -169,10 +176,10 @@ def judge(
     if not third:
         return Verdict.OPEN
 
-    def is_backed(ally: torch.Tensor) -> bool:
+    def is_backed(ally: Array) -> bool:
         """Return whether the third host sides with ``ally`` at a position where the two differ."""
-        moved = torch.stack([distances(ally, each, read) for each in third]).amax(dim=0)
-        return bool((apart > (MARGIN * moved).clamp_min(1)).any())
+        moved = np.max([distances(ally, each, read) for each in third], axis=0)
+        return bool((apart > np.maximum(MARGIN * moved, 1)).any())
 
     is_wrong, is_doubted = is_backed(second), is_backed(reported)
     if is_wrong == is_doubted:

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
+from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.sampling import Sampling, Token
 from swarmnet_protocols.errors import SwarmnetError
 
@@ -44,6 +45,10 @@ class Answer:
         """``stop`` or ``length``, once the answer is complete."""
         self.trips = 0
         """Steps that brought tokens of the answer."""
+        self.report = ChainReport()
+        """The report of the chain that computed the answer last."""
+        self.prefilled: Callable[[int], None] = lambda done: None
+        """Called while the prompt is computed, with its positions so far."""
         self.retries = 0
         self.ids_at_retry = 0
         self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()

@@ -14,16 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_client.batching.answers import Answer, Request
-from swarmnet_client.batching.sequences import KEPT_POSITIONS, SequenceGroup
+from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
+from swarmnet_client.model.head import Layers, LmHead, open_layers
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.sampling import USUAL_SAMPLING, Sampling
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import (
     ConfigError,
@@ -37,7 +38,12 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.models.vocabulary import Vocabulary
+from swarmnet_protocols.net import Transport
 from swarmnet_protocols.routing.chain_search import uncovered
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.draft_model import DraftModel
 
 SEQUENCES_PER_CHAIN = 32
 """Most sequences of one chain."""
@@ -119,16 +125,19 @@ class Batcher:
         head: LmHead,
         open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
         limits: BatchLimits,
-        draft_model: DraftModel | None = None,
+        draft_model: "DraftModel | None" = None,
         room: Callable[[], float] = lambda: math.inf,
+        idle_s: float | None = IDLE_S,
     ) -> None:
         """``open_chain`` opens chains whose sequences are long enough for every request.
 
         ``draft_model`` drafts tokens in addition to prompt lookup. ``room`` returns how many
-        positions of this client fit on the hosts.
+        positions of this client fit on the hosts. ``idle_s``: seconds that a chain without answers
+        stays open; None for as long as the batcher runs.
         """
         self._draft_model = draft_model
         self._hosts_room = room
+        self._idle_s = idle_s
         self.limits = limits
         self._head = head
         self._open_chain = open_chain
@@ -203,7 +212,7 @@ class Batcher:
             return max(free, key=lambda group: (group.shared(request), group.free))
         size = min(self.limits.active, SEQUENCES_PER_CHAIN)
         kept = int(min(self._kept, self._hosts_room()))
-        group = SequenceGroup(size, self._head, self._open_chain, kept, self._draft_model)
+        group = SequenceGroup(size, self._head, self._open_chain, kept, self._draft_model, self._idle_s)
         self._groups[group] = asyncio.create_task(self._run_group(group), name="sequences")
         return group
 
@@ -247,17 +256,20 @@ def _may_retry(answer: Answer, why: SwarmnetError) -> bool:
     return answer.retries <= RETRIES
 
 
+def _loaded(local: LocalModel, options: LoadOptions) -> tuple[Layers, Vocabulary]:
+    return open_layers(local, options), local.vocabulary()
+
+
 @dataclass(frozen=True)
 class BatchedModel:
-    """A model whose answers an endpoint serves. Made by :meth:`open`. ``end_ids`` end an answer."""
+    """A model whose answers an endpoint serves. Made by :meth:`open`."""
 
     local: LocalModel
-    tokenizer: Any
+    vocabulary: Vocabulary
     batcher: Batcher
     hosts: ModelHosts
     context: int
     """Most positions that the model takes."""
-    end_ids: frozenset[int]
     speculates: bool
     """Whether answers are decoded speculatively."""
 
@@ -271,19 +283,23 @@ class BatchedModel:
         limits: BatchLimits,
         *,
         speculate: bool = True,
+        idle_s: float | None = IDLE_S,
     ) -> AsyncIterator["BatchedModel"]:
         """Serve the CausalLM of ``local`` over ``hosts`` while the context is open.
 
-        ``speculate``: decode speculatively, if the model's caches can go back.
+        ``speculate``: decode speculatively, if the model's caches can go back. ``idle_s``: as in
+        ``Batcher``.
         """
         computing = ThreadPoolExecutor(1, thread_name_prefix="head")
         draft_model = None
         try:
             await compute_on(computing, threads=None)
             loop = asyncio.get_running_loop()
-            local_layers = await loop.run_in_executor(computing, LocalLayers, local, options)
-            speculates = speculate and local_layers.can_rewind
+            layers, vocabulary = await loop.run_in_executor(computing, _loaded, local, options)
+            speculates = speculate and layers.can_rewind
             if speculates and options.draft:
+                from swarmnet_client.model.draft_model import DraftModel
+
                 draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
             spec = ChainSpec(
                 local.manifest.blocks,
@@ -291,22 +307,43 @@ class BatchedModel:
                 local.max_positions,
                 options.dtype,
                 options.wire,
+                standby=options.standby,
+                wait_s=options.wait_s,
             )
-            tokenizer = local.tokenizer()
             await hosts.refresh()
             async with Batcher(
-                LmHead(local_layers, computing),
-                partial(Chain.open, hosts, spec, local_layers.embed, local_layers.logits),
+                LmHead(layers, computing),
+                partial(Chain.open, hosts, spec, layers.embed, layers.logits),
                 limits,
                 draft_model,
                 lambda: hosts.room((0, spec.blocks)),
+                idle_s,
             ).running() as batcher:
-                ends = frozenset(local.end_ids(tokenizer))
-                yield cls(local, tokenizer, batcher, hosts, local.max_positions, ends, speculates)
+                yield cls(local, vocabulary, batcher, hosts, local.max_positions, speculates)
         finally:
             computing.shutdown(wait=False)
             if draft_model is not None:
                 draft_model.close()
+
+    @property
+    def transport(self) -> Transport:
+        return self.hosts.transport
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.vocabulary.tokenizer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return frozenset(self.vocabulary.end_ids)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are chosen if a request does not say it: as the model's files state it."""
+        stated = self.vocabulary.sampling
+        usual = USUAL_SAMPLING
+        return Sampling(stated.get("temperature", usual.temperature), stated.get("top_p", usual.top_p))
 
     @property
     def max_length(self) -> int:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.prefix_reuse import (
@@ -28,11 +29,13 @@ from swarmnet_client.batching.prefix_reuse import (
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
-from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LmHead
+from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Draw, Token
 from swarmnet_client.model.speculation import Speculator, StepTimes
 from swarmnet_protocols.machine.aio import race
+
+if TYPE_CHECKING:
+    from swarmnet_client.model.draft_model import DraftModel
 
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave
@@ -43,7 +46,7 @@ KEPT_POSITIONS = 1 << 13
 By default, one client has room for twice as many on three hosts of the default model.
 """
 IDLE_S = 60.0
-"""Seconds that a chain without answers stays open for the next turn of a chat."""
+"""Seconds that a chain without answers stays open for the next turn of a chat, by default."""
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,15 @@ class SequenceGroup:
         head: LmHead,
         open_chain: Callable[[GiveUpIdle], AbstractAsyncContextManager[Chain]],
         kept: int = KEPT_POSITIONS,
-        draft_model: DraftModel | None = None,
+        draft_model: "DraftModel | None" = None,
+        idle_s: float | None = IDLE_S,
     ) -> None:
         """``kept``: positions of all KV caches; above this, caches of finished answers are dropped.
 
-        ``draft_model``: as in ``Batcher``.
+        ``draft_model``, ``idle_s``: as in ``Batcher``.
         """
         self._draft_model = draft_model
+        self._idle_s = idle_s
         self.report = ChainReport()
         self._sequences = [RunningSequence(number) for number in range(size)]
         self._head = head
@@ -155,7 +160,7 @@ class SequenceGroup:
                 self._release(sequence)
 
     async def run(self) -> None:
-        """Compute answers until there were none for ``IDLE_S``. Raises what ``Chain.forward``
+        """Compute answers until there were none for ``idle_s``. Raises what ``Chain.forward``
         raises."""
         async with self._open_chain(self._give_up_idle) as chain:
             self.report = chain.report
@@ -263,8 +268,20 @@ class SequenceGroup:
             if row.outputs and part.sequence.answer is not None:
                 asking.append((part, part.sequence.answer))
         self._origins.update(used_now)
+        prompts = {
+            len(rows) - len(parts) + at: part.sequence.answer
+            for at, part in enumerate(parts)
+            if part.sequence.answer is not None and not part.sequence.answer.ids
+        }
+        reached = {at: rows[at].start for at in prompts}
+
+        def computed(row: int, positions: int) -> None:
+            if (answer := prompts.get(row)) is not None:
+                reached[row] += positions
+                answer.prefilled(reached[row])
+
         try:
-            hidden = await chain.forward(tuple(rows), torch.tensor(ids))
+            hidden = await chain.forward(tuple(rows), np.array(ids, np.int64), computed)
         finally:
             self._origins.subtract(used_now)
         if not asking:
@@ -280,6 +297,7 @@ class SequenceGroup:
         """Add ``tokens`` to an answer, up to the first that differs from the draft."""
         sequence = part.sequence
         answer.trips += 1
+        answer.report = self.report
         answer.precisions += [each for each in self.report.precisions if each not in answer.precisions]
         valid = sequence.speculator.choose([token.id for token in tokens], len(part.draft))
         needs_more = all(answer.add(token) for token in tokens[:valid])
@@ -311,7 +329,7 @@ class SequenceGroup:
         while True:
             self._left.clear()
             try:
-                async with asyncio.timeout(IDLE_S):
+                async with asyncio.timeout(self._idle_s):
                     await self._left.wait()
             except TimeoutError:
                 if not self.answers:

@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
@@ -13,9 +13,11 @@ from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_view import Hop
-from swarmnet_protocols.session.adapters import Adapter, AdapterPart
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.session.adapters import Adapter, AdapterPart
 
 T = TypeVar("T")
 _Location = tuple[PeerId, int, int]
@@ -34,7 +36,7 @@ class AdapterUploader:
     uploads nothing."""
 
     def __init__(
-        self, hosts: ModelHosts, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
+        self, hosts: ModelHosts, adapter: "Adapter | None", progressed: Callable[[], None] = lambda: None
     ) -> None:
         """``progressed`` is called whenever a host has received some of the bytes."""
         self.hosts = hosts
@@ -75,7 +77,7 @@ class AdapterUploader:
 
 
 async def upload_adapter(
-    hosts: ModelHosts, hop: Hop, adapter: Adapter | None, progressed: Callable[[], None] = lambda: None
+    hosts: ModelHosts, hop: Hop, adapter: "Adapter | None", progressed: Callable[[], None] = lambda: None
 ) -> bytes:
     """Upload the adapter's part for the blocks of ``hop`` unless the host has it. Returns its hash;
     empty without an adapter.
@@ -123,7 +125,7 @@ async def upload_adapter(
 _Upload = TypedStream[pb.AdapterRequest, pb.AdapterReply]
 
 
-async def _send(client: _Upload, part: AdapterPart, progressed: Callable[[], None]) -> None:
+async def _send(client: _Upload, part: "AdapterPart", progressed: Callable[[], None]) -> None:
     data = memoryview(part.data)
     chunk = pb.AdapterRequest(chunk=pb.Chunk())
     for start in range(0, len(data), ADAPTER.max_payload_bytes):

@@ -16,20 +16,21 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
 from swarmnet_client.audit.verdict import Read, Verdict, judge, nudged
+from swarmnet_client.chain.hop_passes import ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
-from swarmnet_client.chain.passes import ask_pass
 from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
+from swarmnet_protocols.session.arrays import Array, split
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, digest
 from swarmnet_protocols.session.steps import Row
-from swarmnet_protocols.session.wire_tensors import as_received, wire_code
+from swarmnet_protocols.session.wire_tensors import as_received
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -55,36 +56,36 @@ class AuditedSequence:
     changes: int = 0
     length: int = 0
     plan: AuditPlan | None = None
-    _inputs: list[torch.Tensor] = field(default_factory=list)
-    _outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    _inputs: list[Array] = field(default_factory=list)
+    _outputs: dict[int, Array] = field(default_factory=dict)
 
     def cut(self, length: int) -> None:
         """Drop the positions from ``length`` on."""
         self.changes += 1
         self.length = min(self.length, length)
-        self._inputs = [torch.cat(self._inputs)[:length]] if self._inputs and length else []
+        self._inputs = [np.concatenate(self._inputs)[:length]] if self._inputs and length else []
         self._outputs = {at: output for at, output in self._outputs.items() if at < length}
 
-    def add(self, row: Row, values: torch.Tensor, outputs: torch.Tensor) -> None:
+    def add(self, row: Row, values: Array, outputs: Array) -> None:
         """Add a row: ``values`` [count, ...] were sent, ``outputs`` [wanted, D] came back."""
         if row.start < MAX_DIGEST_POSITIONS:
-            self._inputs.append(values[: MAX_DIGEST_POSITIONS - row.start].clone())
+            self._inputs.append(values[: MAX_DIGEST_POSITIONS - row.start].copy())
         wanted = [*range(row.start, row.start + row.first), *range(row.end - row.outputs, row.end)]
         for at, output in zip(wanted, outputs, strict=True):
             if at < MAX_DIGEST_POSITIONS:
-                self._outputs[at] = output.clone()
+                self._outputs[at] = output.copy()
         self.length = row.end
 
-    def inputs(self, count: int) -> torch.Tensor:
+    def inputs(self, count: int) -> Array:
         """Return the inputs of the first ``count`` positions, as they were sent; ``count`` is at
         most ``MAX_DIGEST_POSITIONS``."""
-        return torch.cat(self._inputs)[:count]
+        return np.concatenate(self._inputs)[:count]
 
-    def outputs(self, count: int) -> tuple[list[int], torch.Tensor]:
+    def outputs(self, count: int) -> tuple[list[int], Array]:
         """Return the positions among the first ``count`` whose outputs the client has, and these
         outputs."""
         known = sorted(at for at in self._outputs if at < count)
-        return known, torch.stack([self._outputs[at] for at in known])
+        return known, np.stack([self._outputs[at] for at in known])
 
 
 SequenceVersion = tuple[AuditedSequence, int] | None
@@ -95,9 +96,9 @@ SequenceVersion = tuple[AuditedSequence, int] | None
 class _ClaimedOutputs:
     """The inputs of a hop, and its outputs at the positions ``at``."""
 
-    inputs: torch.Tensor
+    inputs: Array
     at: list[int]
-    outputs: torch.Tensor
+    outputs: Array
 
 
 class Auditor:
@@ -110,7 +111,7 @@ class Auditor:
         spec: ChainSpec,
         repair: ChainRepair,
         report: ChainReport,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[Array], Array],
         read: Read | None = None,
     ) -> None:
         self._hosts = hosts
@@ -153,13 +154,13 @@ class Auditor:
         return None if self._watched is None else (self._watched, self._watched.changes)
 
     def step_done(
-        self, version: SequenceVersion, rows: tuple[Row, ...], values: torch.Tensor, outputs: torch.Tensor
-    ) -> torch.Tensor:
+        self, version: SequenceVersion, rows: tuple[Row, ...], values: Array, outputs: Array
+    ) -> Array:
         """Record the answer to a step. Return the outputs that the step asked for before
         ``add_audited_outputs`` added some."""
         self._ledger.earn(sum(row.count for row in rows) * self._spec.blocks)
-        inputs = torch.split(values, [row.count for row in rows])
-        parts = torch.split(outputs, [row.wanted for row in rows])
+        inputs = split(values, [row.count for row in rows])
+        parts = split(outputs, [row.wanted for row in rows])
         watched = self._watched
         if watched is not None and version == (watched, watched.changes):
             for row, given, part in zip(rows, inputs, parts, strict=True):
@@ -168,7 +169,7 @@ class Auditor:
             self._news.set()
         if not any(row.first for row in rows):
             return outputs
-        return torch.cat([part[row.first :] for row, part in zip(rows, parts, strict=True)])
+        return np.concatenate([part[row.first :] for row, part in zip(rows, parts, strict=True)])
 
     # ---- audits ---------------------------------------------------------------------------------
 
@@ -294,8 +295,8 @@ class Auditor:
             self._ledger.doubted.update(asked)
 
     async def _recompute(
-        self, plan: AuditPlan, inputs: Sequence[torch.Tensor], asked: tuple[PeerId, ...]
-    ) -> tuple[Sequence[torch.Tensor], tuple[PeerId, ...]]:
+        self, plan: AuditPlan, inputs: Sequence[Array], asked: tuple[PeerId, ...]
+    ) -> tuple[Sequence[Array], tuple[PeerId, ...]]:
         """Have hosts other than ``asked`` compute the outputs of sequences [P, D].
 
         Returns the outputs and these hosts; nothing if no other host answers.
@@ -316,18 +317,18 @@ class Auditor:
             return values, tuple(hop.peer for hop in path)
         return (), ()
 
-    async def _pass(self, hop: Hop, sequences: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    async def _pass(self, hop: Hop, sequences: Sequence[Array]) -> Sequence[Array]:
         counts = [len(values) for values in sequences]
-        inputs = torch.cat([*sequences])
+        inputs = np.concatenate([*sequences])
         begin = pb.Begin(
             swarm=self._hosts.swarm_id,
             manifest=self._hosts.manifest,
             span=pb.Span(start=hop.start, end=hop.end),
             counts=counts,
-            wire=wire_code(self._spec.dtype),
+            wire=self._spec.dtype.value,
         )
         (outputs,) = await ask_pass(self._hosts, hop, begin, (inputs,), [inputs.shape])
-        return torch.split(outputs, counts)
+        return split(outputs, counts)
 
     def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
         """Return hosts outside of the chain that have the hop's precision.

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from statistics import median
 
-import torch
+import numpy as np
 
 from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.auditor import Auditor
@@ -26,6 +26,7 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.routing.chain_view import Hop
+from swarmnet_protocols.session.arrays import Array, split
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 
@@ -40,6 +41,10 @@ Part = list[tuple[int, Row]]
 """The pieces of one step, each with the index of its row."""
 
 
+def ignore_part(_row: int, _positions: int) -> None:
+    """Do nothing when a chunk of a row came through."""
+
+
 class Chain:
     """An open chain over all blocks of a model. Made by :meth:`open`."""
 
@@ -47,7 +52,7 @@ class Chain:
         self,
         hosts: ModelHosts,
         spec: ChainSpec,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[Array], Array],
         read: Read | None = None,
         give_up_idle: GiveUpIdle = frozenset,
     ) -> None:
@@ -66,7 +71,7 @@ class Chain:
         cls,
         hosts: ModelHosts,
         spec: ChainSpec,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[Array], Array],
         read: Read | None = None,
         give_up_idle: GiveUpIdle = frozenset,
     ) -> AsyncIterator["Chain"]:
@@ -95,11 +100,15 @@ class Chain:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    async def forward(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+    async def forward(
+        self, rows: tuple[Row, ...], values: Array, computed: Callable[[int, int], None] = ignore_part
+    ) -> Array:
         """Send new positions ([P] ids or [P, D] embeddings) through all blocks.
 
         Returns the wanted outputs [wanted, D], row after row. Long rows travel in chunks, so that
-        all hops compute at the same time. Failures are waited out as long as every block is hosted.
+        all hops compute at the same time. ``computed`` is called for each chunk of a row that came
+        through, with the index of the row and the chunk's positions. Failures are waited out as
+        long as every block is hosted.
 
         Raises:
 
@@ -120,7 +129,7 @@ class Chain:
         await self._check_room(rows)
         self.report.trips += 1
         with self._spec.trace.trip() if self._spec.trace else nullcontext():
-            return await self._trip(rows, values)
+            return await self._trip(rows, values, computed)
 
     async def _check_room(self, rows: tuple[Row, ...]) -> None:
         """Raise ``NoRoom`` for a prompt that no known hosts have room for, before any of it is
@@ -137,21 +146,26 @@ class Chain:
             self._hosts.check_room(positions, blocks)
         self._supervisor.repair.need(positions)
 
-    async def _trip(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+    async def _trip(
+        self, rows: tuple[Row, ...], values: Array, computed: Callable[[int, int], None]
+    ) -> Array:
+        async def step(part: Part, inputs: Array) -> Array:
+            outputs = await self._step(tuple(row for _, row in part), inputs)
+            for index, row in part:
+                computed(index, row.count)
+            return outputs
+
         parts = cut(rows)
         steps = [
-            self._step(tuple(row for _, row in part), inputs)
-            for part, inputs in zip(parts, cut_values(parts, rows, values), strict=True)
+            step(part, inputs) for part, inputs in zip(parts, cut_values(parts, rows, values), strict=True)
         ]
-        outputs: list[list[torch.Tensor]] = [[] for _ in rows]
+        outputs: list[list[Array]] = [[] for _ in rows]
         for part, output in zip(parts, await asyncio.gather(*steps), strict=True):
-            for (index, _), piece in zip(
-                part, torch.split(output, [row.outputs for _, row in part]), strict=True
-            ):
+            for (index, _), piece in zip(part, split(output, [row.outputs for _, row in part]), strict=True):
                 outputs[index].append(piece)
-        return torch.cat([piece for pieces in outputs for piece in pieces])
+        return np.concatenate([piece for pieces in outputs for piece in pieces])
 
-    async def _step(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+    async def _step(self, rows: tuple[Row, ...], values: Array) -> Array:
         clock = asyncio.get_running_loop().time
         failovers, started = self.report.failovers, clock()
         asked, rows = rows, self._auditor.add_audited_outputs(rows)
@@ -221,9 +235,9 @@ def cut(rows: tuple[Row, ...]) -> list[Part]:
     return parts + _cut_rest(rows, done)
 
 
-def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: torch.Tensor) -> list[torch.Tensor]:
+def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: Array) -> list[Array]:
     """Return the values of each part. ``values`` [P, ...] belong to ``rows``, one after another."""
-    inputs = torch.split(values, [row.count for row in rows])
+    inputs = split(values, [row.count for row in rows])
     taken = [0] * len(rows)
     cuts = []
     for part in parts:
@@ -231,7 +245,7 @@ def cut_values(parts: Sequence[Part], rows: Sequence[Row], values: torch.Tensor)
         for index, row in part:
             pieces.append(inputs[index][taken[index] : taken[index] + row.count])
             taken[index] += row.count
-        cuts.append(torch.cat(pieces))
+        cuts.append(np.concatenate(pieces))
     return cuts
 
 

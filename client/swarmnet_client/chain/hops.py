@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from swarmnet_client.chain.trace import Trace
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
@@ -18,14 +16,17 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.spans import overlap
-from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import Array, ElementType, are_finite, type_of
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
-from swarmnet_protocols.session.wire_tensors import decode_tensor, decoded_dtype
+from swarmnet_protocols.session.wire_tensors import decode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
-_ACTIVATIONS = {"bf16": torch.bfloat16, "f16": torch.float16}
-"""Dtypes by the activation part of a precision name."""
+if TYPE_CHECKING:
+    from swarmnet_protocols.session.adapters import Adapter
+
+_ACTIVATIONS = {"bf16": ElementType.BFLOAT16, "f16": ElementType.FLOAT16}
+"""Element types by the activation part of a precision name."""
 SessionStream = TypedStream[pb.SessionRequest, pb.SessionReply]
 
 
@@ -60,10 +61,10 @@ class ChainSpec:
     blocks: int
     hidden_size: int
     max_length: int
-    dtype: torch.dtype
-    wire: torch.dtype | None = None
+    dtype: ElementType
+    wire: ElementType | None = None
     log_bytes: int = 1 << 30
-    adapter: Adapter | None = None
+    adapter: "Adapter | None" = None
     standby: bool | None = None
     trace: Trace | None = None
     wait_s: float = 0.0
@@ -73,7 +74,7 @@ class ChainSpec:
         """Positions that every sequence begins with."""
         return 0 if self.adapter is None else self.adapter.prefix_positions
 
-    def wire_of(self, precision: str) -> torch.dtype:
+    def wire_of(self, precision: str) -> ElementType:
         """Return the element type of the outputs of a host that computes in ``precision``.
 
         The inputs of the first hop use this type too. It is ``wire`` if given, else the type the
@@ -124,7 +125,7 @@ class HopTranscript:
     """
 
     received: bytes
-    sent: torch.Tensor | None
+    sent: Array | None
 
     @classmethod
     def read(cls, shown: pb.Shown, payload: Buffer) -> "HopTranscript":
@@ -139,7 +140,7 @@ class HopTranscript:
             decode_tensor(shown.sent, payload, positions=positions, hidden_size=hidden_size),
         )
 
-    def checked(self, shape: tuple[int, int] | None, wire: torch.dtype) -> "HopTranscript":
+    def checked(self, shape: tuple[int, int] | None, wire: ElementType) -> "HopTranscript":
         """Return this transcript, or raise ``ProtocolViolation`` if it is malformed.
 
         With ``shape`` [P, D], it must have outputs of that shape, sent as ``wire``.
@@ -148,11 +149,11 @@ class HopTranscript:
             raise ProtocolViolation("a transcript without a digest of the inputs")
         if shape is not None:
             sent = self.sent
-            if sent is None or sent.shape != shape or sent.dtype != decoded_dtype(wire):
+            if sent is None or sent.shape != shape or type_of(sent) is not wire.decoded:
                 raise ProtocolViolation(
                     "a transcript with outputs of another shape or type than was requested"
                 )
-            if not torch.isfinite(sent).all():
+            if not are_finite(sent):
                 raise ProtocolViolation("a transcript with outputs that are not finite")
         return self
 

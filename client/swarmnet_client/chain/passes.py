@@ -18,6 +18,7 @@ import torch
 
 from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, explain
+from swarmnet_client.chain.hop_passes import GraphGone, ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import (
@@ -29,17 +30,11 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.protocol_ids import PASS
-from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.passes import (
-    MAX_POSITIONS,
-    MAX_SEQUENCES,
-    request_pass,
-    unpack_tensors,
-)
-from swarmnet_protocols.session.wire_tensors import wire_code
+from swarmnet_protocols.session.arrays import Array
+from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
+from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES, unpack_tensors
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -55,10 +50,6 @@ MIN_POSITIONS = 256
 PASSES_PER_HOST = 2
 """Passes of a batch at one host at a time: one computes while the tensors of the other travel."""
 T = TypeVar("T")
-
-
-class GraphGone(SwarmnetError):
-    """The host does not have the graph of a forward pass that the backward pass was to use."""
 
 
 class InDoubt(SwarmnetError):
@@ -175,7 +166,7 @@ class RemoteBatch:
                     "hidden states or gradients are not finite",
                     hint=CLIENT_FAULTS[refusal_pb2.REASON_NOT_FINITE],
                 )
-            parts.append(part.to(self._spec.dtype))
+            parts.append(part.to(torch_dtype(self._spec.dtype)))
             await asyncio.sleep(0)
         return parts
 
@@ -309,10 +300,9 @@ class PassClient:
 
         async def question(adapter: bytes) -> torch.Tensor:
             begin = self._begin(hop_pass, adapter, backward=False)
-            (outputs,) = await ask_pass(
-                self._hosts, hop_pass.hop, begin, (hop_pass.inputs,), [hop_pass.inputs.shape]
-            )
-            return outputs
+            inputs = array_of(hop_pass.inputs)
+            (outputs,) = await ask_pass(self._hosts, hop_pass.hop, begin, (inputs,), [inputs.shape])
+            return tensor_of(outputs)
 
         return await self._answer(hop_pass.hop, question, hop_pass.before)
 
@@ -326,18 +316,21 @@ class PassClient:
         the host has dropped its graph, ``SwarmnetError`` as ``forward`` does.
         """
         adapter_tensors = self._adapter_tensors(hop_pass.hop)
-        shapes = [hop_pass.inputs.shape]
+        shapes: list[tuple[int, int]] = [(len(hop_pass.inputs), self._spec.hidden_size)]
         if adapter_tensors:
-            shapes.append(torch.Size((sum(tensor.numel() for tensor in adapter_tensors.values()), 1)))
-        tensors = (grad_outputs,) if hop_pass.graph else (hop_pass.inputs, grad_outputs)
+            shapes.append((sum(tensor.numel() for tensor in adapter_tensors.values()), 1))
+        given = (grad_outputs,) if hop_pass.graph else (hop_pass.inputs, grad_outputs)
+        tensors = [array_of(each) for each in given]
 
-        async def question(adapter: bytes) -> list[torch.Tensor]:
+        async def question(adapter: bytes) -> list[Array]:
             begin = self._begin(hop_pass, adapter, backward=True)
             return await ask_pass(self._hosts, hop_pass.hop, begin, tensors, shapes)
 
         made_by = [*hop_pass.before, *(hop for each in after for hop in (*each.before, each.hop))]
         gradients, *column = await self._answer(hop_pass.hop, question, made_by)
-        return gradients, unpack_tensors(column[0], adapter_tensors) if column else {}
+        like = {name: tuple(tensor.shape) for name, tensor in adapter_tensors.items()}
+        unpacked = unpack_tensors(column[0], like) if column else {}
+        return tensor_of(gradients), {name: tensor_of(values) for name, values in unpacked.items()}
 
     def _adapter_tensors(self, hop: Hop) -> Mapping[str, torch.Tensor]:
         tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}
@@ -350,7 +343,7 @@ class PassClient:
             span=pb.Span(start=hop_pass.hop.start, end=hop_pass.hop.end),
             counts=hop_pass.counts,
             backward=backward,
-            wire=wire_code(self._spec.dtype),
+            wire=self._spec.dtype.value,
             adapter=adapter,
             graph=hop_pass.graph,
         )
@@ -374,23 +367,3 @@ class PassClient:
         if self._failures[hop.peer] == failures:  # otherwise it is a suspect of another pass
             self._hosts.answered(hop.peer)
         return answer
-
-
-async def ask_pass(
-    hosts: ModelHosts,
-    hop: Hop,
-    begin: pb.Begin,
-    tensors: Sequence[torch.Tensor],
-    shapes: Sequence[torch.Size],
-) -> list[torch.Tensor]:
-    """Have ``hop`` compute the pass ``begin`` from ``tensors``; returns tensors of ``shapes``.
-
-    Raises ``GraphGone``, what opening a stream raises, and what ``request_pass`` raises.
-    """
-    try:
-        stream = await PASS.open(hosts.transport, hop.peer, hosts.timing, addresses=hop.addresses)
-        return await request_pass(stream, begin, tensors, shapes, hosts.timing)
-    except Refused as refusal:
-        if refusal.reason == refusal_pb2.REASON_GRAPH_GONE and begin.backward and begin.graph:
-            raise GraphGone(str(refusal)) from refusal
-        raise

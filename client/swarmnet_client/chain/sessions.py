@@ -19,7 +19,6 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.link import NextHop
-from swarmnet_protocols.session.wire_tensors import wire_code
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _log = logging.getLogger(__name__)
@@ -124,7 +123,7 @@ class HopSessions:
             manifest=self.hosts.manifest,
             span=pb.Span(start=hop.start, end=hop.end),
             next=target.to_wire(self.hosts.record_of(target.peer)) if target else None,
-            wire=wire_code(self.spec.wire_of(hop.precision)),
+            wire=self.spec.wire_of(hop.precision).value,
             max_length=self.spec.max_length,
             standby=role in (SessionRole.STANDBY, SessionRole.SPARE),
             spare=role is SessionRole.SPARE,

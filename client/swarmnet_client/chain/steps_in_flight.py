@@ -8,13 +8,12 @@ import asyncio
 import math
 from collections.abc import Callable, Set
 
-import torch
-
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.arrays import Array, are_finite
 from swarmnet_protocols.session.link import Outbox
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import decode_tensor
@@ -37,7 +36,7 @@ class StepsInFlight:
         self.outbox = Outbox(ActivationLog(room), asyncio.Event())
         self._give_up_idle = give_up_idle
         self._hidden_size = hidden_size
-        self._waiting: dict[int, tuple[Step, asyncio.Future[torch.Tensor]]] = {}
+        self._waiting: dict[int, tuple[Step, asyncio.Future[Array]]] = {}
         self._received: set[int] = set()
         self._acked = 0
         self._failure: SwarmnetError | None = None
@@ -63,7 +62,7 @@ class StepsInFlight:
         log = self.outbox.log
         log.retain(log.lengths.keys() - self._give_up_idle())
 
-    async def send(self, rows: tuple[Row, ...], values: torch.Tensor) -> torch.Tensor:
+    async def send(self, rows: tuple[Row, ...], values: Array) -> Array:
         """Send one step and return the outputs that the rows want, [wanted, D].
 
         ``values`` of all rows are token ids [P] or embeddings [P, D]. Raises:
@@ -76,7 +75,7 @@ class StepsInFlight:
             raise self._failure
         step = Step(seq=self.outbox.log.last + 1, rows=rows, values=values, acked=self._acked)
         self.outbox.append(step)
-        future: asyncio.Future[torch.Tensor] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Array] = asyncio.get_running_loop().create_future()
         self._waiting[step.seq] = (step, future)
         try:
             return await future
@@ -99,7 +98,7 @@ class StepsInFlight:
             step, future = waiting
             wanted = sum(row.wanted for row in step.rows)
             values = decode_tensor(output.tensor, payload, positions=wanted, hidden_size=self._hidden_size)
-            if not torch.isfinite(values).all():
+            if not are_finite(values):
                 raise ProtocolViolation("an output that is not finite")
             future.set_result(values)
         self._received.add(output.step)

@@ -23,8 +23,6 @@ import math
 from collections.abc import Callable
 from typing import NoReturn
 
-import torch
-
 from swarmnet_client.chain.adapter_upload import AdapterUploader
 from swarmnet_client.chain.failures import UnhandledMessage
 from swarmnet_client.chain.hops import (
@@ -49,6 +47,7 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
+from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.link import LinkSender, NextHop, ignore_moment
 from swarmnet_protocols.session.steps import Step
@@ -81,7 +80,7 @@ class ChainSupervisor:
         spec: ChainSpec,
         in_flight: StepsInFlight,
         report: ChainReport,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embed: Callable[[Array], Array],
         tasks: asyncio.TaskGroup,
     ) -> None:
         """``embed`` turns the values of logged steps into [P, D]. ``tasks`` runs a task for each

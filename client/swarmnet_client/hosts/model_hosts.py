@@ -56,6 +56,10 @@ EXPLORE = 0.05
 """Share of routes that treat an unmeasured host as fast as the fastest, so that it gets
 measured."""
 
+MISSING_S = 1.0
+"""Seconds between two looks into the directory while a block has no host. With more, a client would
+refuse work for longer after a host has returned."""
+
 
 class ModelHosts:
     """The hosts of one model, and the routes over them."""
@@ -69,9 +73,13 @@ class ModelHosts:
         timing: Timing,
         trust: Trust = Trust(),  # noqa: B008 - it is frozen
         *,
+        blocks: int = 0,
         check_clock: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         """Session ids are drawn from ``rng``, which outside of simulations is a ``SystemRandom``.
+
+        ``blocks``: number of blocks of the model. While one of them has no known host, the
+        directory is read every ``MISSING_S``.
 
         ``check_clock`` is called when no host is known. It asks peers whether this machine's clock
         is right, and returns advice or "".
@@ -100,6 +108,7 @@ class ModelHosts:
         self._pings = PingMonitor(self.transport, timing, rng, self.failed)
         self.ledger = Ledger(rng)
         """Audit budget of all chains."""
+        self._blocks = blocks
         self._check_clock = check_clock
         self._clock_advice = ""
         self._refreshing = asyncio.Lock()
@@ -132,6 +141,7 @@ class ModelHosts:
                 random.SystemRandom(),
                 Timing(),
                 network.trust,
+                blocks=local.manifest.blocks,
                 check_clock=lambda: advise_on_clock(transport, (*network.peer.bootstrap, *network.known)),
             ).watching() as hosts,
         ):
@@ -384,4 +394,5 @@ class ModelHosts:
             # The directory may answer later; the known hosts stay in use.
             with contextlib.suppress(SwarmnetError):
                 await self.refresh()
-            await asyncio.sleep(self.timing.refresh_s)
+            is_whole = not uncovered(list(self._hosts.values()), (0, self._blocks))
+            await asyncio.sleep(self.timing.refresh_s if is_whole else MISSING_S)

@@ -1,43 +1,50 @@
-"""The client's event loop: its thread owns the network, while the caller's thread runs torch and
-transformers."""
+"""The client's event loop: its thread owns the network, while the caller's thread
+computes."""
 
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractAsyncContextManager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-import torch
-
-from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised, SwarmnetError
+from swarmnet_protocols.machine import threads
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.machine.platform import new_event_loop
-from swarmnet_protocols.machine.threads import stay_serial
+from swarmnet_protocols.net import Transport
 
 T = TypeVar("T")
-Connect = Callable[[], AbstractAsyncContextManager[ModelHosts]]
 
 
-class Runtime:
+class OnSwarm(Protocol):
+    """Something that is open while the client is in the swarm, like a model or its hosts."""
+
+    @property
+    def transport(self) -> Transport: ...
+
+
+Opened = TypeVar("Opened", bound=OnSwarm)
+
+
+class Runtime(Generic[Opened]):
     """A connection to a swarm on an event loop of its own, for synchronous callers. Close it, or
     use it as a context manager."""
 
-    def __init__(self, connect: Connect) -> None:
+    def __init__(self, connect: Callable[[], AbstractAsyncContextManager[Opened]]) -> None:
         """Connect; raises what connecting raises."""
         self._connect = connect
-        self._started: Future[ModelHosts] = Future()
+        self._started: Future[Opened] = Future()
         self._over: Future[NoReturn] = Future()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event | None = None
-        threads = torch.get_num_threads()
+        cores = threads.current()
         self._thread = threading.Thread(target=self._main, name="swarmnet-client", daemon=True)
         self._thread.start()
         try:
-            self.hosts = self._started.result()
+            self.opened = self._started.result()
         finally:
-            torch.set_num_threads(threads)
+            threads.use(cores)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run ``work`` on the loop and wait for it. An interrupt of the caller cancels it.
@@ -63,14 +70,14 @@ class Runtime:
             self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join()
 
-    def __enter__(self) -> "Runtime":
+    def __enter__(self) -> "Runtime[Opened]":
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _main(self) -> None:
-        stay_serial()
+        threads.stay_serial()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(self._stay())
 
@@ -78,11 +85,11 @@ class Runtime:
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         try:
-            async with self._connect() as hosts:
-                self._started.set_result(hosts)
+            async with self._connect() as opened:
+                self._started.set_result(opened)
                 refused: NotAuthorised | None = None
                 try:
-                    await race(self._stop.wait(), hosts.transport.died())
+                    await race(self._stop.wait(), opened.transport.died())
                 except NotAuthorised as error:
                     refused = error
                 finally:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
-from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.speculation import common_prefix
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import ConfigError
@@ -47,7 +47,7 @@ class DraftModel:
                 f"{options.draft} has other tokens than {target.name}: it cannot draft for it",
                 hint="use a small model of the same family",
             )
-        return cls(local.load_whole(dtype=options.dtype, device=options.device).eval())
+        return cls(local.load_whole(dtype=options.torch_dtype, device=options.torch_device).eval())
 
     def sequence(self, ids: Sequence[int]) -> "DraftModelSequence":
         """Return a sequence that begins with ``ids``, which are read in the background."""

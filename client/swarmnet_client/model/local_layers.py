@@ -1,79 +1,26 @@
 """The local layers of a model: embeddings before the blocks, final norm and lm_head after them."""
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.placeholders import match_layers, stand_ins
-from swarmnet_client.model.sampling import Draw, Token, choose
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.machine.devices import pick_device, pick_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import embed
+from swarmnet_protocols.session.arrays import Array
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-T = TypeVar("T")
-
 IMPLEMENTATION = "swarmnet_remote"
 """Name of an attention implementation without a mask. Hosts know which positions attend to which,
 so transformers need not build one."""
-_WIRES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options for loading a checkpoint.
-
-    - ``labels``: number of classes of a classifier; None for the CausalLM.
-    - ``standby``, ``wire``, ``wait_s``: as in ``ChainSpec``.
-    - ``draft``: name of a small model that drafts tokens; empty for none.
-    - ``packed``: whether quantised embeddings and lm_head stay as the checkpoint stores them.
-      Packed weights cannot be trained or adapted.
-    """
-
-    dtype: torch.dtype
-    device: torch.device
-    labels: int | None = None
-    packed: bool = False
-    standby: bool | None = None
-    wire: torch.dtype | None = None
-    draft: str = ""
-    wait_s: float = 0.0
-
-    @classmethod
-    def picked(
-        cls,
-        dtype: str = "auto",
-        device: str = "auto",
-        labels: int | None = None,
-        *,
-        only_generates: bool = False,
-        wire: str = "auto",
-        **others: Any,
-    ) -> "LoadOptions":
-        """Return the options that these command-line options mean. ``only_generates``: nothing is
-        trained. ``others`` become fields unchanged. Raises ``ConfigError`` for an unknown device or
-        precision."""
-        if wire not in _WIRES:
-            raise ConfigError(f"{wire!r} is not a wire format", hint=f"use one of {', '.join(_WIRES)}")
-        place = pick_device(device)
-        packed = only_generates and dtype == "auto" and place.type == "cpu"
-        return cls(pick_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire], **others)
-
-
-def memory_notice(local: LocalModel, options: LoadOptions) -> str:
-    """Return a sentence on local layers that should stay packed but cannot, and their memory. Empty
-    if all stay packed."""
-    sizes = local.sizes("local_layers")
-    return sizes.notice("the embeddings and the head", options.dtype) if options.packed else ""
 
 
 def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedModel":
@@ -84,9 +31,9 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
     """
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     model = local.load_local_layers(
-        lambda layers: stand_ins(layers, options.device),
-        dtype=options.dtype,
-        device=options.device,
+        lambda layers: stand_ins(layers, options.torch_device),
+        dtype=options.torch_dtype,
+        device=options.torch_device,
         labels=options.labels,
         packed=options.packed,
     )
@@ -134,7 +81,7 @@ class LocalLayers:
 
     def __init__(self, local: LocalModel, options: LoadOptions) -> None:
         self._model: Any = load_local_layers(local, options)
-        self._device = options.device
+        self._device = options.torch_device
 
     @property
     def generation_config(self) -> Any:
@@ -148,31 +95,11 @@ class LocalLayers:
         return not self._model._is_stateful
 
     @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return embeddings [P, D] of token ids [P], on the CPU."""
-        return embed(self._model, ids.to(self._device)).cpu()
+    def embed(self, ids: Array) -> Array:
+        """Return embeddings [P, D] of token ids [P]."""
+        return array_of(embed(self._model, tensor_of(ids).to(self._device)).cpu())
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Return logits [N, V], float32, of outputs [N, D] of the last block."""
-        return logits(self._model, type(self._model).forward, hidden)
-
-
-class LmHead:
-    """Applies lm_head and samples next tokens, on the one thread that computes."""
-
-    def __init__(self, local_layers: LocalLayers, computing: Executor) -> None:
-        self._local_layers = local_layers
-        self._computing = computing
-
-    async def choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
-        """Return the next token after each of the hidden states [N, D], chosen by its draw."""
-        return await self.compute(partial(self._choose, hidden, draws))
-
-    async def compute(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the thread that computes, and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._computing, work)
-
-    @torch.inference_mode()
-    def _choose(self, hidden: torch.Tensor, draws: list[Draw]) -> list[Token]:
-        return choose(self._local_layers.logits(hidden), draws)
+        return array_of(logits(self._model, type(self._model).forward, tensor_of(hidden)).cpu())

@@ -33,7 +33,8 @@ from swarmnet_client.hosts.traffic import Traffic
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
 from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LoadOptions, load_local_layers, logits, memory_notice
+from swarmnet_client.model.load_options import LoadOptions, memory_notice
+from swarmnet_client.model.local_layers import load_local_layers, logits
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks
 from swarmnet_client.model.speculation import StepTimes
@@ -55,7 +56,7 @@ class SwarmModel:
     config: Any
     generate: Any
     blocks: RemoteBlocks
-    _runtime: Runtime
+    _runtime: Runtime[ModelHosts]
     _session: SwarmCache | None
     _generating: SwarmCache | None
     _step_times: StepTimes
@@ -75,7 +76,7 @@ class SwarmModel:
     @property
     def traffic(self) -> Traffic:
         """Bytes sent to and received from hosts since the model was opened."""
-        return self._runtime.hosts.traffic
+        return self._runtime.opened.traffic
 
     @contextmanager
     def session(self, *, max_length: int | None = None) -> Iterator[SwarmCache]:
@@ -130,7 +131,7 @@ class SwarmModel:
         return embed(model, values.to(model.device)).cpu()
 
 
-def wrap(local: LocalModel, runtime: Runtime, options: LoadOptions) -> SwarmModel:
+def wrap(local: LocalModel, runtime: Runtime[ModelHosts], options: LoadOptions) -> SwarmModel:
     """Return a swarm model with the embeddings and the head of ``local``. It is an instance of its
     architecture's class.
 

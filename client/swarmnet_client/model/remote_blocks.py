@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from swarmnet_client.audit.verdict import Read
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
+from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 
 T = TypeVar("T")
 
@@ -29,15 +30,19 @@ class RemoteBlocks:
     """
 
     def __init__(
-        self, runtime: Runtime, spec: ChainSpec, embed: Callable[[torch.Tensor], torch.Tensor], read: Read
+        self,
+        runtime: Runtime[ModelHosts],
+        spec: ChainSpec,
+        embed: Callable[[torch.Tensor], torch.Tensor],
+        read: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        """``embed`` and ``read`` as in ``Chain.open``."""
+        """``embed`` and ``read`` as in ``Chain.open``, with tensors."""
         self.spec = spec
         self.report = ChainReport()
         """The report of the chain or batch that was used last."""
         self._runtime = runtime
-        self._embed = embed
-        self._read = read
+        self._embed = lambda values: array_of(embed(tensor_of(values)))
+        self._read = lambda outputs: array_of(read(tensor_of(outputs)).cpu())
         self._adapter: Adapter | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -62,11 +67,11 @@ class RemoteBlocks:
         """Open a chain for sequences of at most ``max_length`` positions. Hosts apply
         ``adapter``."""
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
-        return Chain.open(self._runtime.hosts, spec, self._embed, self._read)
+        return Chain.open(self._runtime.opened, spec, self._embed, self._read)
 
     def _batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:
         """Return a batch of sequences of these lengths, for a forward and backward passes."""
-        batch = RemoteBatch(self._runtime.hosts, dataclasses.replace(self.spec, adapter=adapter), counts)
+        batch = RemoteBatch(self._runtime.opened, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch
 

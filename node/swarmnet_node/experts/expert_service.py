@@ -47,6 +47,7 @@ from swarmnet_protocols.quantization.packed_experts import (
     drop_experts,
     has_expert,
 )
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import (
     ExpertRows,
     ExpertsStream,
@@ -285,7 +286,7 @@ class ExpertService:
         outputs = await self.compute(rows)
         self.rows_of.update({(rows.block, expert): len(each) for expert, each in rows.rows.items()})
         self.requests += 1
-        tensor, encoded = encode_tensor(outputs)
+        tensor, encoded = encode_tensor(array_of(outputs))
         await stream.send(pb.ExpertsReply(computed=pb.Computed(id=number, tensor=tensor)), encoded)
 
     def _check_here(self, request: ExpertRows) -> None:

@@ -28,8 +28,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
-import torch
-
 from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
@@ -60,6 +58,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.coordinates import Coordinate
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.timing import Timing
@@ -96,7 +95,7 @@ class Host:
         self.counters = HostCounters()
         self._system = transport.resources.system
         self.adapters = AdapterStore(self._system, idle_s=limits.adapter_idle_s)
-        largest_step_bytes = REPLAY_POSITIONS * blocks.engine.stage.hidden_size * torch.float32.itemsize
+        largest_step_bytes = REPLAY_POSITIONS * blocks.engine.stage.hidden_size * ElementType.FLOAT32.itemsize
         limits.set_on(transport.resources, largest_step_bytes)
         self._swarm = swarm
         self._manifest = manifest

@@ -19,6 +19,8 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.session.arrays import Array, are_finite
+from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
     check_counts,
@@ -26,7 +28,7 @@ from swarmnet_protocols.session.passes import (
     receive_tensor,
     split_tensor,
 )
-from swarmnet_protocols.session.wire_tensors import decoded_dtype, wire_dtype
+from swarmnet_protocols.session.wire_tensors import wire_type
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -66,7 +68,7 @@ class HostedPass:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
         self._adapter = adapter
         self._backward = wanted.backward
-        self._wire = decoded_dtype(wire_dtype(wanted.wire))
+        self._wire = torch_dtype(wire_type(wanted.wire))
         self._stage = stage
         self._engine = engine
         self._stream = stream
@@ -101,12 +103,12 @@ class HostedPass:
                 await self._stream.send(pb.PassReply(part=part), payload)
                 self.slot.moved(len(payload))
 
-    async def _outputs(self) -> list[torch.Tensor]:
+    async def _outputs(self) -> list[Array]:
         arguments = await self._receive(), self._counts, self._adapter
         if self._graph is None:
             return [await self._compute(lambda: self._sent(self._stage.run_sequences(*arguments)))]
 
-        def compute() -> tuple[torch.Tensor, AutogradGraph]:
+        def compute() -> tuple[Array, AutogradGraph]:
             outputs, graph = self._stage.record_sequences(*arguments)
             return self._sent(outputs), graph
 
@@ -114,25 +116,26 @@ class HostedPass:
         self._engine.keep_graph(self._graph, graph, for_s=self._timing.graph_s)
         return [outputs]
 
-    async def _gradients(self) -> list[torch.Tensor]:
+    async def _gradients(self) -> list[Array]:
         """Return the gradients of the inputs and, with an adapter, of all its values."""
         if self._graph is not None:
             grad_outputs = await self._receive()
             return await self._start(lambda: partial(self._differentiate, self._take_graph(), grad_outputs))
         inputs, grad_outputs = await self._receive(), await self._receive()
 
-        def compute() -> list[torch.Tensor]:
+        def compute() -> list[Array]:
             _, graph = self._stage.record_sequences(inputs, self._counts, self._adapter)
             return self._differentiate(graph, grad_outputs)
 
         return await self._compute(compute)
 
-    def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[torch.Tensor]:
+    def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[Array]:
         gradients, of_adapter = self._stage.gradients(graph, grad_outputs)
-        return [self._sent(gradients), *([finite(pack_tensors(of_adapter))] if of_adapter else [])]
+        arrays = {name: array_of(values) for name, values in of_adapter.items()}
+        return [self._sent(gradients), *([finite(pack_tensors(arrays))] if arrays else [])]
 
-    def _sent(self, values: torch.Tensor) -> torch.Tensor:
-        return finite(values.to(self._wire))
+    def _sent(self, values: torch.Tensor) -> Array:
+        return finite(array_of(values.to(self._wire)))
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await self._start(lambda: work)
@@ -154,8 +157,10 @@ class HostedPass:
         return graph
 
     async def _receive(self) -> torch.Tensor:
-        return await receive_tensor(
-            self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
+        return tensor_of(
+            await receive_tensor(
+                self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
+            )
         )
 
     async def _next_part(self) -> tuple[pb.Part, Buffer]:
@@ -179,12 +184,12 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
     return GraphKey(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
 
 
-def finite(values: torch.Tensor) -> torch.Tensor:
+def finite(values: Array) -> Array:
     """Return ``values``. Raises ``Refusal`` for infinity or NaN.
 
     The next receiver could not tell which host caused them.
     """
-    if not torch.isfinite(values).all():
+    if not are_finite(values):
         raise Refusal(refusal_pb2.REASON_NOT_FINITE, "the outputs of these blocks are not finite")
     return values
 

@@ -55,11 +55,13 @@ from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitRe
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
 from swarmnet_protocols.session.hop_times import Moment, encode_times
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, log_id
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
 from swarmnet_protocols.session.steps import Step, decode_step
-from swarmnet_protocols.session.wire_tensors import decoded_dtype, encode_tensor, is_slow, wire_dtype
+from swarmnet_protocols.session.wire_tensors import encode_tensor, is_slow, wire_type
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -141,7 +143,7 @@ class HostedSession:
         self._sequences = SessionSequences(engine, self._stage, adapter, self._scope, self.freed)
         self._outbox = Outbox(self._new_log(), asyncio.Event())
         self._step_times = HopStepTimes(engine.stopwatch, are_wanted=wanted.timed)
-        self.wire = wire_dtype(wanted.wire)
+        self.wire = wire_type(wanted.wire)
         sender = LinkSender(
             parts.introductions.by(stream.scope),
             self._outbox,
@@ -304,7 +306,7 @@ class HostedSession:
             return
         with self._scope.reserve(Resource.MEMORY, 0) as reservation:
             try:
-                await reservation.grow(asked.count * self._stage.hidden_size * torch.float32.itemsize)
+                await reservation.grow(asked.count * self._stage.hidden_size * ElementType.FLOAT32.itemsize)
             except ResourceLimitReached as error:
                 raise Refusal.of(error) from error
             sent = self._outbox.log.values(asked.sequence, asked.count)
@@ -453,7 +455,7 @@ class HostedSession:
     async def _decoded(self, message: pb.Step, payload: Buffer) -> Step:
         """Decode a step from the upstream hop. Raises ``ProtocolViolation``."""
         hidden_size = self._stage.hidden_size
-        if is_slow(wire_dtype(message.tensor.dtype), sum(row.count for row in message.rows), hidden_size):
+        if is_slow(wire_type(message.tensor.dtype), sum(row.count for row in message.rows), hidden_size):
             return await asyncio.to_thread(decode_step, message, payload, hidden_size=hidden_size)
         return decode_step(message, payload, hidden_size=hidden_size)
 
@@ -511,7 +513,7 @@ class HostedSession:
             if self._is_last:
                 self._parts.counters.answered += sum(row.outputs for row in step.rows)
 
-    async def _compute(self, step: Step) -> torch.Tensor:
+    async def _compute(self, step: Step) -> Array:
         longest = self._sequences.prefix_positions + max(row.end for row in step.rows)
         if longest > self._max_length:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"position {longest} of {self._max_length}")
@@ -519,7 +521,7 @@ class HostedSession:
         await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
         await self._sequences.place(step.rows)
         rows = [
-            (self._sequences.caches[row.sequence], values)
+            (self._sequences.caches[row.sequence], tensor_of(values))
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         now = asyncio.get_running_loop().time()
@@ -527,7 +529,7 @@ class HostedSession:
             await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)
         outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
-        return finite(outputs.to(decoded_dtype(self.wire)))
+        return finite(array_of(outputs.to(torch_dtype(self.wire))))
 
     def _behind(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> int:
         """Return the positions that recurrent layers compute again because the client went back."""

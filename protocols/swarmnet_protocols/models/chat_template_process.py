@@ -12,8 +12,10 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 if sys.platform != "win32":
     import resource  # noqa: TID251 - this program imports nothing of swarmnet
@@ -34,18 +36,95 @@ def memory_limit(request_bytes: int) -> int:
     return MEMORY_BYTES + MEMORY_PER_REQUEST_BYTE * request_bytes
 
 
+def _renderer() -> Callable[[dict[str, Any]], str]:
+    """Return a function that renders a request, with the settings, filters and functions that
+    transformers gives templates."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.exceptions import SecurityError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.utils import Namespace
+
+    class Generation(Extension):
+        """The tag that marks what the model writes. Rendering keeps its content."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Any) -> nodes.Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body).set_lineno(line)
+
+    class PublicNamespace(Namespace):
+        """Refuses attributes that begin with an underscore."""
+
+        def __init__(*given: Any, **named: Any) -> None:
+            for name in dict(*given[1:], **named):
+                check_public(name)
+            Namespace.__init__(*given, **named)
+
+        def __setitem__(self, name: str, value: Any) -> None:
+            check_public(name)
+            super().__setitem__(name, value)
+
+    class Dict:
+        """``dict`` without the attributes of the type."""
+
+        def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
+            return dict(*given, **named)
+
+        def fromkeys(self, *given: Any) -> dict[Any, Any]:
+            return dict.fromkeys(*given)
+
+    def check_public(name: object) -> None:
+        if isinstance(name, str) and name.startswith("_"):
+            raise SecurityError(f"a namespace cannot store {name!r}")
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)  # noqa: DTZ005 - the user's own time
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    functions = {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals |= {**functions, "dict": Dict(), "namespace": PublicNamespace}
+    compiled = lru_cache(maxsize=16)(environment.from_string)
+
+    def render(request: dict[str, Any]) -> str:
+        return compiled(request["template"]).render(
+            messages=request["messages"],
+            tools=None,
+            documents=None,
+            add_generation_prompt=request["add_generation_prompt"],
+            **request["special_tokens"],
+        )
+
+    return render
+
+
 def main() -> None:
     from jinja2 import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
+
+    render_text = _renderer()
 
     def render(request: dict[str, Any]) -> dict[str, str]:
         try:
-            (text,), _ = render_jinja_template(
-                conversations=[request["messages"]],
-                chat_template=request["template"],
-                add_generation_prompt=request["add_generation_prompt"],
-                **request["special_tokens"],
-            )
+            text = render_text(request)
         except MemoryError:
             return {"failed": f"it takes more than {MEMORY_BYTES >> 20} MiB of memory"}
         except TemplateError as error:

@@ -7,12 +7,14 @@ import copy
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import ModelFile, Progress, listing_hash
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
     WeightForm,
@@ -22,6 +24,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
+from swarmnet_protocols.models.vocabulary import Vocabulary, cached_vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -381,6 +384,24 @@ class LocalModel:
         """Return the model's tokenizer with its chat template."""
         self._check(())
         return self._checkpoint.tokenizer()
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the model's tokenizer and the tokens that end an answer.
+
+        transformers is imported only the first time: what it makes of the files is cached.
+        """
+
+        def make() -> Vocabulary:
+            import_transformers()
+            tokenizer, stated = self.tokenizer(), self._checkpoint.generation_config()
+            is_sampled = stated is not None and stated.do_sample
+            found = {name: getattr(stated, name, None) for name in ("temperature", "top_p") if is_sampled}
+            sampling = {name: float(value) for name, value in found.items() if value is not None}
+            return Vocabulary(tokenizer, self.config.vocab_size, self.end_ids(tokenizer), sampling)
+
+        self._check(())
+        name = f"{self.manifest.hash.hex()[:32]}-{version('transformers')}.json"
+        return cached_vocabulary(self.cache_dir / "vocabularies" / name, make)
 
     def end_ids(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer: one set for every program that

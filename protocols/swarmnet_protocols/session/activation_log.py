@@ -23,10 +23,11 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Set
 from itertools import count
 
-import torch
+import numpy as np
 
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512
@@ -65,26 +66,27 @@ class _SequenceBuffer:
     doubles when it is full. Appended values never change.
     """
 
-    def __init__(self, shared: torch.Tensor | None = None) -> None:
+    def __init__(self, shared: Array | None = None) -> None:
         """Begin with the values ``shared``, a view of another sequence's buffer."""
         self.shared = shared
         self.forked_at = 0 if shared is None else len(shared)
         self.length = self.forked_at
-        self._own: torch.Tensor | None = None
+        self._own: Array | None = None
 
     @property
     def storages(self) -> dict[int, int]:
-        """Return the memory that this buffer keeps alive: address → bytes of each part."""
-        parts = [part.untyped_storage() for part in (self.shared, self._own) if part is not None]
-        return {part.data_ptr(): part.nbytes() for part in parts}
+        """Return the memory that this buffer keeps alive: identity → bytes of each part."""
+        parts = [_memory_of(part) for part in (self.shared, self._own) if part is not None]
+        return {id(part): part.nbytes for part in parts}
 
     def begins_like(self, other: "_SequenceBuffer") -> bool:
         """Return whether ``other`` has the shared values of this buffer in the same memory."""
         if self.shared is None or other.length < self.forked_at:
             return False
-        return other._first().data_ptr() == self.shared.data_ptr() and other._first_length >= self.forked_at
+        is_shared = _memory_of(other._first()) is _memory_of(self.shared)
+        return is_shared and other._first_length >= self.forked_at
 
-    def values(self, start: int, end: int) -> torch.Tensor:
+    def values(self, start: int, end: int) -> Array:
         """Return the values of positions [start, end). Later appends do not change them."""
         parts = []
         if self.shared is not None and start < self.forked_at:
@@ -93,14 +95,14 @@ class _SequenceBuffer:
             parts.append(self._own[max(0, start - self.forked_at) : end - self.forked_at])
         if not parts:
             raise ProtocolViolation("a sequence without positions has no values")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def append(self, values: torch.Tensor) -> None:
+    def append(self, values: Array) -> None:
         filled = self.length - self.forked_at
         end = filled + len(values)
         if self._own is None or end > len(self._own):
             size = max(end, 2 * filled, 16)
-            grown = torch.empty((size, *values.shape[1:]), dtype=values.dtype)
+            grown = np.empty((size, *values.shape[1:]), values.dtype)
             if self._own is not None:
                 grown[:filled] = self._own[:filled]
             self._own = grown
@@ -115,7 +117,7 @@ class _SequenceBuffer:
         within = min(end, self._first_length)
         if within >= MIN_SHARED:
             first = self._first()
-            if first.untyped_storage().nbytes() <= MOST_KEPT * first[:within].nbytes:
+            if _memory_of(first).nbytes <= MOST_KEPT * first[:within].nbytes:
                 fork = _SequenceBuffer(first[:within])
                 if end > within:
                     fork.append(self.values(within, end))
@@ -130,11 +132,16 @@ class _SequenceBuffer:
         """Number of values in the memory of the first part."""
         return self.forked_at or self.length
 
-    def _first(self) -> torch.Tensor:
+    def _first(self) -> Array:
         first = self._own if self.shared is None else self.shared
         if first is None:
             raise ProtocolViolation("a sequence without positions has no values")
         return first
+
+
+def _memory_of(part: Array) -> Array:
+    """Return the array that owns the memory of a part of a buffer."""
+    return part if part.base is None else part.base
 
 
 class Cursor:
@@ -260,14 +267,14 @@ class ActivationLog:
         self._count_compacted()
         self._resize_reservation()
 
-    def values(self, sequence: int, count: int) -> torch.Tensor | None:
+    def values(self, sequence: int, count: int) -> Array | None:
         """Return the first ``count`` positions of a sequence after the newest step.
 
         None if the log does not have them.
         """
         if not 0 < count <= self._lengths.get(sequence, 0):
             return None
-        pieces: list[torch.Tensor] = []
+        pieces: list[Array] = []
         for _, step in reversed(self._pending):
             row, values = next(
                 (
@@ -284,11 +291,11 @@ class ActivationLog:
                 count = row.start
             sequence = row.source
             if not count:
-                return torch.cat(pieces[::-1])
+                return np.concatenate(pieces[::-1])
         buffer = None if self._buffers is None else self._buffers.get(sequence)
         if buffer is None or buffer.length < count:
             return None
-        return torch.cat([buffer.values(0, count), *pieces[::-1]])
+        return np.concatenate([buffer.values(0, count), *pieces[::-1]])
 
     def attach(self, applied: int, *, is_standby: bool = False) -> Cursor:
         """Start feeding a hop that has computed all steps up to ``applied``, until ``detach``.
@@ -403,7 +410,7 @@ class ActivationLog:
         Later compaction does not change their values. Shared positions are sent once: the other
         sequences are forked from the first of the sequences that share them.
         """
-        parts: list[tuple[Row, torch.Tensor]] = []
+        parts: list[tuple[Row, Array]] = []
         done: dict[int, _SequenceBuffer] = {}
         for number, buffer in buffers.items():
             source = next((each for each, other in done.items() if buffer.begins_like(other)), number)

@@ -25,7 +25,9 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, wire_dtype
+from swarmnet_protocols.session.arrays import ElementType, are_finite
+from swarmnet_protocols.session.as_torch import array_of, element_type, tensor_of
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, wire_type
 from swarmnet_protocols.wire import session_pb2 as pb
 
 MAX_ROWS = 512
@@ -63,7 +65,7 @@ def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor
 
     ``rows``: expert → indexes of its rows.
     """
-    most = max_pairs(hidden.shape[1], hidden.dtype)
+    most = max_pairs(hidden.shape[1], element_type(hidden.dtype))
     left = most
     taken: dict[int, torch.Tensor] = {}
     for expert in sorted(rows):
@@ -90,14 +92,14 @@ def _request(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor])
     )
 
 
-def max_pairs(hidden_size: int, dtype: torch.dtype) -> int:
+def max_pairs(hidden_size: int, type: ElementType) -> int:
     """Return the most rows that one answer can have."""
-    return max(1, min(MAX_ROWS, MAX_PAIRS, EXPERTS.max_payload_bytes // (hidden_size * dtype.itemsize)))
+    return max(1, min(MAX_ROWS, MAX_PAIRS, EXPERTS.max_payload_bytes // (hidden_size * type.itemsize)))
 
 
 def encode_rows(request: ExpertRows, number: int) -> tuple[pb.Rows, memoryview]:
     """Return the header and payload of a request."""
-    tensor, payload = encode_tensor(request.values)
+    tensor, payload = encode_tensor(array_of(request.values))
     experts = [pb.ExpertRows(expert=expert, rows=rows.tolist()) for expert, rows in request.rows.items()]
     return pb.Rows(id=number, block=request.block, tensor=tensor, experts=experts), payload
 
@@ -109,10 +111,10 @@ def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> Exper
     the rows are finite.
     """
     count = message.tensor.shape[0] if message.tensor.shape else 0
-    dtype = wire_dtype(message.tensor.dtype)
+    type = wire_type(message.tensor.dtype)
     pairs = sum(len(each.rows) for each in message.experts)
     numbers = [each.expert for each in message.experts]
-    if count > MAX_ROWS or pairs > max_pairs(hidden_size, dtype) or not dtype.is_floating_point:
+    if count > MAX_ROWS or pairs > max_pairs(hidden_size, type) or type is ElementType.INT8:
         raise ProtocolViolation(f"{count} rows, {pairs} with experts, are too many for one request")
     if numbers != sorted({*numbers}):
         raise ProtocolViolation("experts that are not ascending")
@@ -121,10 +123,10 @@ def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> Exper
         if not indexes or indexes != sorted({*indexes}) or indexes[-1] >= count:
             raise ProtocolViolation(f"expert {each.expert} has rows that are not among the {count}")
     values = decode_tensor(message.tensor, payload, positions=count, hidden_size=hidden_size)
-    if not torch.isfinite(values).all():
+    if not are_finite(values):
         raise ProtocolViolation("rows that are not finite")
     rows = {each.expert: torch.tensor(list(each.rows)) for each in message.experts}
-    return ExpertRows(message.block, values, rows)
+    return ExpertRows(message.block, tensor_of(values), rows)
 
 
 def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, number: int) -> Outputs:
@@ -135,12 +137,12 @@ def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, n
     """
     if message.id != number:
         raise ProtocolViolation(f"an answer to request {message.id} instead of {number}")
-    if wire_dtype(message.tensor.dtype) is not request.values.dtype:
+    if wire_type(message.tensor.dtype) is not element_type(request.values.dtype):
         raise ProtocolViolation("outputs of another element type than the rows")
-    tensor = decode_tensor(
+    values = decode_tensor(
         message.tensor, payload, positions=request.pairs, hidden_size=request.values.shape[1]
     )
-    return request.outputs(tensor)
+    return request.outputs(tensor_of(values))
 
 
 def encode_experts(experts: BlockExperts) -> list[pb.ExpertSet]:

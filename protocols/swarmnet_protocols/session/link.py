@@ -13,8 +13,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NoReturn
 
-import torch
-
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import PeerId, Transport
@@ -22,6 +20,7 @@ from swarmnet_protocols.net.protocol_ids import LINK
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog, Cursor
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import Step, encode_step
 from swarmnet_protocols.session.wire_tensors import is_slow
@@ -92,7 +91,7 @@ class LinkSender:
 
     transport: Transport
     outbox: Outbox
-    wire: torch.dtype
+    wire: ElementType
     timing: Timing
     render: Callable[[Step], Step] = lambda step: step
     mark: Callable[[int, Moment], None] = ignore_moment

@@ -7,18 +7,20 @@ Shapes: P positions of all sequences of a pass together, D hidden size.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-import torch
+import numpy as np
 
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_dtype
+from swarmnet_protocols.session.arrays import Array, ElementType, are_finite, as_float32, split, type_of
+from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_type
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -43,26 +45,27 @@ def check_counts(counts: Sequence[int]) -> None:
         raise ProtocolViolation(f"a pass of {len(counts)} sequences, or one without positions")
 
 
-def split_tensor(values: torch.Tensor) -> Iterator[tuple[pb.Part, memoryview]]:
-    """Yield the messages for a CPU tensor [P, D], each as large as a message may be."""
-    for piece in torch.split(values, _positions_in_part(values.shape[1], values.dtype)):
-        tensor, payload = encode_tensor(piece)
+def split_tensor(values: Array) -> Iterator[tuple[pb.Part, memoryview]]:
+    """Yield the messages for activations [P, D], each as large as a message may be."""
+    size = _positions_in_part(values.shape[1], type_of(values))
+    for start in range(0, len(values), size):
+        tensor, payload = encode_tensor(values[start : start + size])
         yield pb.Part(tensor=tensor), payload
 
 
-def pack_tensors(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def pack_tensors(tensors: Mapping[str, Array]) -> Array:
     """Return the values of all tensors, ordered by tensor name: float32 [values, 1]."""
-    return torch.cat([tensors[name].flatten().float() for name in sorted(tensors)])[:, None]
+    return np.concatenate([as_float32(tensors[name]).ravel() for name in sorted(tensors)])[:, None]
 
 
-def unpack_tensors(packed: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Invert ``pack_tensors``, for tensors with the names and shapes of ``like``."""
+def unpack_tensors(packed: Array, like: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
+    """Invert ``pack_tensors``, for tensors with these names and shapes."""
     names = sorted(like)
-    parts = torch.split(packed[:, 0], [like[name].numel() for name in names])
-    return {name: part.view(like[name].shape) for name, part in zip(names, parts, strict=True)}
+    parts = split(packed[:, 0], [math.prod(like[name]) for name in names])
+    return {name: part.reshape(like[name]) for name, part in zip(names, parts, strict=True)}
 
 
-async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> torch.Tensor:
+async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: int) -> Array:
     """Receive a finite tensor [positions, hidden_size] in the messages of ``split_tensor``.
 
     Memory grows with what has arrived, not with what was announced. Raises ``ProtocolViolation``
@@ -72,17 +75,17 @@ async def receive_tensor(next_part: NextPart, *, positions: int, hidden_size: in
     left = positions
     while left:
         part, payload = await next_part()
-        count = min(left, _positions_in_part(hidden_size, wire_dtype(part.tensor.dtype)))
+        count = min(left, _positions_in_part(hidden_size, wire_type(part.tensor.dtype)))
         piece = decode_tensor(part.tensor, payload, positions=count, hidden_size=hidden_size)
-        if not torch.isfinite(piece).all():
+        if not are_finite(piece):
             raise ProtocolViolation("a tensor with values that are not finite")
         pieces.append(piece)
         left -= count
-    return torch.cat(pieces)
+    return np.concatenate(pieces)
 
 
-def _positions_in_part(hidden_size: int, dtype: torch.dtype) -> int:
-    return max(1, PASS.max_payload_bytes // position_bytes(dtype, hidden_size))
+def _positions_in_part(hidden_size: int, wire: ElementType) -> int:
+    return max(1, PASS.max_payload_bytes // position_bytes(wire, hidden_size))
 
 
 PassStream = TypedStream[pb.PassRequest, pb.PassReply]
@@ -91,10 +94,10 @@ PassStream = TypedStream[pb.PassRequest, pb.PassReply]
 async def request_pass(
     stream: PassStream,
     begin: pb.Begin,
-    tensors: Sequence[torch.Tensor],
-    shapes: Sequence[torch.Size],
+    tensors: Sequence[Array],
+    shapes: Sequence[tuple[int, int]],
     timing: Timing,
-) -> list[torch.Tensor]:
+) -> list[Array]:
     """Have the host at the other end of a PASS stream compute ``begin`` from ``tensors``.
 
     Returns tensors of ``shapes``. Closes the stream. Raises ``Refused``, ``DeadlineExceeded``,
@@ -134,7 +137,7 @@ class _PassRequest:
         stream.on_heartbeat = lambda _: admitted.set()
         return cls(stream, timing, limit, admitted)
 
-    async def send(self, begin: pb.Begin, tensors: Sequence[torch.Tensor]) -> None:
+    async def send(self, begin: pb.Begin, tensors: Sequence[Array]) -> None:
         await self.stream.send(pb.PassRequest(begin=begin))
         await self.admitted.wait()
         for tensor in tensors:

@@ -7,9 +7,8 @@ an audit can recompute the first positions without the rest.
 
 import hashlib
 
-import torch
-
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
+from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 
@@ -18,15 +17,15 @@ MAX_DIGEST_POSITIONS = 256
 DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def digest(values: torch.Tensor) -> bytes:
-    """Return the SHA-256 over the SHA-256 of each position of a CPU tensor [P, D].
+def digest(values: Array) -> bytes:
+    """Return the SHA-256 over the SHA-256 of each position of an array [P, D].
 
     The values must already be rounded to the wire format.
     """
     return hashlib.sha256(_position_digests(values)).digest()
 
 
-def _position_digests(values: torch.Tensor) -> bytes:
+def _position_digests(values: Array) -> bytes:
     """Return the SHA-256 of each position, concatenated."""
     _, payload = encode_tensor(values)
     size = len(payload) // max(1, len(values))

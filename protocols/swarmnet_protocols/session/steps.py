@@ -7,10 +7,11 @@ D hidden size.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.session.arrays import Array, ElementType, are_finite, split
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -62,11 +63,11 @@ class Step:
 
     seq: int
     rows: tuple[Row, ...]
-    values: torch.Tensor = field(compare=False)
+    values: Array = field(compare=False)
     acked: int = 0
     replay: bool = False
 
-    def with_values(self, values: torch.Tensor) -> "Step":
+    def with_values(self, values: Array) -> "Step":
         """Return the step with other values, for example its outputs."""
         return replace(self, values=values)
 
@@ -74,16 +75,16 @@ class Step:
     def positions(self) -> int:
         return sum(row.count for row in self.rows)
 
-    def split(self) -> tuple[torch.Tensor, ...]:
+    def split(self) -> tuple[Array, ...]:
         """Return the values of each row, [count, D]."""
-        return torch.split(self.values, [row.count for row in self.rows])
+        return split(self.values, [row.count for row in self.rows])
 
-    def wanted_values(self) -> torch.Tensor:
+    def wanted_values(self) -> Array:
         """Return the values of the positions that the client wants, row after row."""
         parts = []
         for row, part in zip(self.rows, self.split(), strict=True):
             parts += [part[: row.first], part[row.count - row.outputs :]]
-        return torch.cat(parts)
+        return np.concatenate(parts)
 
 
 def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
@@ -107,7 +108,7 @@ def check_rows(rows: tuple[Row, ...], lengths: Mapping[int, int]) -> None:
             )
 
 
-def encode_step(step: Step, wire: torch.dtype) -> tuple[pb.Step, memoryview]:
+def encode_step(step: Step, wire: ElementType) -> tuple[pb.Step, memoryview]:
     """Return the message and payload of a step with values [P, D], sent as ``wire``."""
     tensor, payload = encode_tensor(step.values, wire)
     rows = [
@@ -147,6 +148,6 @@ def decode_step(message: pb.Step, payload: Buffer, *, hidden_size: int) -> Step:
     positions = sum(row.count for row in rows)
     values = decode_tensor(message.tensor, payload, positions=positions, hidden_size=hidden_size)
     # Every hop refuses such values, so the sender has not received them from another hop.
-    if not torch.isfinite(values).all():
+    if not are_finite(values):
         raise ProtocolViolation("a step with values that are not finite")
     return Step(seq=message.seq, rows=rows, values=values, acked=message.acked, replay=message.replay)

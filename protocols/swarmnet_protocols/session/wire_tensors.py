@@ -1,7 +1,7 @@
 """Tensors on the wire: their element types, and how activations [P, D] become bytes.
 
 Shapes: P positions, D hidden size. Floating-point types are sent unchanged. The 8-bit type
-(``torch.int8`` in this code) is blockwise absmax quantisation after Dettmers et al. 2022 ("8-bit
+(``ElementType.INT8``) is blockwise absmax quantisation after Dettmers et al. 2022 ("8-bit
 Optimizers via Block-wise Quantization", section 2.1). The largest values travel separately, as in
 LLM.int8 (section 3.2), because a few values of residual streams are a thousand times larger than
 the rest. Each position is encoded alone. So its bytes depend neither on its neighbours nor on a
@@ -15,11 +15,11 @@ ordinary value changes by at most 1/252 of the largest ordinary value of its blo
 changes by at most 1/256 of itself.
 """
 
-import torch
-from torch.nn.functional import pad
+import numpy as np
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
+from swarmnet_protocols.session.arrays import Array, ElementType, as_float32, rounded, type_of
 from swarmnet_protocols.wire import session_pb2 as pb
 
 BLOCK = 32
@@ -36,76 +36,59 @@ _SLOW_NUMBERS = 1 << 17
 
 256 positions of hidden size 4,096 take 28 ms to encode and 12 ms to decode.
 """
-
-_DTYPES: dict[int, torch.dtype] = {
-    pb.DTYPE_FLOAT32: torch.float32,
-    pb.DTYPE_BFLOAT16: torch.bfloat16,
-    pb.DTYPE_FLOAT16: torch.float16,
-    pb.DTYPE_INT8_BLOCKS: torch.int8,
-}
-_WIRE = {dtype: code for code, dtype in _DTYPES.items()}
+_ONE = np.uint16(0x3F80)
+"""The number 1 in bfloat16."""
 
 
-def wire_dtype(code: int) -> torch.dtype:
+def wire_type(code: int) -> ElementType:
     """Return the element type of a peer's code. Raises ``ProtocolViolation`` if it is unknown."""
-    dtype = _DTYPES.get(code)
-    if dtype is None:
-        raise ProtocolViolation(f"unknown dtype {code}")
-    return dtype
+    try:
+        return ElementType(code)
+    except ValueError:
+        raise ProtocolViolation(f"unknown dtype {code}") from None
 
 
-def wire_code(dtype: torch.dtype) -> "pb.DType":
-    """Return the code of an element type."""
-    return _WIRE[dtype]  # type: ignore[return-value]
-
-
-def decoded_dtype(wire: torch.dtype) -> torch.dtype:
-    """Return the dtype of values that were sent as ``wire``."""
-    return torch.float32 if wire is torch.int8 else wire
-
-
-def position_bytes(wire: torch.dtype, hidden_size: int) -> int:
+def position_bytes(wire: ElementType, hidden_size: int) -> int:
     """Return the bytes of one position that is sent as ``wire``."""
-    if wire is not torch.int8:
+    if wire is not ElementType.INT8:
         return hidden_size * wire.itemsize
     return hidden_size + 2 * _blocks(hidden_size) + 6 * _outliers(hidden_size)
 
 
-def is_slow(wire: torch.dtype, positions: int, hidden_size: int) -> bool:
+def is_slow(wire: ElementType, positions: int, hidden_size: int) -> bool:
     """Return whether encoding or decoding ``positions`` would block an event loop for too long."""
-    return wire is torch.int8 and positions * hidden_size >= _SLOW_NUMBERS
+    return wire is ElementType.INT8 and positions * hidden_size >= _SLOW_NUMBERS
 
 
-def encode_tensor(values: torch.Tensor, wire: torch.dtype | None = None) -> tuple[pb.Tensor, memoryview]:
-    """Return the header and payload of a CPU tensor [P, D] sent as ``wire``; None: its own dtype.
+def encode_tensor(values: Array, wire: ElementType | None = None) -> tuple[pb.Tensor, memoryview]:
+    """Return the header and payload of activations [P, D] sent as ``wire``; None: their own type.
 
     The payload shares the memory of ``values`` if these are contiguous and of the type ``wire``.
     """
-    wire = wire or values.dtype
-    header = pb.Tensor(dtype=wire_code(wire), shape=list(values.shape))
-    if values.numel() == 0:
+    wire = wire or type_of(values)
+    header = pb.Tensor(dtype=wire.value, shape=list(values.shape))
+    if values.size == 0:
         return header, memoryview(b"")
-    sent = _quantize(values.detach()) if wire is torch.int8 else values.detach().to(wire).contiguous()
-    return header, sent.view(torch.uint8).numpy().data.cast("B")
+    sent = _quantize(values) if wire is ElementType.INT8 else np.ascontiguousarray(rounded(values, wire))
+    return header, sent.view(np.uint8).data.cast("B")
 
 
-def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> torch.Tensor:
-    """Decode a peer's header and payload into a tensor [positions, hidden_size].
+def decode_tensor(header: pb.Tensor, payload: Buffer, *, positions: int, hidden_size: int) -> Array:
+    """Decode a peer's header and payload into activations [positions, hidden_size].
 
-    Its dtype is ``decoded_dtype``. The payload is in memory and bounded by its frame. No memory is
-    allocated for sizes that the header claims. Raises ``ProtocolViolation`` for any other shape or
-    size.
+    The payload is in memory and bounded by its frame. No memory is allocated for sizes that the
+    header claims. Raises ``ProtocolViolation`` for any other shape or size.
     """
-    wire = wire_dtype(header.dtype)
+    wire = wire_type(header.dtype)
     _check_shape(header, [positions, hidden_size])
     if len(payload) != positions * position_bytes(wire, hidden_size):
         raise ProtocolViolation(f"{len(payload)} bytes for a tensor of {positions} x {hidden_size} {wire}")
     if positions == 0:
-        return torch.empty(0, hidden_size, dtype=decoded_dtype(wire))
+        return np.empty((0, hidden_size), wire.dtype)
     writable = payload if isinstance(payload, bytearray) else bytearray(payload)
-    if wire is torch.int8:
-        return _dequantize(torch.frombuffer(writable, dtype=torch.uint8).view(positions, -1), hidden_size)
-    return torch.frombuffer(writable, dtype=wire).reshape(positions, hidden_size)
+    if wire is ElementType.INT8:
+        return _dequantize(np.frombuffer(writable, np.uint8).reshape(positions, -1), hidden_size)
+    return np.frombuffer(writable, wire.dtype).reshape(positions, hidden_size)
 
 
 def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
@@ -113,50 +96,60 @@ def _check_shape(header: pb.Tensor, expected: list[int]) -> None:
         raise ProtocolViolation(f"a tensor of shape {list(header.shape)[:8]} instead of {expected}")
 
 
-def as_received(values: torch.Tensor, wire: torch.dtype) -> torch.Tensor:
+def as_received(values: Array, wire: ElementType) -> Array:
     """Return values [P, D] as the receiver of ``encode_tensor(values, wire)`` decodes them."""
-    if wire is not torch.int8:
-        return values.to(wire)
+    if wire is not ElementType.INT8:
+        return rounded(values, wire)
     return _dequantize(_quantize(values), values.shape[1])
 
 
-def _quantize(values: torch.Tensor) -> torch.Tensor:
+def _quantize(values: Array) -> Array:
     """Encode values [P, D] as uint8 [P, bytes of a position]."""
-    hidden_size = values.shape[1]
-    exact = values.float().clamp(-LARGEST, LARGEST)
-    channels = exact.abs().topk(_outliers(hidden_size), dim=1, sorted=False).indices
-    outliers = exact.gather(1, channels).bfloat16()
-    blocks = _in_blocks(exact.scatter(1, channels, 0.0))
-    scales = (blocks.abs().amax(-1) / 127).bfloat16()
-    divisors = torch.where(scales == 0, 1, scales).float()[..., None]
-    codes = (blocks / divisors).round().clamp(-127, 127).to(torch.int8).flatten(1)
-    parts = (codes[:, :hidden_size].contiguous(), scales, channels.int(), outliers)
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+    positions, hidden_size = values.shape
+    count = _outliers(hidden_size)
+    exact = np.clip(as_float32(values), -LARGEST, LARGEST)
+    channels = np.argpartition(-np.abs(exact), count - 1, axis=1)[:, :count]
+    outliers = rounded(np.take_along_axis(exact, channels, 1), ElementType.BFLOAT16)
+    np.put_along_axis(exact, channels, 0.0, 1)
+    blocks = _in_blocks(exact)
+    scales = rounded(np.abs(blocks).max(-1) / np.float32(127), ElementType.BFLOAT16)
+    divisors = as_float32(np.where(scales == 0, _ONE, scales))[..., None]
+    with np.errstate(invalid="ignore"):
+        codes = np.clip(np.rint(blocks / divisors), -127, 127).astype(np.int8)
+    parts = (
+        codes.reshape(positions, _blocks(hidden_size) * BLOCK)[:, :hidden_size],
+        scales,
+        channels.astype(np.int32),
+        outliers,
+    )
+    return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
 
 
-def _dequantize(encoded: torch.Tensor, hidden_size: int) -> torch.Tensor:
+def _dequantize(encoded: Array, hidden_size: int) -> Array:
     """Decode the bytes of P positions into float32 [P, D].
 
     Raises ``ProtocolViolation`` for an outlier outside the position.
     """
-    outliers = _outliers(hidden_size)
-    sizes = [hidden_size, 2 * _blocks(hidden_size), 4 * outliers, 2 * outliers]
-    codes, scales, channels, values = (
-        part.clone(memory_format=torch.contiguous_format) for part in torch.split(encoded, sizes, dim=1)
-    )
-    indices = channels.view(torch.int32).long()
+    outliers, blocks = _outliers(hidden_size), _blocks(hidden_size)
+    ends = np.cumsum([hidden_size, 2 * blocks, 4 * outliers])
+    codes, scales, channels, values = map(np.ascontiguousarray, np.split(encoded, ends, axis=1))
+    indices = channels.view(np.int32).astype(np.int64)
     if ((indices < 0) | (indices >= hidden_size)).any():
         raise ProtocolViolation(f"an outlier outside the {hidden_size} channels of a position")
-    scaled = _in_blocks(codes.view(torch.int8).float()) * scales.view(torch.bfloat16).float()[..., None]
-    decoded: torch.Tensor = scaled.flatten(1)[:, :hidden_size]
-    return decoded.scatter(1, indices, values.view(torch.bfloat16).float())
+    with np.errstate(over="ignore", invalid="ignore"):  # a peer chooses the scales
+        scaled = _in_blocks(codes.view(np.int8).astype(np.float32))
+        scaled *= as_float32(scales.view(np.uint16))[..., None]
+    decoded = np.ascontiguousarray(scaled.reshape(len(encoded), blocks * BLOCK)[:, :hidden_size])
+    np.put_along_axis(decoded, indices, as_float32(values.view(np.uint16)), 1)
+    return decoded
 
 
-def _in_blocks(values: torch.Tensor) -> torch.Tensor:
+def _in_blocks(values: Array) -> Array:
     """Return values [P, D] as [P, blocks, BLOCK], padded with zeros."""
     positions, hidden_size = values.shape
     blocks = _blocks(hidden_size)
-    return pad(values, (0, blocks * BLOCK - hidden_size)).view(positions, blocks, BLOCK)
+    padded = np.pad(values, ((0, 0), (0, blocks * BLOCK - hidden_size)))
+    return padded.reshape(positions, blocks, BLOCK)
 
 
 def _blocks(hidden_size: int) -> int:

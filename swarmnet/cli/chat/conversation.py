@@ -1,12 +1,9 @@
 """The turns of a chat, and the tokens that the model reads for them."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass
@@ -34,32 +31,31 @@ class Conversation:
         """Whether the model continues the text of all turns, without a chat template."""
         return self.raw or not self.tokenizer.chat_template
 
-    def encode(self) -> "torch.Tensor":
-        """Return the tokens that the model reads before its next answer, [1, tokens]. Raises
-        ``ConfigError`` if its template fails."""
+    def encode(self) -> list[int]:
+        """Return the tokens that the model reads before its next answer. Raises ``ConfigError`` if
+        its template fails."""
         if self.is_plain:
             text = self.system + "".join(turn.question + turn.answer for turn in self.turns)
-            encoded = self.tokenizer(text, return_tensors="pt")
         else:
-            encoded = self.tokenizer(self._as_dialogue(), return_tensors="pt", add_special_tokens=False)
-        input_ids: torch.Tensor = encoded["input_ids"]
-        return input_ids
+            text = self._as_dialogue()
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=self.is_plain)
+        return ids
 
-    def prompt(self, answer_tokens: int) -> tuple["torch.Tensor", int]:
+    def prompt(self, answer_tokens: int) -> tuple[list[int], int]:
         """Return the tokens of :meth:`encode`, and the number of oldest turns dropped so that
         ``answer_tokens`` fit after them.
 
         After each drop, the hosts compute all remaining turns again. To make drops rare, half the
         context is freed at once.
         """
-        input_ids, dropped = self.encode(), 0
+        ids, dropped = self.encode(), 0
         limit = self.context - min(answer_tokens, self.context // 4)
-        while input_ids.shape[1] > limit and len(self.turns) > 1:
+        while len(ids) > limit and len(self.turns) > 1:
             limit = self.context // 2
             del self.turns[0]
             dropped += 1
-            input_ids = self.encode()
-        return input_ids, dropped
+            ids = self.encode()
+        return ids, dropped
 
     def messages(self) -> list[dict[str, str]]:
         """Return the messages as chat templates and the OpenAI API take them; the last one is a

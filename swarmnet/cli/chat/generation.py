@@ -1,19 +1,24 @@
 """One answer of a model: streamed to the terminal and measured."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from swarmnet.cli.chat.answering import Answerer, Wanted
 from swarmnet.cli.options import SpeculateOption
-from swarmnet.cli.output import note, print_json, print_text
+from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.units import counted
 
 if TYPE_CHECKING:
-    import torch
+    from swarmnet_client.chain.hops import ChainReport
+
+LONG_PROMPT = 512
+"""Tokens of a prompt above which its progress is shown. Shorter ones come in one or two parts."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,14 @@ class SamplingOptions:
         ),
     ] = 256
     temperature: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--temperature",
             metavar="T",
             help="0 always takes the most likely token. Higher values make answers more varied.",
+            show_default="0; in a chat, the model's own",
         ),
-    ] = 0.0
+    ] = None
     seed: Annotated[
         int | None,
         typer.Option("--seed", metavar="S", min=0, help="Repeat this number to get the same answer again."),
@@ -105,6 +111,21 @@ class Screen:
         else:
             note(text)
 
+    @contextmanager
+    def prefill(self) -> Iterator[Callable[[int, int], None]]:
+        """Yield a function that shows how many of the prompt's tokens the hosts have read, and how
+        long the rest takes."""
+        with progress(quiet=self.as_json) as report:
+
+            def prefilled(done: int, total: int) -> None:
+                if total <= LONG_PROMPT:
+                    return
+                if self.pieces:
+                    print_json({"event": "prefill", "done": done, "total": total})
+                report(f"reading a prompt of {total} tokens", done, total)
+
+            yield prefilled
+
     def show(self, piece: str) -> None:
         if not self.as_json:
             print_text(piece, end="")
@@ -137,82 +158,72 @@ class Stopped(KeyboardInterrupt):
 
 
 def generate(
-    model: Any,
-    input_ids: "torch.Tensor",
+    answerer: Answerer,
+    ids: Sequence[int],
     sampling: SamplingOptions,
-    show: Callable[[str], None],
+    screen: "Screen",
     *,
     continues: bool = False,
     exact: bool = False,
 ) -> RunAnswer:
-    """Continue one prompt, ``input_ids`` [1, tokens], with a swarm model; ``show`` gets the answer
-    piece by piece.
+    """Continue one prompt; ``screen`` shows the answer piece by piece, and how far a long prompt
+    is.
 
     ``continues``: the answer continues the text of the prompt; otherwise it is a text of its own.
     ``exact``: the answer has all ``max_new_tokens``, because the model may not end it earlier.
     Raises ``Stopped`` for Ctrl-C.
     """
-    tokenizer: Any = model.tokenizer
-    prompt_tokens = input_ids.shape[1]
-    room = model.config.max_position_embeddings - prompt_tokens
+    room = answerer.context - len(ids)
     if room < 1:
         raise typer.BadParameter(
-            f"the prompt has {counted(prompt_tokens, 'token')} and the model takes {model.config.max_position_embeddings}: shorten it",
+            f"the prompt has {counted(len(ids), 'token')} and the model takes {answerer.context}: shorten it",
             param_hint="PROMPT",
         )
-    if sampling.seed is not None:
-        import torch
-
-        torch.manual_seed(sampling.seed)
-    streamer = _Streamer(tokenizer, show, input_ids[0].tolist() if continues else [])
-    # Without a mask, transformers takes prompt tokens that equal the padding token for padding.
-    choice: dict[str, Any] = {"attention_mask": input_ids.new_ones(input_ids.shape), "do_sample": False}
-    if sampling.temperature > 0:
-        choice |= {"do_sample": True, "temperature": sampling.temperature}
-        if sampling.top_p is not None:
-            choice["top_p"] = sampling.top_p
-    if exact:
-        choice["min_new_tokens"] = sampling.max_new_tokens
-    # Start from zero: a session otherwise sums them over all its answers.
-    model.last_run.trips = 0
-    model.last_run.failovers, model.last_run.longest_stall_s = 0, 0.0
-    model.last_run.audits, model.last_run.wrong = 0, []
-    try:
-        model.generate(
-            input_ids,
-            max_new_tokens=min(sampling.max_new_tokens, room),
-            streamer=streamer,
-            speculate=sampling.speculate,
-            **choice,
+    # Start from zero: the hosts of a chain otherwise sum them over all its answers.
+    report = answerer.report
+    report.trips, report.failovers, report.longest_stall_s = 0, 0, 0.0
+    report.audits, report.wrong = 0, []
+    with ExitStack() as waiting:
+        wanted = Wanted(
+            ids,
+            min(sampling.max_new_tokens, room),
+            sampling.temperature,
+            sampling.top_p,
+            sampling.seed,
+            sampling.speculate,
+            exact,
+            waiting.enter_context(screen.prefill()),
         )
-    except KeyboardInterrupt:
-        streamer.end()
-        raise Stopped(streamer.answer(prompt_tokens, model.last_run)) from None
-    return streamer.answer(prompt_tokens, model.last_run)
+        pieces = _Pieces(answerer.tokenizer, screen.show, ids if continues else (), waiting.close)
+        try:
+            answerer.answer(wanted, pieces.put)
+        except KeyboardInterrupt:
+            pieces.end()
+            raise Stopped(pieces.answer(len(ids), answerer.report)) from None
+    pieces.end()
+    return pieces.answer(len(ids), answerer.report)
 
 
-class _Streamer:
-    """A streamer of transformers: ``put`` is called with the prompt, and then with each new
-    token."""
+class _Pieces:
+    """The text of an answer, and when it came."""
 
-    def __init__(self, tokenizer: Any, show: Callable[[str], None], prompt: list[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, show: Callable[[str], None], prompt: Sequence[int], begin: Callable[[], None]
+    ) -> None:
         self.started = time.monotonic()
         self.first_token_s = 0.0
         self.token_ids: list[int] = []
         self._show = show
+        self._begin = begin
         self._pieces: list[str] = []
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
-        self._prompt_seen = False
 
-    def put(self, tokens: Any) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
+    def put(self, token_id: int) -> None:
         if not self.token_ids:
             self.first_token_s = time.monotonic() - self.started
-        for token_id in tokens.flatten().tolist():
-            self.token_ids.append(token_id)
-            self._take(self._detokenizer.push(token_id))
+            self._begin()
+        self.token_ids.append(token_id)
+        self._take(self._detokenizer.push(token_id))
 
     def end(self) -> None:
         self._take(self._detokenizer.flush())
@@ -222,7 +233,7 @@ class _Streamer:
             self._pieces.append(text)
             self._show(text)
 
-    def answer(self, prompt_tokens: int, run: Any) -> RunAnswer:
+    def answer(self, prompt_tokens: int, run: "ChainReport") -> RunAnswer:
         """Return the answer so far, and the hosts that computed it."""
         total_s = time.monotonic() - self.started
         return RunAnswer(

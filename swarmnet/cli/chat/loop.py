@@ -5,8 +5,8 @@ import dataclasses
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from swarmnet.cli.chat.answering import Answerer
 from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import RunAnswer, RunHop, SamplingOptions, Screen, Stopped, generate
 from swarmnet.cli.chat.keyboard import QUOTES, keyboard
@@ -53,20 +54,18 @@ class _Totals:
 
 
 class Chat:
-    """A chat with ``model``, whose KV caches stay on the hosts between turns."""
+    """A chat with a model, whose KV caches stay on the hosts between turns."""
 
     def __init__(
         self,
-        model: Any,
-        open_session: Callable[[], AbstractContextManager[object]],
+        answerer: Answerer,
         conversation: Conversation,
         sampling: SamplingOptions,
         screen: Screen,
     ) -> None:
         self.conversation = conversation
         self.sampling = sampling
-        self._model = model
-        self._open_session = open_session
+        self._answerer = answerer
         self._session = ExitStack()
         self._screen = screen
         self._route: list[RunHop] = []
@@ -84,7 +83,7 @@ class Chat:
             self._session,
             keyboard(history, list(COMMANDS)) as keys,
         ):
-            self._session.enter_context(self._open_session())
+            self._session.enter_context(self._answerer.session())
             if keys.is_terminal:
                 self._greet()
             while (text := keys.read()) is not None and text.strip() != "/quit":
@@ -128,7 +127,7 @@ class Chat:
         except SwarmnetError:
             # The session's chain could not be repaired, so the next answer needs a new session.
             self._session.close()
-            self._session.enter_context(self._open_session())
+            self._session.enter_context(self._answerer.session())
             raise
         finally:
             if turn.answer:
@@ -143,10 +142,10 @@ class Chat:
                 f"the model reads {self.conversation.context} tokens at most, so it forgot the oldest {counted(dropped, 'turn')}"
             )
         return generate(
-            self._model,
+            self._answerer,
             prompt,
             self.sampling,
-            self._screen.show,
+            self._screen,
             continues=self.conversation.is_plain,
         )
 
@@ -237,9 +236,9 @@ class Chat:
         speed = total.tokens / total.seconds if total.seconds else 0.0
         note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
         note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
-        traffic = self._model.traffic
+        traffic = self._answerer.traffic
         note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
-        held = self.conversation.encode().shape[1] if self.conversation.turns else 0
+        held = len(self.conversation.encode()) if self.conversation.turns else 0
         note(f"{held} of {self.conversation.context} tokens of context in use")
 
     def _last(self) -> Turn:

@@ -1,15 +1,17 @@
 """``swarmnet bench``: measures the speed of a swarm, or of this machine as a host."""
 
+import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet.cli.chat.answering import Answerer
 from swarmnet.cli.chat.generation import RunHop, SamplingOptions, Screen, generate
 from swarmnet.cli.client_options import ClientOptions
-from swarmnet.cli.commands.run import open_model
+from swarmnet.cli.commands.run import open_answerer
 from swarmnet.cli.options import HostDtypeOption, JsonFlag, ModelArgument, WireOption, device_option
 from swarmnet.cli.output import note, print_json, print_table, print_text, progress
 from swarmnet.units import show_size
@@ -92,9 +94,7 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
         )
     network = client.network(swarm)
     with (
-        open_model(
-            model, network, client, Screen(as_json), dtype=dtype, wire=wire, only_generates=True
-        ) as opened,
+        open_answerer(model, network, client, Screen(as_json), dtype=dtype, wire=wire) as opened,
         progress(quiet=as_json) as report,
     ):
         results = []
@@ -104,17 +104,15 @@ def bench(  # noqa: PLR0913 - a command line, not an interface
     _print(results, as_json=as_json)
 
 
-def _measure(model: Any, prompt_tokens: int, tokens: int) -> BenchRun:
-    import torch
-
-    most = model.config.max_position_embeddings
+def _measure(answerer: Answerer, prompt_tokens: int, tokens: int) -> BenchRun:
+    most = answerer.context
     if prompt_tokens + tokens > most:
         raise typer.BadParameter(
             f"the model takes {most} tokens, prompt and answer together", param_hint="'--prompt-tokens'"
         )
-    ids = torch.randint(model.config.vocab_size, (1, prompt_tokens))
-    sampling = SamplingOptions(tokens, speculate=False)
-    answer = generate(model, ids, sampling, lambda _: None, exact=True)
+    ids = [random.randrange(answerer.vocabulary_size) for _ in range(prompt_tokens)]
+    sampling = SamplingOptions(tokens, temperature=0.0, speculate=False)
+    answer = generate(answerer, ids, sampling, Screen(as_json=True), exact=True)
     return BenchRun(
         first_token_s=answer.first_token_s,
         tokens_per_s=(tokens - 1) / (answer.total_s - answer.first_token_s) if tokens > 1 else 0.0,

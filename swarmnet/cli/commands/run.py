@@ -1,13 +1,15 @@
 """``swarmnet run``: answers one prompt, or chats."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from swarmnet.cli.chat.answering import Answerer, BatchAnswerer, ModelAnswerer
 from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
@@ -28,11 +30,9 @@ from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import Network
+from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models.chat_template import prepare_rendering
-
-if TYPE_CHECKING:
-    from swarmnet_client.model.model import SwarmModel
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
@@ -121,7 +121,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
       swarmnet run smollm2-135m-instruct --swarm lab/swarm.toml --temperature 0.7
       swarmnet run smollm2-135m-instruct --swarm lab < question.txt
     """
-    check_at_least_zero(sampling.temperature, option="--temperature")
+    if sampling.temperature is not None:
+        check_at_least_zero(sampling.temperature, option="--temperature")
     if sampling.top_p is not None:
         check_share(sampling.top_p, option="--top-p")
     check_draft(draft, speculate=sampling.speculate)
@@ -131,6 +132,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if is_chat and trace is not None:
         raise typer.BadParameter("only a single answer can be traced: give a PROMPT", param_hint="'--trace'")
     question = "" if is_chat else _question(prompt)
+    if not is_chat and sampling.temperature is None:
+        sampling = replace(sampling, temperature=0.0)
     screen = Screen(as_json, stream)
     if adapter is not None:
         _check_adapter(adapter, model, client.cache_dir)
@@ -138,19 +141,17 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     if not raw:
         prepare_rendering()
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
-    with (
-        open_model(model, network, client, screen, only_generates=adapter is None, **how) as opened,
-        _adapted(opened, adapter) as answering,
-    ):
-        said = Conversation(opened.tokenizer, opened.config.max_position_embeddings, raw, system)
+    if adapter is not None or trace is not None:
+        opening = _open_model(model, network, client, screen, adapter, trace, **how)
+    else:
+        opening = open_answerer(model, network, client, screen, **how)
+    with opening as answerer:
+        said = Conversation(answerer.tokenizer, answerer.context, raw, system)
         if is_chat:
-            talk = Chat(answering, opened.session, said, sampling, screen)
-            talk.run(default_history() if history else None)
+            Chat(answerer, said, sampling, screen).run(default_history() if history else None)
         else:
             said.turns.append(Turn(question))
-            with opened.trace(trace) if trace else nullcontext():
-                answer = generate(answering, said.encode(), sampling, screen.show, continues=said.is_plain)
-            screen.end(answer)
+            screen.end(generate(answerer, said.encode(), sampling, screen, continues=said.is_plain))
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
@@ -170,40 +171,78 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
 
 
 @contextmanager
-def _adapted(model: "SwarmModel", adapter: Path | None) -> Iterator["SwarmModel"]:
-    """Yield ``model``, or with ``adapter`` a PEFT model of the two."""
-    if adapter is None:
-        yield model
-        return
-    from swarmnet_client.tuning.adapter_dir import load_adapter
-    from swarmnet_client.tuning.methods import quiet_peft
-
-    with quiet_peft():
-        yield load_adapter(model, adapter)
-
-
-@contextmanager
-def open_model(
+def open_answerer(
     name: str, network: Network, client: ClientOptions, screen: Screen, **options: Any
-) -> Iterator["SwarmModel"]:
+) -> Iterator[Answerer]:
     """Open a model on the swarm, and show progress on stderr until it is open. ``options``: as for
     ``LoadOptions.picked``."""
     with progress(quiet=screen.as_json) as report:
         report("finding the swarm", 0, None)
+        from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
+        from swarmnet_client.hosts.model_hosts import ModelHosts
+        from swarmnet_client.hosts.runtime import Runtime
+        from swarmnet_client.model.load_options import LoadOptions, memory_notice
+
+        load = LoadOptions.picked(only_generates=True, **options)
+        local = resolve_in_swarm(
+            name,
+            lambda: network,
+            cache_dir=client.cache_dir,
+            progress=report,
+            max_disk_bytes=client.max_disk_bytes,
+        )
+        if text := memory_notice(local, load):
+            screen.notice(text)
+
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[BatchedModel]:
+            async with (
+                ModelHosts.connect(local, network) as hosts,
+                BatchedModel.open(local, hosts, load, BatchLimits(active=1), idle_s=None) as served,
+            ):
+                yield served
+
+        runtime = Runtime(connect)
+    with runtime:
+        yield BatchAnswerer(runtime)
+
+
+@contextmanager
+def _open_model(
+    name: str,
+    network: Network,
+    client: ClientOptions,
+    screen: Screen,
+    adapter: Path | None,
+    trace: Path | None,
+    **options: Any,
+) -> Iterator[Answerer]:
+    """Open a transformers model with an adapter, or one that writes a trace."""
+    with progress(quiet=screen.as_json) as report:
+        report("finding the swarm", 0, None)
         import_transformers()
-        from swarmnet_client.model.local_layers import LoadOptions
+        from swarmnet_client.model.load_options import LoadOptions
         from swarmnet_client.model.model import load
 
         model = load(
             name,
             network=network,
             cache_dir=client.cache_dir,
-            options=LoadOptions.picked(**options),
+            options=LoadOptions.picked(only_generates=adapter is None, **options),
             max_disk_bytes=client.max_disk_bytes,
             notice=screen.notice,
         )
-    with model:
-        yield model
+    with model, ExitStack() as stack:
+        answering: Any = model
+        if adapter is not None:
+            from swarmnet_client.tuning.adapter_dir import load_adapter
+            from swarmnet_client.tuning.methods import quiet_peft
+
+            stack.enter_context(quiet_peft())
+            answering = load_adapter(model, adapter)
+        if trace is not None:
+            stack.enter_context(model.trace(trace))
+        yield ModelAnswerer(answering)
 
 
 def _question(prompt: str | None) -> str:

@@ -214,7 +214,7 @@ async def _serve(
     from swarmnet.web.server import serve_http
     from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
     from swarmnet_client.hosts.model_hosts import ModelHosts
-    from swarmnet_client.model.local_layers import LoadOptions, memory_notice
+    from swarmnet_client.model.load_options import LoadOptions, memory_notice
     from swarmnet_protocols.machine.aio import race
 
     interrupts = Interrupts.catch()

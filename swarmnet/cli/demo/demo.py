@@ -22,7 +22,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL, Progress
 
 QUESTION = "What is the capital of France?"
 _HOW_TO_USE = """
-the swarm stays until Ctrl-C. From another terminal:
+the swarm stays until Ctrl-C. {page} shows it. From another terminal:
 
   curl {url}/v1/chat/completions -H 'content-type: application/json' \\
     -d '{{"model": "smollm2-135m-instruct", "messages": [{{"role": "user", "content": "Who are you?"}}]}}'
@@ -85,13 +85,14 @@ async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
         spans = _split(await asyncio.to_thread(_count_blocks, swarm.cache_dir, report), count)
     async with swarm:
         with progress(quiet=swarm.as_json) as report:
-            address = await _start_nodes(swarm, spans, report)
+            first = await _start_nodes(swarm, spans, report, has_page=keep)
+            address = first["addresses"][0]
         swarm.text(f"> {QUESTION}\n")
         answer = await swarm.ask(DEFAULT_MODEL, QUESTION, address, "-n", "48")
         if not swarm.as_json:
             _print_summary(answer)
         if keep:
-            gateway = await _serve(swarm, address)
+            gateway = await _serve(swarm, address, first["page"])
             stopping = asyncio.Event()
             interrupts.first = stopping.set
             await race(stopping.wait(), gateway.fail_at_end())
@@ -113,33 +114,39 @@ def _split(blocks: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(blocks * part // parts for part in range(parts + 1)))
 
 
-async def _start_nodes(swarm: DemoSwarm, spans: Sequence[tuple[int, int]], report: Progress) -> str:
-    """Start a node for each span, and return the address of the first. It starts alone, as the
-    bootstrap peer of the others."""
+async def _start_nodes(
+    swarm: DemoSwarm, spans: Sequence[tuple[int, int]], report: Progress, *, has_page: bool
+) -> dict[str, Any]:
+    """Start a node for each span, and return the event "ready" of the first. It starts alone, as
+    the bootstrap peer of the others. With ``has_page`` it serves a page that shows the swarm."""
     title = f"starting {counted(len(spans), 'node')}"
     report(title, 0, len(spans))
-    address = await _start_node(swarm, spans[0], "")
+    ready = await _start_node(swarm, spans[0], "", *(("--dashboard", "0") if has_page else ()))
+    address = ready["addresses"][0]
     report(title, 1, len(spans))
     async with asyncio.TaskGroup() as group:
         others = [group.create_task(_start_node(swarm, span, address)) for span in spans[1:]]
         for done, other in enumerate(asyncio.as_completed(others), 2):
             await other
             report(title, done, len(spans))
-    return address
+    return ready
 
 
-async def _start_node(swarm: DemoSwarm, span: tuple[int, int], bootstrap: str) -> str:
+async def _start_node(
+    swarm: DemoSwarm, span: tuple[int, int], bootstrap: str, *options: str
+) -> dict[str, Any]:
     start, end = span
-    _, address = await swarm.start_node(f"node-{start}-{end}", bootstrap, "--blocks", f"{start}:{end}")
-    return address
+    blocks = ("--blocks", f"{start}:{end}")
+    _, ready = await swarm.start_node(f"node-{start}-{end}", bootstrap, *blocks, *options)
+    return ready
 
 
-async def _serve(swarm: DemoSwarm, address: str) -> Child:
+async def _serve(swarm: DemoSwarm, address: str, page: str) -> Child:
     """Start a gateway, and print how to use it and the swarm."""
     enter = ("--swarm", swarm.file, "--bootstrap", address)
     child, ready = await swarm.start("gateway", "serve", *enter, "--port", "0")
-    swarm.event(ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address})
-    swarm.text(_HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address) + "\n")
+    swarm.event(ready | {"event": "serving", "swarm": swarm.file, "bootstrap": address, "page": page})
+    swarm.text(_HOW_TO_USE.format(url=ready["url"], swarm=swarm.file, address=address, page=page) + "\n")
     return child
 
 

@@ -127,20 +127,28 @@ class DemoSwarm:
         return Child(name, process, log)
 
     async def start(self, name: str, *arguments: str) -> tuple[Child, dict[str, Any]]:
-        """Start a command that serves; returns it and its event "ready"."""
+        """Start a command that serves; returns it and its event "ready", with the address of its
+        ``page`` if it serves one."""
         child = await self.spawn(name, *arguments, "--stop-on-eof")
-        ready = await child.wait_for(
-            lambda event: event.get("event") == "ready", _START_TIMEOUT_S, f"{name} did not start"
-        )
-        return child, ready
+        pages: dict[str, str] = {}
 
-    async def start_node(self, name: str, bootstrap: str, *options: str) -> tuple[Child, str]:
-        """Start a node; returns it and its address. ``bootstrap``: empty for the first node."""
+        def look(event: dict[str, Any]) -> None:
+            if event.get("event") == "dashboard":
+                pages["page"] = event["url"]
+
+        ready = await child.wait_for(
+            lambda event: event.get("event") == "ready", _START_TIMEOUT_S, f"{name} did not start", look
+        )
+        return child, ready | pages
+
+    async def start_node(self, name: str, bootstrap: str, *options: str) -> tuple[Child, dict[str, Any]]:
+        """Start a node; returns it and its event "ready". ``bootstrap``: empty for the first
+        node."""
         where = ("--data-dir", str(self.directory / name), "--listen", "/ip4/127.0.0.1/tcp/0")
         enter = ("--bootstrap", bootstrap) if bootstrap else ()
         child, ready = await self.start(name, "join", self.file, *where, *enter, *options)
         self.event(ready)
-        return child, ready["addresses"][0]
+        return child, ready
 
     async def ask(
         self,

@@ -55,12 +55,14 @@ async def _ask(swarm: DemoSwarm) -> dict[str, Any]:
     with progress(quiet=swarm.as_json) as report:
         for done, (name, experts) in enumerate(PEERS.items()):
             report(title, done, len(PEERS) + 1)
-            peer, own = await swarm.start_node(name, address, "--model", EXPERTS_MODEL, "--experts", experts)
+            options = ("--model", EXPERTS_MODEL, "--experts", experts)
+            peer, ready = await swarm.start_node(name, address, *options)
             peers.append(peer)
-            address = address or own
+            address = address or ready["addresses"][0]
         report(title, len(PEERS), len(PEERS) + 1)
         blocks = ("--blocks", f"0:{BLOCKS}", "--experts", "none")
-        _, address = await swarm.start_node("trunk", address, "--model", EXPERTS_MODEL, *blocks)
+        _, ready = await swarm.start_node("trunk", address, "--model", EXPERTS_MODEL, *blocks)
+        address = ready["addresses"][0]
     pieces = count(1)
 
     def kill_in_the_middle() -> None:

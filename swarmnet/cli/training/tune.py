@@ -148,7 +148,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     )
     with display(as_json=as_json) as shown, ExitStack() as stack:
         import_transformers()
-        from swarmnet_client.model.local_layers import LoadOptions
+        from swarmnet_client.model.load_options import LoadOptions
         from swarmnet_client.model.model import load
         from swarmnet_client.tuning.batches import Dataset
         from swarmnet_client.tuning.run_dir import RunDir, locked

@@ -20,6 +20,7 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
+from swarmnet_protocols.session.arrays import Array, ElementType
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing
@@ -89,7 +90,7 @@ def test_a_last_hop_that_favours_one_token_is_found_by_its_logits(reference: Ref
 def test_the_last_hop_returns_outputs_of_first_positions() -> None:
     """Outputs of the last hop reach only the client, and a prompt wants only its last one: audits
     need some of the first positions too."""
-    spec = ChainSpec(6, 32, 512, torch.float32)
+    spec = ChainSpec(6, 32, 512, ElementType.FLOAT32)
     swarm: Any = SimpleNamespace(ledger=None)
     auditor = Auditor(swarm, spec, swarm, ChainReport(), lambda values: values)
     rows = (Row(0, 0, 40, 1, 0), Row(1, 0, 2, 1, 1), Row(2, 9, 40, 1, 2))
@@ -153,9 +154,7 @@ def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Re
     simulate(reference, scenario)
 
 
-def believe_the_second(
-    said: torch.Tensor, second: torch.Tensor, third: Any = (), **_options: object
-) -> Verdict:
+def believe_the_second(said: Array, second: Array, third: Any = (), **_options: object) -> Verdict:
     return Verdict.RIGHT if (verdict.distances(said, second) <= 1).all() else Verdict.WRONG
 
 

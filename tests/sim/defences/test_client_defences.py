@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_client.chain.failures import Suspects
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic, read_hosts
@@ -30,12 +30,12 @@ LAYOUT = {"a": (0, 2), "b": (2, 4), "c": (4, 6), "c2": (4, 6)}
 
 
 def nan_output(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    tensor, values = encode_tensor(torch.full(list(reply.output.tensor.shape), math.nan))
+    tensor, values = encode_tensor(np.full(list(reply.output.tensor.shape), math.nan, np.float32))
     return pb.SessionReply(output=pb.Output(step=reply.output.step, tensor=tensor)), bytes(values)
 
 
 def wrong_size(reply: pb.SessionReply, payload: bytes) -> tuple[pb.SessionReply, bytes]:
-    tensor, values = encode_tensor(torch.zeros(7, HIDDEN))
+    tensor, values = encode_tensor(np.zeros((7, HIDDEN), np.float32))
     return pb.SessionReply(output=pb.Output(step=reply.output.step, tensor=tensor)), bytes(values)
 
 
@@ -93,7 +93,7 @@ def skip_steps(sent: pb.LinkRequest, payload: bytes) -> bytes:
 
 
 def nan_inputs(sent: pb.LinkRequest, payload: bytes) -> bytes:
-    return torch.full((len(payload) // 4,), math.nan).numpy().tobytes()
+    return np.full(len(payload) // 4, math.nan, np.float32).tobytes()
 
 
 NONSENSE = [skip_steps, nan_inputs]
@@ -161,10 +161,10 @@ def test_a_sequence_longer_than_the_session_is_refused_at_once(reference: Refere
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm, lab.chain(swarm, max_length=8) as chain:
-            await chain.forward((Row(0, 0, 8, 1, 0),), torch.arange(8))
+            await chain.forward((Row(0, 0, 8, 1, 0),), np.arange(8))
             with pytest.raises(OutOfResources):
-                await chain.forward((Row(0, 8, 1, 1, 0),), torch.arange(1))
-            await chain.forward((Row(0, 7, 1, 1, 0, rewrite=True),), torch.arange(1))
+                await chain.forward((Row(0, 8, 1, 1, 0),), np.arange(1))
+            await chain.forward((Row(0, 7, 1, 1, 0, rewrite=True),), np.arange(1))
 
     simulate(reference, scenario)
 

@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.hosting.session import HostedSession
@@ -285,7 +285,7 @@ def test_a_client_that_does_not_read_loses_its_session(reference: Reference) -> 
         count = 1000
         for seq in range(1, 16):
             rows = (Row(0, 0, count, count, 0, seq > 1),)
-            await stranger.step(link, Step(seq, rows, torch.zeros(count, HIDDEN)))
+            await stranger.step(link, Step(seq, rows, np.zeros((count, HIDDEN), np.float32)))
         await asyncio.sleep(2 * stranger.lab.timing.client_silence_s)
         assert stranger.lab.sessions() == {}
         assert stranger.lab.cache_bytes() == {}

@@ -16,6 +16,7 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ConfigError, SwarmnetError
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import ElementType
 from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
 from tests.support.models.peft_oracle import prefix_tensors, with_prefix
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
@@ -57,7 +58,7 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     async def scenario(lab: Lab) -> None:
         await lab.start_all(layout)
         async with lab.client() as swarm:
-            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=pair(HUGE, HUGE))
+            spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=pair(HUGE, HUGE))
             error = await assert_ends_at_once(lab, swarm, spec, "not finite")
             assert "learning rate" in error.hint
 
@@ -71,7 +72,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(
     async def scenario(lab: Lab) -> None:
         await lab.start_all(layout)
         async with lab.client() as swarm:
-            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=unknown_module())
+            spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=unknown_module())
             await assert_ends_at_once(lab, swarm, spec, "no_such_proj")
 
     simulate(reference, scenario)
@@ -90,7 +91,7 @@ def test_a_session_that_hosts_find_too_long_ends_at_once(
         await lab.start_all(layout)
         async with lab.client() as swarm:
             longest = PREFIX + len(PROMPT) - 1
-            spec = ChainSpec(6, HIDDEN, longest, torch.float32, adapter=adapter)
+            spec = ChainSpec(6, HIDDEN, longest, ElementType.FLOAT32, adapter=adapter)
             error = await assert_ends_at_once(lab, swarm, spec, f"position {longest + 1} of {longest}")
             assert "shorter" in error.hint
 

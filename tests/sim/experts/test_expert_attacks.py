@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,7 +85,7 @@ def test_rows_that_are_not_finite_bring_no_peer_into_discredit(mixtral: Referenc
             stranger = Stranger(lab, transport)
             await stranger.send_open(span=session_pb2.Span(start=0, end=4))
             link = await stranger.link()
-            step = Step(1, (Row(0, 0, 1, 1, 0),), torch.full((1, 32), value))
+            step = Step(1, (Row(0, 0, 1, 1, 0),), np.full((1, 32), value, np.float32))
             await stranger.step(link, step)
             await asyncio.sleep(5.0)
         now = asyncio.get_running_loop().time()

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.session.arrays import Array
+from swarmnet_protocols.session.as_torch import tensor_of
 from swarmnet_protocols.session.steps import Row
 from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.models.tiny import BLOCKS, VOCABULARY
@@ -35,7 +38,7 @@ class Writer:
             before = dict(self.sequences)
             for row, new in zip(rows, tokens, strict=True):
                 self.sequences[row.sequence] = before.get(row.source, [])[: row.start] + new
-            answer = await chain.forward(rows, torch.tensor([token for new in tokens for token in new]))
+            answer = await chain.forward(rows, np.array([token for new in tokens for token in new]))
             self._check(rows, answer)
             assert chain.lengths == {sequence: len(tokens) for sequence, tokens in self.sequences.items()}
 
@@ -62,8 +65,8 @@ class Writer:
         return tuple(rows), tokens
 
     @torch.inference_mode()
-    def _check(self, rows: tuple[Row, ...], answer: torch.Tensor) -> None:
-        pieces = torch.split(answer, [row.outputs for row in rows])
+    def _check(self, rows: tuple[Row, ...], answer: Array) -> None:
+        pieces = torch.split(tensor_of(answer), [row.outputs for row in rows])
         model: Any = self.reference.model
         for row, piece in zip(rows, pieces, strict=True):
             if not row.outputs:

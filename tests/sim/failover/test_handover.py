@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_client.chain import standby
 from swarmnet_client.chain.chain import Chain
@@ -139,7 +139,7 @@ def test_a_host_leaves_at_once_while_no_step_is_in_flight(reference: Reference, 
                 await lab.start("late", lab.hosting((2, 4)))
             ids = [*PROMPT, *tokens]
             row = Row(0, len(ids) - 1, 1, 1, 0)
-            tokens.append(reference.next_token(await chain.forward((row,), torch.tensor(ids[-1:]))))
+            tokens.append(reference.next_token(await chain.forward((row,), np.array(ids[-1:]))))
         return tokens, took_s
 
     tokens, took_s = simulate(reference, scenario, limit_s=300.0)
@@ -246,7 +246,7 @@ def test_the_last_host_of_a_block_gets_a_standby_from_a_new_host(
                     seen.append(spares(lab))
                     lab.network.crash(lab.peer_id("b"))
                 began = clock()
-                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), torch.tensor(new))
+                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), np.array(new))
                 got.waits_s.append(clock() - began)
                 fed += len(new)
                 new = [reference.next_token(hidden)]

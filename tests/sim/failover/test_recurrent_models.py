@@ -3,8 +3,8 @@ go back."""
 
 import asyncio
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
@@ -62,9 +62,7 @@ def test_a_client_goes_back_and_says_something_else(length: int, recurrent: Refe
         chain: Chain
         async with lab.client() as swarm, lab.chain(swarm, max_length=256) as chain:
             await lab.generate(chain, PROMPT, TOKENS)
-            hidden = await chain.forward(
-                (Row(0, length, len(other), 1, 0, rewrite=True),), torch.tensor(other)
-            )
+            hidden = await chain.forward((Row(0, length, len(other), 1, 0, rewrite=True),), np.array(other))
             return recurrent.next_token(hidden)
 
     assert [simulate(recurrent, scenario)] == recurrent.greedy(PROMPT[:length] + other, 1)
@@ -81,7 +79,7 @@ def test_positions_computed_again_come_at_the_rate_of_the_client(recurrent: Refe
         began = asyncio.get_running_loop().time()
         await stranger.step(link, a_step(1, 0, 130))
         assert (await session_reply(session)).HasField("output")
-        back = Step(2, (Row(0, 100, 1, 1, 0, rewrite=True),), torch.zeros(1, HIDDEN))
+        back = Step(2, (Row(0, 100, 1, 1, 0, rewrite=True),), np.zeros((1, HIDDEN), np.float32))
         await stranger.step(link, back)
         assert (await session_reply(session)).HasField("output")
         # 131 positions and 100 that are computed again, of which 160 are a burst, at 40 a second.

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_node.node import Node
 from swarmnet_protocols.errors import NoRoute
@@ -47,7 +47,7 @@ def test_without_a_replica_the_error_names_the_blocks(reference: Reference, vict
             with pytest.raises(NoRoute) as caught:
                 await lab.generate(chain, PROMPT, 10, on_token)
             with pytest.raises(NoRoute):  # and it stays so
-                await chain.forward((Row(0, chain.lengths[0], 1, 1, 0),), torch.tensor([1]))
+                await chain.forward((Row(0, chain.lengths[0], 1, 1, 0),), np.array([1]))
         return caught.value, loop.time() - lost_at
 
     error, took_s = simulate(reference, scenario)
@@ -117,7 +117,7 @@ def test_clients_leave_a_finishing_host_without_losing_a_token(reference: Refere
                 for _ in range(4):
                     row = Row(0, held, 1, 1, 0)
                     tokens.append(
-                        lab.reference.next_token(await chain.forward((row,), torch.tensor(tokens[-1:])))
+                        lab.reference.next_token(await chain.forward((row,), np.array(tokens[-1:])))
                     )
                     held += 1
                 assert lab.peer_id(leaver) not in [peer for peer, _, _ in chain.report.route]

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
@@ -26,6 +25,7 @@ from swarmnet_protocols.directory import catalog
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.wire import records_pb2
 from swarmnet_protocols.wire.roles import Role
@@ -118,7 +118,7 @@ def test_step_times_are_those_that_the_client_measures(
     async def scenario(lab: Lab) -> None:
         await start(lab, a=(0, 2), b=(2, 4), c=(4, 6))
         trace = Trace(asyncio.get_running_loop().time)
-        spec = ChainSpec(6, 32, 512, torch.float32, trace=trace)
+        spec = ChainSpec(6, 32, 512, ElementType.FLOAT32, trace=trace)
         async with (
             dashboard(lab, tmp_path) as feed,
             lab.client() as swarm,

@@ -7,8 +7,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.loading.memory_limit import GOVERN_S
@@ -86,10 +86,10 @@ def test_sessions_leave_a_node_that_frees_the_machine_and_it_returns(reference: 
 
             async def answer() -> list[int]:
                 async with lab.client() as swarm, lab.chain(swarm) as chain:
-                    await chain.forward((Row(0, 0, 1, 1, 0),), torch.tensor(PROMPT[:1]))
+                    await chain.forward((Row(0, 0, 1, 1, 0),), np.array(PROMPT[:1]))
                     begun.set()
                     await is_aside.wait()
-                    hidden = await chain.forward((Row(0, 1, 3, 1, 0),), torch.tensor(PROMPT[1:]))
+                    hidden = await chain.forward((Row(0, 1, 3, 1, 0),), np.array(PROMPT[1:]))
                     return [reference.next_token(hidden)]
 
             answering = asyncio.create_task(answer())
@@ -161,7 +161,7 @@ def test_an_idle_session_without_a_replica_frees_memory_in_the_grace(
             supervisor.resume()
             await turns(supervisor, "online")
             row = Row(0, len(PROMPT) + 2, 1, 1, 0)
-            hidden = await chain.forward((row,), torch.tensor(tokens[-1:]))
+            hidden = await chain.forward((row,), np.array(tokens[-1:]))
             assert [*tokens, reference.next_token(hidden)] == reference.greedy(PROMPT, 4)
 
     simulate(reference, scenario)

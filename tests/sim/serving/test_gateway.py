@@ -5,8 +5,10 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.app import FIRST_TOKEN_S
 from swarmnet.gateway.responses import KEEP_ALIVE_S
 from swarmnet_client.batching.continuous_batching import BatchLimits
+from swarmnet_client.chain import chain
 from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_protocols.timing import Timing
 from tests.defences import defence, replacing
@@ -197,7 +200,7 @@ def test_a_damaged_head_is_an_error_that_says_so(
     tiny: Reference, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logits = LocalLayers.logits
-    monkeypatch.setattr(LocalLayers, "logits", lambda *given: logits(*given).fill_(torch.nan))
+    monkeypatch.setattr(LocalLayers, "logits", lambda *given: np.full_like(logits(*given), np.nan))
 
     async def scenario(_lab: Lab, caller: Caller) -> str:
         return (await caller.complete(max_tokens=2, logprobs=1, stream=stream)).text
@@ -224,7 +227,9 @@ def test_an_empty_prompt_is_refused_as_such(tiny: Reference) -> None:
 
 def test_an_end_token_ends_a_choice(tiny: Reference) -> None:
     async def scenario(_lab: Lab, caller: Caller) -> Any:
-        object.__setattr__(caller.gateway.served, "end_ids", frozenset([tiny.greedy(PROMPT, 5)[4]]))
+        model = caller.gateway.served
+        vocabulary = replace(model.vocabulary, end_ids=(tiny.greedy(PROMPT, 5)[4],))
+        object.__setattr__(model, "vocabulary", vocabulary)
         return (await caller.complete(max_tokens=20, ignore_eos=False)).json()["choices"][0]
 
     choice = served(tiny, scenario)
@@ -353,9 +358,9 @@ def test_invalid_requests_are_refused_with_the_codes_of_openai(tiny: Reference) 
         assert refused(await caller.complete(["w1"] * 9, n=2)) == (400, "n", "invalid_value")
         tokenizer = caller.gateway.served.tokenizer
         # The text is refused before it is tokenized.
-        object.__setattr__(caller.gateway.served, "tokenizer", None)
+        encode, tokenizer.encode = tokenizer.encode, None
         assert refused(await caller.complete("w5 " * 20_000)) == (400, None, "context_length_exceeded")
-        object.__setattr__(caller.gateway.served, "tokenizer", tokenizer)
+        tokenizer.encode = encode
         assert refused(await caller.complete([5] * 512)) == (400, "prompt", "context_length_exceeded")
         caller.gateway.served.tokenizer.chat_template = None
         assert refused(await caller.chat()) == (400, None, "no_chat_template")
@@ -428,6 +433,41 @@ def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
         assert (await caller.http.get("/health")).json()["missing"] == [[4, 6]]
 
     served(tiny, scenario, {"a": (0, 4)})
+
+
+def test_refusals_end_soon_after_a_host_has_returned(tiny: Reference) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> None:
+        assert (await caller.http.get("/health")).status_code == 503
+        await lab.start("b", lab.hosting((4, 6)))
+        await asyncio.sleep(2.0)
+        assert (await caller.http.get("/health")).status_code == 200
+        answer = await caller.complete(max_tokens=TOKENS)
+        assert answer.json()["choices"][0]["text"] == continued(tiny.greedy(PROMPT, TOKENS))
+
+    served(tiny, scenario, {"a": (0, 4)})
+
+
+def test_a_stream_says_how_far_a_long_prompt_is(tiny: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gateway_app, "FIRST_TOKEN_S", 0.0)
+    monkeypatch.setattr(chain, "CHUNK", 8)
+    step = chain.Chain._step
+
+    async def slow(*given: Any) -> Any:
+        """A step that takes long: the later its positions, the longer."""
+        outputs = await step(*given)
+        await asyncio.sleep(given[1][0].end / 8)
+        return outputs
+
+    monkeypatch.setattr(chain.Chain, "_step", slow)
+
+    async def scenario(_lab: Lab, caller: Caller) -> list[str]:
+        body = completion_body([5] * 32, max_tokens=1, stream=True)
+        async with caller.stream("/v1/completions", body) as stream:
+            return [event async for event in stream]
+
+    events = served(tiny, scenario)
+    assert events[:3] == [f": prefill {done}/32" for done in (8, 16, 24)]
+    assert events[3].startswith("data: ")
 
 
 def test_a_waiting_stream_sends_comments_and_a_late_failure_an_event(tiny: Reference) -> None:

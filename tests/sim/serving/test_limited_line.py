@@ -4,6 +4,7 @@ are served."""
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from swarmnet_protocols.net.limits.flow_control import ReceiveWindow
 from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.limits.stream_scope import VIOLATION_FRAMES
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from tests.defences import defence, nothing, replacing
 from tests.support.attacks.raw_client import Stranger, a_step, assert_ends, link_reply
@@ -87,7 +89,7 @@ async def train(lab: Lab, name: str, adapter: Adapter | None = None) -> RemoteBa
     """Run a batch forward and backward. Results with an adapter are checked by other tests."""
     values = torch.randn(2, sum(COUNTS), HIDDEN, generator=torch.Generator().manual_seed(0))
     async with lab.client(name) as swarm:
-        batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter), COUNTS)
+        batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=adapter), COUNTS)
         found = await batch.forward(values[0]), (await batch.backward(values[1]))[0]
     if adapter is None:
         for ours, theirs in zip(found, lab.reference.train(values[0], COUNTS, values[1]), strict=True):
@@ -128,12 +130,12 @@ def test_replays_for_a_replacement_arrive_at_the_limited_rate(reference: Referen
 
         async def talk(name: str) -> None:
             async with lab.client(name) as swarm, lab.chain(swarm) as chain:
-                hidden = await chain.forward(rows(0, len(PROMPT)), torch.tensor(PROMPT))
+                hidden = await chain.forward(rows(0, len(PROMPT)), np.array(PROMPT))
                 under_way.release()
                 await killed.wait()
                 tokens = [reference.next_token(hidden)]
                 for number in range(1, TOKENS):
-                    hidden = await chain.forward(rows(len(PROMPT) + number - 1, 1), torch.tensor(tokens[-1:]))
+                    hidden = await chain.forward(rows(len(PROMPT) + number - 1, 1), np.array(tokens[-1:]))
                     tokens.append(reference.next_token(hidden))
                 assert tokens == reference.greedy(PROMPT, TOKENS)
                 assert chain.report.failovers == 1

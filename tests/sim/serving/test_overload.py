@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.failures import RetryPolicy
@@ -49,7 +49,7 @@ async def sending_prompts(lab: Lab, clients: dict[str, int]) -> AsyncIterator[No
 
     async def ask(name: str, chain: Chain) -> None:
         while True:
-            await chain.forward((Row(0, 0, LONG, 1, 0, True),), torch.arange(LONG) % 50)
+            await chain.forward((Row(0, 0, LONG, 1, 0, True),), np.arange(LONG) % 50)
 
     async with AsyncExitStack() as stack:
         asking = []
@@ -246,9 +246,7 @@ def test_an_answer_waits_for_busy_hosts_as_long_as_for_a_failed_one(reference: R
                 assert node.host is not None
                 await swarm.refresh()
                 await lab.stop("a")
-                rest = asyncio.create_task(
-                    chain.forward((Row(0, len(PROMPT), 1, 1, 0),), torch.tensor(began))
-                )
+                rest = asyncio.create_task(chain.forward((Row(0, len(PROMPT), 1, 1, 0),), np.array(began)))
                 await asyncio.sleep(4.0)
                 assert not rest.done()
                 node.host.limits = LIMITS
@@ -271,7 +269,7 @@ async def lose_the_only_idle_host(lab: Lab, max_wait_s: float) -> list[int]:
             began = await lab.generate(chain, PROMPT, 1)
             assert lab.sessions()["b"] == 1
             await lab.stop("b")
-            output = await chain.forward((Row(0, len(PROMPT), 1, 1, 0),), torch.tensor(began))
+            output = await chain.forward((Row(0, len(PROMPT), 1, 1, 0),), np.array(began))
             return [*began, lab.reference.next_token(output)]
 
 

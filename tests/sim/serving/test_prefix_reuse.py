@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
+from swarmnet_protocols.session.as_torch import tensor_of
 from swarmnet_protocols.session.steps import Row
 from tests.support.models.rounding import assert_near
 from tests.support.swarm.batching import all_answered, answered, batcher, request
@@ -233,9 +235,9 @@ def test_a_step_frees_the_caches_that_it_replaces_before_it_forks(reference: Ref
         await lab.start("a", lab.hosting((0, 6), limits=limits, max_cache_bytes=4 * unit))
         async with lab.client() as swarm, lab.chain(swarm) as chain:
             for sequence in range(2):
-                await chain.forward((Row(sequence, 0, 128, 1, sequence),), torch.tensor(SYSTEM[:128]))
+                await chain.forward((Row(sequence, 0, 128, 1, sequence),), np.array(SYSTEM[:128]))
             assert lab.cache_bytes() == {"a": 4 * unit}
-            hidden = await chain.forward((Row(1, 50, 1, 1, 0, rewrite=True),), torch.tensor([5]))
+            hidden = await chain.forward((Row(1, 50, 1, 1, 0, rewrite=True),), np.array([5]))
             assert reference.next_token(hidden) == reference.greedy([*SYSTEM[:50], 5], 1)[0]
             assert lab.cache_bytes() == {"a": 3 * unit}
 
@@ -323,18 +325,18 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
             for number in range(EVENTS):
                 rows, values = work.rows()
                 async with asyncio.TaskGroup() as tasks:
-                    working = tasks.create_task(chain.forward(rows, torch.tensor(values)))
+                    working = tasks.create_task(chain.forward(rows, np.array(values)))
                     if number % 12 == 8:
                         victim = rng.choice(sorted(lab.sessions()))
                         tasks.create_task(fail(lab, victim, rng.uniform(0, 0.1)))
                 outputs = working.result()
                 inputs = [work.ids[row.sequence] for row in rows]
                 truth = whole.run_sequences(
-                    torch.cat([reference.embed(torch.tensor(ids)) for ids in inputs]),
+                    torch.cat([tensor_of(reference.embed(np.array(ids))) for ids in inputs]),
                     [len(ids) for ids in inputs],
                 )
                 last = torch.tensor([len(ids) for ids in inputs]).cumsum(0) - 1
-                assert_near(outputs, truth[last])
+                assert_near(tensor_of(outputs), truth[last])
                 await asyncio.sleep(0.05)  # what was in flight has been counted
                 work.check()
         await asyncio.sleep(lab.timing.client_silence_s + lab.timing.link_wait_s)

@@ -5,8 +5,8 @@ import asyncio
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_client.chain import failures
 from swarmnet_client.hosts.model_hosts import ModelHosts
@@ -89,7 +89,7 @@ def test_a_session_moves_to_a_host_with_room_when_its_own_is_full(reference: Ref
             await asyncio.sleep(lab.timing.refresh_s + 1.0)
             ids = [*SHORT, *tokens, *PROMPT]
             start = len(SHORT) + len(tokens) - 1
-            hidden = await chain.forward((Row(0, start, len(ids) - start, 1, 0),), torch.tensor(ids[start:]))
+            hidden = await chain.forward((Row(0, start, len(ids) - start, 1, 0),), np.array(ids[start:]))
             tokens.append(reference.next_token(hidden))
             names = [
                 name for name in lab.nodes for hop, _, _ in chain.report.route if hop == lab.peer_id(name)

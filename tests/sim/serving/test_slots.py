@@ -4,6 +4,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -174,7 +175,7 @@ def test_caches_of_idle_sessions_are_evicted_for_a_new_sequence(
             await asyncio.sleep(10.0)
             async with lab.client() as swarm, lab.chain(swarm) as chain:
                 for sequence in range(2):
-                    await chain.forward((Row(sequence, 0, 3, 1, sequence),), torch.tensor(PROMPT))
+                    await chain.forward((Row(sequence, 0, 3, 1, sequence),), np.array(PROMPT))
 
     simulate(reference, scenario)
 

@@ -8,7 +8,6 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
-import torch
 
 from swarmnet_client.chain import trace
 from swarmnet_client.chain.chain import Chain
@@ -21,6 +20,7 @@ from swarmnet_protocols.net import Message
 from swarmnet_protocols.net.protocol_ids import SESSION
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session import hop_times
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.hop_times import MAX_S, HopTimes, Moment, decode_times, encode_times
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, nothing, replacing
@@ -38,7 +38,7 @@ FORWARD_S = 0.02
 
 
 def traced_chain(lab: Lab, swarm: ModelHosts, trace: Trace) -> Any:
-    return Chain.open(swarm, ChainSpec(6, 32, 1024, torch.float32, trace=trace), lab.reference.embed)
+    return Chain.open(swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace), lab.reference.embed)
 
 
 async def traced(lab: Lab, tokens: int = TOKENS) -> tuple[Trace, list[int]]:

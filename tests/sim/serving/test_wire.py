@@ -9,6 +9,7 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import position_bytes
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.attacks.lying_hosts import THREE_OF_EACH, lying, names, start, used
@@ -31,7 +32,7 @@ def undisturbed(reference: Reference) -> list[int]:
         await start(lab, {name: span for name, span in ONE_REPLICA.items() if name != "b2"})
         return (await answer(lab))[0]
 
-    return simulate(reference, scenario, wire=torch.int8)
+    return simulate(reference, scenario, wire=ElementType.INT8)
 
 
 @pytest.mark.parametrize("step", ["step 1", "step 2", "step 6"])
@@ -42,7 +43,7 @@ def test_a_failover_with_eight_bits_changes_no_token(reference: Reference, step:
         lab.once(arrives_at(middle, step), lambda delivery: lab.network.crash(delivery.target))
         return await answer(lab)
 
-    tokens, chain = simulate(reference, scenario, wire=torch.int8)
+    tokens, chain = simulate(reference, scenario, wire=ElementType.INT8)
     assert chain.report.failovers == 1
     assert tokens == undisturbed(reference)
 
@@ -61,9 +62,9 @@ def test_links_carry_eight_bits_and_the_client_gets_the_full_output(reference: R
         lab.network.observers.append(look)
         await answer(lab)
         assert carried
-        assert all(size == count * position_bytes(torch.int8, 32) for count, size in carried)
+        assert all(size == count * position_bytes(ElementType.INT8, 32) for count, size in carried)
 
-    simulate(reference, scenario, wire=torch.int8)
+    simulate(reference, scenario, wire=ElementType.INT8)
 
 
 def test_honest_hosts_with_eight_bits_are_audited_and_not_accused(reference: Reference) -> None:
@@ -77,7 +78,7 @@ def test_honest_hosts_with_eight_bits_are_audited_and_not_accused(reference: Ref
 
         await used(lab, (), look)
 
-    simulate(reference, scenario, wire=torch.int8)
+    simulate(reference, scenario, wire=ElementType.INT8)
 
 
 def test_a_host_that_lies_behind_eight_bits_is_found(reference: Reference) -> None:
@@ -89,19 +90,19 @@ def test_a_host_that_lies_behind_eight_bits_is_found(reference: Reference) -> No
 
         await used(lab, ["b1"], look)
 
-    simulate(reference, scenario, wire=torch.int8)
+    simulate(reference, scenario, wire=ElementType.INT8)
 
 
 def test_a_host_that_computes_with_sixteen_bits_sends_sixteen_bits() -> None:
-    spec = ChainSpec(6, 32, 512, torch.float32)
+    spec = ChainSpec(6, 32, 512, ElementType.FLOAT32)
     assert [spec.wire_of(each) for each in ("bf16/bf16", "q4_1/f16", "q4_1", "bf16", "")] == [
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float32,
-        torch.float32,
+        ElementType.BFLOAT16,
+        ElementType.FLOAT16,
+        *[ElementType.FLOAT32] * 3,
     ]
-    assert ChainSpec(6, 32, 512, torch.float32, torch.int8).wire_of("bf16/bf16") is torch.int8
+    assert (
+        ChainSpec(6, 32, 512, ElementType.FLOAT32, ElementType.INT8).wire_of("bf16/bf16") is ElementType.INT8
+    )
 
 
 def test_hosts_of_sixteen_bits_exchange_sixteen_and_are_audited(reference: Reference) -> None:

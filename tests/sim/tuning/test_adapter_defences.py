@@ -19,6 +19,7 @@ from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.attacks.raw_client import Stranger, next_reply
@@ -275,7 +276,7 @@ def test_a_hundred_adapters_of_one_client_affect_no_other_client(reference: Refe
                     sizes.append(host.adapters.nbytes)
 
         async def talk(name: str, adapter: Adapter | None) -> list[int]:
-            spec = ChainSpec(6, 32, 512, torch.float32, adapter=adapter)
+            spec = ChainSpec(6, 32, 512, ElementType.FLOAT32, adapter=adapter)
             async with lab.client(name) as swarm, Chain.open(swarm, spec, reference.embed) as chain:
                 tokens = await lab.generate(chain, PROMPT, TOKENS)
                 assert chain.report.failovers == 0

@@ -7,6 +7,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,8 @@ from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.as_torch import tensor_of
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.models.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
@@ -79,7 +82,7 @@ def open_chain(
     max_length: int = 512,
     standby: bool | None = None,
 ) -> AbstractAsyncContextManager[Chain]:
-    spec = ChainSpec(6, 32, max_length, torch.float32, adapter=adapter, standby=standby)
+    spec = ChainSpec(6, 32, max_length, ElementType.FLOAT32, adapter=adapter, standby=standby)
     return Chain.open(swarm, spec, lab.reference.embed)
 
 
@@ -102,10 +105,8 @@ def counted(lab: Lab, kind: str, target: str) -> list[Delivery]:
     return found
 
 
-def logits_of(reference: Reference, hidden: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode():
-        found: torch.Tensor = reference.model.lm_head(reference.model.model.norm(hidden))
-    return found
+def logits_of(reference: Reference, hidden: Array) -> torch.Tensor:
+    return tensor_of(reference.logits(hidden))
 
 
 def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
@@ -119,17 +120,17 @@ def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(
         await lab.start_all({"first": (0, 2), "drops": (2, 6)})
         node = lab.nodes["drops"]
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
-            hidden = [await chain.forward((Row(0, 0, 5, 5, 0),), torch.tensor(text[:5]))]
+            hidden = [await chain.forward((Row(0, 0, 5, 5, 0),), np.array(text[:5]))]
             await lab.start("middle", lab.hosting((2, 3)))
             await asyncio.sleep(1.0)
             node.relocation = Relocation(Kind.SHRINK, 3, 6, "a test")
             await node.shrink(30.0)
             assert node.status().weight_bytes < reference.stage(2, 6).weight_bytes
-            hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), torch.tensor(text[5:])))
+            hidden.append(await chain.forward((Row(0, 5, 8, 8, 0),), np.array(text[5:])))
             assert chain.report.failovers == chain.report.handovers
-            assert_near(logits_of(reference, torch.cat(hidden)), tuned.logits(text))
+            assert_near(logits_of(reference, np.concatenate(hidden)), tuned.logits(text))
         async with lab.client("second") as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
-            found = await chain.forward((Row(0, 0, 13, 13, 0),), torch.tensor(text))
+            found = await chain.forward((Row(0, 0, 13, 13, 0),), np.array(text))
             assert_near(logits_of(reference, found), tuned.logits(text))
 
     simulate(reference, scenario)
@@ -147,7 +148,7 @@ def test_an_adapter_through_hops_gives_the_outputs_of_peft(
             async with open_chain(lab, swarm, tuned.adapter) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == text[len(PROMPT) :]
             async with open_chain(lab, swarm, tuned.adapter) as chain:
-                hidden = await chain.forward((Row(0, 0, len(text), len(text), 0),), torch.tensor(text))
+                hidden = await chain.forward((Row(0, 0, len(text), len(text), 0),), np.array(text))
             assert_near(logits_of(reference, hidden), tuned.logits(text))
             async with open_chain(lab, swarm, None) as chain:
                 assert await lab.generate(chain, PROMPT, TOKENS) == reference.greedy(PROMPT, TOKENS)
@@ -262,14 +263,14 @@ def test_sequences_with_a_prefix_are_rewound_and_forked_like_others(reference: R
     async def scenario(lab: Lab) -> None:
         await lab.start_all(LAYOUTS["2 hops"])
         async with lab.client() as swarm, open_chain(lab, swarm, tuned.adapter) as chain:
-            await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor(one))
-            rewound = await chain.forward((Row(0, 3, 2, 2, 0, True),), torch.tensor(other[3:]))
+            await chain.forward((Row(0, 0, 6, 1, 0),), np.array(one))
+            rewound = await chain.forward((Row(0, 3, 2, 2, 0, True),), np.array(other[3:]))
             assert_near(logits_of(reference, rewound), tuned.logits(other)[3:])
             rows = (Row(0, 3, 2, 2, 0, True), Row(1, 3, 2, 2, 0, True))
-            forked = await chain.forward(rows, torch.tensor([*third[3:], *other[3:]]))
+            forked = await chain.forward(rows, np.array([*third[3:], *other[3:]]))
             expected = torch.cat([tuned.logits(third)[3:], tuned.logits(other)[3:]])
             assert_near(logits_of(reference, forked), expected)
-            again = await chain.forward((Row(0, 0, 5, 5, 0, True),), torch.tensor(other))
+            again = await chain.forward((Row(0, 0, 5, 5, 0, True),), np.array(other))
             assert_near(logits_of(reference, again), tuned.logits(other))
 
     simulate(reference, scenario)
@@ -284,9 +285,9 @@ def test_positions_of_a_prefix_count(reference: Reference) -> None:
             lab.client() as swarm,
             open_chain(lab, swarm, tuned.adapter, max_length=PREFIX + 6) as chain,
         ):
-            await chain.forward((Row(0, 0, 6, 1, 0),), torch.tensor([5] * 6))
+            await chain.forward((Row(0, 0, 6, 1, 0),), np.array([5] * 6))
             with pytest.raises(OutOfResources, match=f"{PREFIX + 7} positions"):
-                await chain.forward((Row(0, 6, 1, 1, 0),), torch.tensor([5]))
+                await chain.forward((Row(0, 6, 1, 1, 0),), np.array([5]))
 
     simulate(reference, scenario)
 
@@ -299,7 +300,7 @@ def test_a_prefix_that_lacks_blocks_is_refused_by_the_client(reference: Referenc
         await lab.start_all(LAYOUTS["3 hops"])
         async with lab.client() as swarm, open_chain(lab, swarm, Adapter(some)) as chain:
             with pytest.raises(ConfigError, match="block 4"):
-                await chain.forward((Row(0, 0, 1, 1, 0),), torch.tensor([5]))
+                await chain.forward((Row(0, 0, 1, 1, 0),), np.array([5]))
 
     simulate(reference, scenario)
 
@@ -325,10 +326,10 @@ def test_a_session_that_ends_while_it_is_copied_leaves_nothing(reference: Refere
         assert engine is not None
         async with lab.client() as swarm:
             async with open_chain(lab, swarm, None) as chain:
-                await chain.forward((Row(0, 0, 3, 1, 0),), torch.tensor([5, 6, 7]))
+                await chain.forward((Row(0, 0, 3, 1, 0),), np.array([5, 6, 7]))
                 engine._executor = TimedExecutor(2.0)
                 rows = (Row(0, 3, 1, 1, 0), Row(1, 3, 1, 1, 0, True))
-                forking = asyncio.create_task(chain.forward(rows, torch.tensor([8, 9])))
+                forking = asyncio.create_task(chain.forward(rows, np.array([8, 9])))
                 await asyncio.sleep(1.0)
                 forking.cancel()
             await asyncio.sleep(5.0)

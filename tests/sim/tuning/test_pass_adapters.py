@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,8 @@ from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -67,7 +70,7 @@ async def train(
     number of failures of hosts."""
     await lab.start_all(layout)
     prepare(lab)
-    spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=Adapter(local.tensors))
+    spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=Adapter(local.tensors))
     async with lab.client() as swarm:
         batch = RemoteBatch(swarm, spec, COUNTS)
         outputs = await batch.forward(states(0), keep_graphs=keep_graphs)
@@ -182,7 +185,7 @@ def test_a_host_with_invalid_gradients_of_an_adapter_is_replaced(
             # the one that the client uses first
             if shape[1:] == [1] and sender in (liars or [sender]):
                 liars.append(sender)
-                ((part, payload),) = split_tensor(lie(torch.ones(shape)).contiguous())
+                ((part, payload),) = split_tensor(array_of(lie(torch.ones(shape))))
                 message = Message(pb.PassReply(part=part).SerializeToString(), payload)
                 lies.append(message)
         await honest(self, message)
@@ -199,7 +202,7 @@ def test_gradients_are_summed_in_the_order_of_the_batch(reference: Reference, lo
     async def scenario(lab: Lab) -> dict[str, torch.Tensor]:
         for name in ("a", "b"):
             await lab.start(name, lab.hosting((0, 6)))
-        spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=Adapter(local.tensors))
+        spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=Adapter(local.tensors))
         async with lab.client() as swarm:
             batch = RemoteBatch(swarm, spec, COUNTS)
             await batch.forward(states(0))
@@ -276,5 +279,5 @@ def test_positions_of_prefixes_count(reference: Reference) -> None:
 
 
 def test_flattened_gradients_are_in_the_order_of_the_names() -> None:
-    column = pack_tensors({"10.b": torch.tensor([3.0, 4.0]), "1.a": torch.tensor([[1.0], [2.0]])})
+    column = pack_tensors({"10.b": np.array([3.0, 4.0]), "1.a": np.array([[1.0], [2.0]])})
     assert column.tolist() == [[1.0], [2.0], [3.0], [4.0]]

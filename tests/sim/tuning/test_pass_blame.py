@@ -18,6 +18,7 @@ from swarmnet_protocols.models import resolve
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.wire import refusal_pb2
 from tests.defences import Patch, defence
 from tests.support.attacks.faulty_adapters import HIDDEN, HUGE, pair, unknown_module
@@ -57,7 +58,7 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
     async def scenario(lab: Lab) -> None:
         await lab.start_all(layout)
         async with lab.client() as swarm:
-            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=adapter)
+            spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=adapter)
             batch = RemoteBatch(swarm, spec, counts)
             started = asyncio.get_running_loop().time()
             if backward:
@@ -70,7 +71,9 @@ def test_an_adapter_that_no_host_can_compute_is_named_without_blame(
             assert asyncio.get_running_loop().time() - started < swarm.timing.recover_s / 4
             assert not swarm._view().banned
             for _ in range(10):  # the same hosts are asked again
-                await RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS).forward(states(0))
+                await RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS).forward(
+                    states(0)
+                )
             assert not swarm._view().banned
 
     simulate(reference, scenario)
@@ -156,7 +159,7 @@ def test_a_host_whose_numbers_overflow_at_others_is_replaced(
         expected = reference.train(states(0, MANY), MANY, states(1, MANY))
         async with lab.client() as swarm:
             await asyncio.sleep(2.0)  # the client knows how far they are
-            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), MANY)
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), MANY)
             outputs = await batch.forward(states(0, MANY), keep_graphs=True)
             kind = "backward"
             gradients, _ = await batch.backward(states(1, MANY))
@@ -174,7 +177,7 @@ def test_an_adapter_that_fits_no_block_is_refused_at_once(reference: Reference) 
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm:
-            spec = ChainSpec(6, HIDDEN, 512, torch.float32, adapter=unknown_module())
+            spec = ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32, adapter=unknown_module())
             started = asyncio.get_running_loop().time()
             with pytest.raises(ConfigError, match="no_such_proj"):
                 await RemoteBatch(swarm, spec, COUNTS).forward(states(0))
@@ -208,7 +211,7 @@ def test_a_host_whose_device_memory_is_full_is_left_for_another_one(
         async with lab.client() as swarm:
             expected, _ = reference.train(states(0), COUNTS, states(1))
             while not refusals:  # the router chooses the first host at random
-                batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+                batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS)
                 assert_near(await batch.forward(states(0)), expected)
 
     simulate(reference, scenario)

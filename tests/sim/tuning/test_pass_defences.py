@@ -12,6 +12,8 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
@@ -31,7 +33,7 @@ TOKENS = 6
 
 
 def part(values: torch.Tensor) -> Message:
-    tensor, payload = encode_tensor(values)
+    tensor, payload = encode_tensor(array_of(values))
     return Message(pb.PassRequest(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 
@@ -65,7 +67,7 @@ def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[Non
         ):
             counts = (40, 128, 60)
             values = torch.randn(2, sum(counts), HIDDEN, generator=torch.Generator().manual_seed(0))
-            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), counts)
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), counts)
 
             async def train() -> None:
                 expected = reference.train(values[0], counts, values[1])
@@ -117,7 +119,10 @@ BAD_TENSORS: dict[str, list[Message]] = {
     "NaN gradients": [part(zeros()), part(with_value(float("nan")))],
     "gradients of another shape": [part(zeros()), part(zeros(9))],
     "a shape that is not its payload's": [
-        Message(pb.PassRequest(part=pb.Part(tensor=encode_tensor(zeros())[0])).SerializeToString(), b"1234")
+        Message(
+            pb.PassRequest(part=pb.Part(tensor=encode_tensor(array_of(zeros()))[0])).SerializeToString(),
+            b"1234",
+        )
     ],
     "no shape": [Message(pb.PassRequest(part=pb.Part()).SerializeToString())],
     "garbage": [Message(b"\xff\xff\xff")],

@@ -13,6 +13,7 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.engine import engine
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, Engine
 from swarmnet_protocols.net.protocol_ids import PASS
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.defences import defence, replacing
@@ -83,7 +84,7 @@ def train(
         watch = Watch(lab)
         expected = reference.train(states(0), COUNTS, states(1))
         async with lab.client() as swarm:
-            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS)
             outputs = await batch.forward(states(0), keep_graphs=keep_graphs)
             await between(lab, batch)
             gradients, _ = await batch.backward(states(1))

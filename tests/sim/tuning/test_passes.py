@@ -17,6 +17,8 @@ from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
@@ -80,7 +82,7 @@ async def train(
     lab.network.observers.append(note)
     prepare()
     async with lab.client() as swarm:
-        batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+        batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS)
         await asyncio.sleep(2.0)  # the client knows how far they are
         started = asyncio.get_running_loop().time()
         outputs = await batch.forward(random_states(0), keep_graphs=keep_graphs)
@@ -168,7 +170,7 @@ def test_backward_may_run_where_forward_did_not(reference: Reference) -> None:
 
 
 def answer_of(values: torch.Tensor) -> Message:
-    tensor, payload = encode_tensor(values)
+    tensor, payload = encode_tensor(array_of(values))
     return Message(pb.PassReply(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 
@@ -275,7 +277,7 @@ def test_hosts_out_of_resources_are_named_and_sent_nothing(reference: Reference)
             lambda delivery: sent.append(delivery) if kind_of(delivery) == "part" else None
         )
         async with lab.client() as swarm:
-            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS)
             with pytest.raises(OutOfResources, match="no room"):
                 await batch.forward(random_states(0))
 
@@ -288,7 +290,7 @@ def test_the_client_sends_only_finite_values(reference: Reference, value: float)
     async def scenario(lab: Lab) -> None:
         await lab.start("a", lab.hosting((0, 6)))
         async with lab.client() as swarm:
-            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, torch.float32), COUNTS)
+            batch = RemoteBatch(swarm, ChainSpec(6, HIDDEN, 512, ElementType.FLOAT32), COUNTS)
             await batch.forward(random_states(0))
             gradients = random_states(1)
             gradients[17, 3] = value

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 import torch
 from google.protobuf.message import Message as Protobuf
@@ -12,6 +13,8 @@ from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import LINK, PASS, SESSION
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -55,7 +58,7 @@ class Stranger:
         return stream
 
     async def step(self, link: Stream, step: Step) -> None:
-        message, payload = encode_step(step, torch.float32)
+        message, payload = encode_step(step, ElementType.FLOAT32)
         await link.send(Message(pb.LinkRequest(step=message).SerializeToString(), payload))
 
     async def begin_pass(self, **changes: Any) -> Stream:
@@ -75,7 +78,7 @@ class Stranger:
         """The answer to a pass with one tensor."""
         stream = await self.begin_pass(**changes)
         await stream.receive()  # a heartbeat, unless the pass is refused
-        for part, payload in split_tensor(values):
+        for part, payload in split_tensor(array_of(values)):
             await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
         reply = await next_reply(stream, pb.PassReply)
         stream.close()
@@ -111,7 +114,7 @@ async def assert_ends(stream: Stream) -> None:
 
 def a_step(seq: int, start: int, count: int = 1, *, width: int = HIDDEN, replay: bool = False) -> Step:
     rows = (Row(0, start, count, 0 if replay else 1, 0),)
-    return Step(seq, rows, torch.zeros(count, width), replay=replay)
+    return Step(seq, rows, np.zeros((count, width), np.float32), replay=replay)
 
 
 def with_stranger(reference: Reference, talk: Callable[[Stranger], Awaitable[None]], **hosting: Any) -> None:

@@ -29,7 +29,7 @@ def main(swarm: str, cache_dir: str, period_s: float, total_s: float, bootstrap:
                 row["error"] = str(error)
             row["ended"] = time.monotonic()
             row["s"] = round(time.monotonic() - began, 3)
-            row["hosts"] = len(model._runtime.hosts.known)
+            row["hosts"] = len(model._runtime.opened.known)
             print(json.dumps(row), flush=True)
             time.sleep(period_s)
 

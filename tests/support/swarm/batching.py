@@ -6,20 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
-import torch
-
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.local_layers import LmHead, LoadOptions, LocalLayers
+from swarmnet_client.model.head import LmHead
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.models import LocalModel
 from tests.support.swarm.swarm_lab import Lab
 
 
 def head_of(local: LocalModel) -> LmHead:
-    local_layers = LocalLayers(local, LoadOptions(torch.float32, torch.device("cpu")))
+    local_layers = LocalLayers(local, LoadOptions())
     # virtual time runs the calls of executors in place
     return LmHead(local_layers, ThreadPoolExecutor(1))
 

@@ -23,6 +23,7 @@ from swarmnet_protocols.directory.node_reports import request_report
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, TrunkStream
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -199,7 +200,7 @@ class FaultyService(ExpertService):
         if self.fault == "end":
             stream.close()
             return
-        tensor, encoded = encode_tensor(wrong.contiguous())
+        tensor, encoded = encode_tensor(array_of(wrong))
         number += 1000 * (self.fault == "unknown request")
         await stream.send(
             session_pb2.ExpertsReply(computed=session_pb2.Computed(id=number, tensor=tensor)), encoded

@@ -13,7 +13,7 @@ from swarmnet.gateway.app import Gateway
 from swarmnet.gateway.quotas import Quota
 from swarmnet.web.middleware import AccessPolicy, ApiKeys, protect
 from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
-from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.timing import Timing
 from tests.support.swarm.swarm_lab import EPOCH, Lab, Reference, simulate

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
+import numpy as np
 
 from swarmnet_node.hosted_blocks import Hosting
 from swarmnet_node.node import Node
@@ -51,7 +51,7 @@ class Reader:
             fed, new = 0, list(PROMPT)
             while not self.is_enough:
                 began = clock()
-                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), torch.tensor(new))
+                hidden = await chain.forward((Row(0, fed, len(new), 1, 0),), np.array(new))
                 self.waits_s.append(clock() - began)
                 fed += len(new)
                 new = [self._lab.reference.next_token(hidden)]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from swarmnet_client.chain.chain import Chain
@@ -32,6 +33,8 @@ from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
+from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
@@ -76,17 +79,15 @@ class Reference:
         return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)[0]
 
     @torch.inference_mode()
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        embedded: torch.Tensor = self.model.get_input_embeddings()(ids)
-        return embedded
+    def embed(self, ids: Array) -> Array:
+        return array_of(self.model.get_input_embeddings()(tensor_of(ids)))
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Logits [n, V] of hidden states [n, D]."""
-        found: torch.Tensor = self.model.lm_head(self.model.model.norm(hidden))
-        return found
+        return array_of(self.model.lm_head(self.model.model.norm(tensor_of(hidden))))
 
-    def next_token(self, hidden: torch.Tensor) -> int:
+    def next_token(self, hidden: Array) -> int:
         """The greedy token after the last position of hidden states [n, D]."""
         return int(self.logits(hidden[-1:]).argmax())
 
@@ -112,7 +113,7 @@ class Lab:
     timing: Timing = field(default_factory=Timing)
     private: PrivateSwarm | None = None
     """The private swarm of all peers, each with its handshakes; None for an open swarm."""
-    wire: torch.dtype | None = None
+    wire: ElementType | None = None
     """The element type in which activations travel; None: as the hosts compute them."""
 
     def __post_init__(self) -> None:
@@ -258,7 +259,8 @@ class Lab:
             transport = await stack.enter_async_context(self._transport(name, identity, Role.CLIENT))
             directory = MemoryDirectory(self.board, identity, SWARM, self.memberships.get(name))
             rng = random.Random(f"{self.seed}/{name}")
-            hosts = ModelHosts(transport, directory, self.manifest, rng, self.timing)
+            blocks = self.reference.local.manifest.blocks
+            hosts = ModelHosts(transport, directory, self.manifest, rng, self.timing, blocks=blocks)
             yield await stack.enter_async_context(hosts.watching())
 
     def chain(
@@ -271,7 +273,9 @@ class Lab:
         give_up_idle: Callable[[], Set[int]] = frozenset,
     ) -> Any:
         blocks = self.reference.local.manifest.blocks
-        spec = ChainSpec(blocks, 32, max_length, torch.float32, self.wire, standby=standby, wait_s=wait_s)
+        spec = ChainSpec(
+            blocks, 32, max_length, ElementType.FLOAT32, self.wire, standby=standby, wait_s=wait_s
+        )
         return Chain.open(hosts, spec, self.reference.embed, self.reference.logits, give_up_idle)
 
     async def generate(
@@ -282,7 +286,7 @@ class Lab:
         fed, new = 0, list(ids)
         for number in range(count):
             rows = (Row(0, fed, len(new), 1, 0),)
-            hidden = await chain.forward(rows, torch.tensor(new))
+            hidden = await chain.forward(rows, np.array(new))
             fed += len(new)
             new = [self.reference.next_token(hidden)]
             tokens += new

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
-from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.model import wrap
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.models.tiny import VOCABULARY
@@ -24,7 +23,7 @@ from tests.support.network.memory_network import LinkProfile
 from tests.support.swarm.swarm_lab import Lab, Reference, load_reference
 
 SPANS = ((0, 2), (2, 4), (4, 6))
-FORM = LoadOptions(torch.float32, torch.device("cpu"))
+FORM = LoadOptions()
 
 
 @dataclass

@@ -18,6 +18,7 @@ from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import ModelClaims, Sighting
 from swarmnet_protocols.routing.throughput import Claim, holders
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.timing import Timing
@@ -82,7 +83,7 @@ async def _compute(computes: Callable[[torch.Tensor], torch.Tensor], stream: Str
         return message.part, payload  # type: ignore[return-value]
 
     inputs = await receive_tensor(part, positions=sum(begin.begin.counts), hidden_size=WIDTH)
-    for message, payload in split_tensor(computes(inputs)):
+    for message, payload in split_tensor(array_of(computes(tensor_of(inputs)))):
         await asked.send(pb.PassReply(part=message), payload)
     await asyncio.sleep(10.0)
 

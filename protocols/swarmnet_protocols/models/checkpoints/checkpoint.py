@@ -120,9 +120,12 @@ class WeightSizes:
         ``item_bytes``."""
         return self.stored_bytes - self.expanded_bytes + self.expanded_weights * item_bytes
 
-    def notice(self, of: str, dtype: "torch.dtype") -> str:
+    def notice(self, of: str, dtype: Any) -> str:
         """Return a sentence on the memory that ``of`` (a plural noun) take. Empty if nothing is
-        expanded."""
+        expanded.
+
+        ``dtype``: what they are computed in, a dtype of torch or an ``ElementType``.
+        """
         if not self.formats:
             return ""
         names = f"{', '.join(self.formats)} {'is' if len(self.formats) == 1 else 'are'}"

@@ -15,6 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from swarmnet.cli.chat.answering import ModelAnswerer
 from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen
 from swarmnet.cli.chat.loop import Chat, changed
@@ -24,7 +25,7 @@ from tests.support.swarm.swarm_lab import Reference
 from tests.support.swarm.tiny_swarm import TinySwarm, load_tiny, tiny_swarm
 
 TEMPLATE = "{% for m in messages %}{{ {'user': 'w10 ', 'assistant': 'w11 ', 'system': 'w12 '}[m.role] + m.content + ' ' }}{% endfor %}w11"
-TALK = SamplingOptions(max_new_tokens=6)
+TALK = SamplingOptions(max_new_tokens=6, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,10 @@ def words() -> PreTrainedTokenizerFast:
 def chatting(tiny: TinySwarm, sampling: SamplingOptions = TALK, **options: Any) -> Iterator[Chat]:
     tiny.model.tokenizer.chat_template = options.pop("template", TEMPLATE)
     said = Conversation(tiny.model.tokenizer, options.pop("context", 512), **options)
-    with tiny.model.session():
-        yield Chat(tiny.model, nullcontext, said, sampling, Screen(as_json=True))
+    chat = Chat(ModelAnswerer(tiny.model), said, sampling, Screen(as_json=True))
+    with chat._session:
+        chat._session.enter_context(tiny.model.session())
+        yield chat
 
 
 def answers(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
@@ -130,7 +133,7 @@ def test_after_a_failure_the_question_can_be_asked_again(
 ) -> None:
     opened: list[str] = []
 
-    def session() -> Any:
+    def session(_: object) -> Any:
         opened.append("again")
         return nullcontext()
 
@@ -138,8 +141,8 @@ def test_after_a_failure_the_question_can_be_asked_again(
         raise NoRoute([(0, 2)])
 
     with chatting(tiny) as chat:
-        chat._open_session = session
         with monkeypatch.context() as patch:
+            patch.setattr(ModelAnswerer, "session", session)
             patch.setattr(type(tiny.model), "generate", unexpected)
             with pytest.raises(NoRoute):
                 chat.take("w20")
@@ -202,7 +205,7 @@ def test_route_stats_help_and_settings_are_told(tiny: TinySwarm, capsys: pytest.
         for text in ("w20", "/route", "/stats", "/help", "/set top_p 0.5", "/set system w40", "/set"):
             chat.take(text)
         told = capsys.readouterr().err
-        assert chat.sampling == SamplingOptions(max_new_tokens=6, top_p=0.5)
+        assert chat.sampling == SamplingOptions(max_new_tokens=6, temperature=0.0, top_p=0.5)
         assert chat.conversation.messages()[0] == {"role": "system", "content": "w40"}
     for words in ("0:2", "2:4", "4:6", "1 answer, 6 tokens", " sent, ", "/save FILE", "seed = not set"):
         assert words in told

@@ -1,15 +1,19 @@
 """An answer: shown as it comes, measured, and bounded by the model's context."""
 
 import json
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import typer
+from transformers import GenerationConfig
 
-from swarmnet.cli.chat.generation import SamplingOptions, generate
+from swarmnet.cli.chat.answering import Answerer, ModelAnswerer, Wanted
+from swarmnet.cli.chat.generation import RunAnswer, SamplingOptions, Screen, generate
 from swarmnet_client.chain.hops import ChainReport
+from swarmnet_client.hosts.traffic import Traffic
 from swarmnet_client.model.cache import SwarmCache
 from swarmnet_client.model.model import _swarm_class
 from swarmnet_protocols.net import PeerId
@@ -24,41 +28,50 @@ class _Bytes:
         return bytes(tokens).decode(errors="replace")
 
 
-class _Model:
-    """A model that answers with ``reply`` and keeps the arguments of each call."""
+class _Answerer:
+    """Answers with ``reply`` and keeps what was wanted."""
 
     tokenizer = _Bytes()
-    config = SimpleNamespace(max_position_embeddings=20)
+    context = 20
+    vocabulary_size = 256
+    traffic = Traffic()
 
     def __init__(self, reply: str = "") -> None:
-        self.last_run = ChainReport(
+        self.report = ChainReport(
             failovers=7, longest_stall_s=7.0, audits=7, wrong=[PeerId("the one before")]
         )
         self._reply = reply.encode()
-        self.asked: dict[str, Any] = {}
 
-    def generate(
-        self, input_ids: torch.Tensor, *, streamer: Any, max_new_tokens: int, **options: Any
-    ) -> None:
-        assert options.pop("attention_mask").all()
-        self.asked = {"max_new_tokens": max_new_tokens, **options}
-        self.last_run.route = [(PeerId("a"), 0, 10), (PeerId("b"), 10, 30)]
-        self.last_run.precisions = ["f32"]
-        self.last_run.failovers += 1
-        self.last_run.longest_stall_s = max(self.last_run.longest_stall_s, 0.5)
-        streamer.put(input_ids)
-        for token in self._reply[:max_new_tokens]:
-            streamer.put(torch.tensor([token]))
-        streamer.end()
+    def session(self) -> Any: ...
+
+    def answer(self, wanted: Wanted, put: Callable[[int], None]) -> None:
+        self.report.route = [(PeerId("a"), 0, 10), (PeerId("b"), 10, 30)]
+        self.report.precisions = ["f32"]
+        self.report.failovers += 1
+        self.report.longest_stall_s = max(self.report.longest_stall_s, 0.5)
+        for token in self._reply[: wanted.most]:
+            put(token)
 
 
-def _ask(model: Any, sampling: SamplingOptions = GREEDY, prompt_tokens: int = 3) -> tuple[Any, list[str]]:
-    shown: list[str] = []
-    return generate(model, torch.ones(1, prompt_tokens, dtype=torch.long), sampling, shown.append), shown
+class _Shown(Screen):
+    def __init__(self) -> None:
+        super().__init__(as_json=True)
+        object.__setattr__(self, "texts", list[str]())
+
+    def show(self, piece: str) -> None:
+        self.texts.append(piece)  # type: ignore[attr-defined]
+
+
+def _ask(
+    answerer: Answerer, sampling: SamplingOptions = GREEDY, prompt_tokens: int = 3
+) -> tuple[RunAnswer, list[str]]:
+    screen = _Shown()
+    answer = generate(answerer, [1] * prompt_tokens, sampling, screen)
+    return answer, screen.texts  # type: ignore[attr-defined]
 
 
 def test_an_answer_says_everything_that_run_prints() -> None:
-    answer, _ = _ask(_Model("hi"))
+    answer, _ = _ask(_Answerer("hi"))
     fields = json.loads(json.dumps(answer.to_json()))
     assert 0 <= fields.pop("first_token_s") <= fields.pop("total_s")
     assert fields.pop("tokens_per_s") > 0
@@ -78,32 +91,59 @@ def test_an_answer_says_everything_that_run_prints() -> None:
 
 
 def test_text_is_shown_in_whole_letters_and_completely() -> None:
-    _, shown = _ask(_Model("é\nß!"))
+    _, shown = _ask(_Answerer("é\nß!"))
     assert shown == ["é", "\n", "ß", "!"]
 
 
 def test_an_incomplete_letter_is_shown_when_the_answer_ends() -> None:
-    _, shown = _ask(_Model("aé"), SamplingOptions(2, 0.0, None))
+    _, shown = _ask(_Answerer("aé"), SamplingOptions(2, 0.0, None))
     assert shown == ["a", "\N{REPLACEMENT CHARACTER}"]
 
 
-def test_temperature_zero_is_greedy_and_above_it_samples() -> None:
-    greedy, sampled = _Model("x"), _Model("x")
-    _ask(greedy)
-    _ask(sampled, SamplingOptions(8, 0.7, 3))
-    assert greedy.asked == {"max_new_tokens": 8, "do_sample": False, "speculate": True}
-    assert sampled.asked == {"max_new_tokens": 8, "do_sample": True, "temperature": 0.7, "speculate": True}
+class _Transformer:
+    """A transformers model that keeps the arguments of ``generate``."""
+
+    tokenizer = _Bytes()
+    config = SimpleNamespace(max_position_embeddings=20, vocab_size=256)
+
+    def __init__(self, **stated: Any) -> None:
+        self.generation_config = GenerationConfig(**stated)
+        self.asked: dict[str, Any] = {}
+
+    def generate(self, input_ids: torch.Tensor, *, streamer: Any, **options: Any) -> None:
+        assert options.pop("attention_mask").all()
+        self.asked = options
+        streamer.put(input_ids)
+        streamer.put(torch.tensor([120]))
+
+
+@pytest.mark.parametrize(
+    ("stated", "temperature", "expected"),
+    [
+        ({}, 0.0, {"do_sample": False}),
+        ({}, 0.5, {"do_sample": True, "temperature": 0.5, "top_p": 0.95}),
+        ({}, None, {"do_sample": True, "temperature": 0.7, "top_p": 0.95}),
+        ({"do_sample": True, "temperature": 0.2}, None, {"do_sample": True}),
+    ],
+)
+def test_a_transformers_model_samples_as_it_is_told(
+    stated: dict[str, Any], temperature: float | None, expected: dict[str, Any]
+) -> None:
+    model, tokens = _Transformer(**stated), list[int]()
+    ModelAnswerer(model).answer(Wanted([1, 2], 8, temperature, seed=3), tokens.append)
+    assert tokens == [120]
+    assert model.asked == {"max_new_tokens": 8, "speculate": True} | expected
 
 
 def test_an_answer_ends_where_the_context_does() -> None:
-    model = _Model("x" * 100)
-    answer, _ = _ask(model, SamplingOptions(100, 0.0, None), prompt_tokens=15)
+    answerer = _Answerer("x" * 100)
+    answer, _ = _ask(answerer, SamplingOptions(100, 0.0, None), prompt_tokens=15)
     assert len(answer.token_ids) == 5
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
     with pytest.raises(typer.BadParameter, match=r"20 tokens.*shorten"):
-        _ask(_Model(), prompt_tokens=20)
+        _ask(_Answerer(), prompt_tokens=20)
 
 
 def test_inputs_of_generate_move_to_the_model() -> None:

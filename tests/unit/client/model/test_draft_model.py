@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnet_client.model.draft_model import FEW, DraftModel, DraftModelSequence
-from swarmnet_client.model.local_layers import LoadOptions
+from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from tests.support.models.tiny import save_tiny_llama
@@ -96,7 +96,7 @@ def test_models_with_other_tokens_or_recurrent_states_are_refused(tmp_path: Path
     tokenizer = target.tokenizer()
     tokenizer.add_tokens(["<another>"])
     tokenizer.save_pretrained(tmp_path / "tiny")
-    options = LoadOptions(torch.float32, torch.device("cpu"), draft=str(tmp_path / "tiny"))
+    options = LoadOptions(draft=str(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match="other tokens than"):
         DraftModel.load(target, options)
     model_with_states = type("Recurrent", (), {"_is_stateful": True})()

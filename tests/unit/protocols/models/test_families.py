@@ -17,7 +17,6 @@ import torch
 import transformers
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import Backend
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
@@ -27,6 +26,7 @@ from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
 from tests.support.models.family_page import EXACT, MOST_USED, PAGE, current, reasons_in
 from tests.support.models.hub_families import FAMILIES, REFUSED
+from tests.support.models.tensor_layers import TensorLayers
 
 CPU = torch.device("cpu")
 PROMPT_LENGTHS = (3, 29, 11)  # 29: longer than every sliding window
@@ -38,7 +38,7 @@ ANSWER_TOKENS = 12
 class Hops:
     """The hops of a chain, one for each stage, and the sequences that they compute."""
 
-    def __init__(self, stages: list[Stage], local_layers: LocalLayers, sequences: int) -> None:
+    def __init__(self, stages: list[Stage], local_layers: TensorLayers, sequences: int) -> None:
         self.stages = stages
         self.caches = [[stage.new_sequence() for stage in stages] for _ in range(sequences)]
         self._local_layers = local_layers
@@ -66,7 +66,7 @@ class Hops:
 @dataclass
 class Case:
     model: LocalModel
-    local_layers: LocalLayers
+    local_layers: TensorLayers
     reference: Any
     """The model in transformers."""
     is_exact: bool
@@ -136,9 +136,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if file is not None:
         path = write(folder / "model.gguf", file, reference)
     model = resolve(str(path), cache_dir=folder / "cache")
-    local_layers = LocalLayers(model, LoadOptions(torch.float32, CPU))
     is_exact = (name if name in FAMILIES else family.config["model_type"]) in EXACT
-    return Case(model, local_layers, reference, is_exact)
+    return Case(model, TensorLayers(model), reference, is_exact)
 
 
 def random_tokens(length: int) -> torch.Tensor:

@@ -15,12 +15,12 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.unread import HARMLESS
 from tests.support.models.hub_families import FAMILIES, Family
+from tests.support.models.tensor_layers import TensorLayers
 
 CPU = torch.device("cpu")
 IDS = torch.randint(6, 100, (40,), generator=torch.Generator().manual_seed(1))
@@ -149,7 +149,7 @@ class Transformers:
 
 def our_logits(path: Path, cache_dir: Path) -> torch.Tensor:
     model = resolve(str(path), cache_dir=cache_dir)
-    local_layers = LocalLayers(model, LoadOptions(torch.float32, CPU))
+    local_layers = TensorLayers(model)
     rows = local_layers.embed(IDS)
     for start, end in itertools.pairwise(sorted({0, 1, model.manifest.blocks})):
         stage = Stage.load(model, start, end, dtype=torch.float32, device=CPU)

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -33,6 +32,7 @@ from tests.support.models import big_model
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.model_hub import NAME, model_hub
 from tests.support.models.rounding import NEAR, assert_near
+from tests.support.models.tensor_layers import TensorLayers
 from tests.support.models.tiny_models import write_gguf
 
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -108,7 +108,7 @@ def test_packed_experts_give_the_tokens_of_transformers(family: str, precision: 
     theirs = reference(family, path)
     if precision != "as stored":
         with_values_of(stages[0], theirs)
-    local = LocalLayers(model, LoadOptions(torch.float32, torch.device("cpu")))
+    local = TensorLayers(model)
     for length in (3, 29):
         prompt = torch.randint(3, 100, (1, length), generator=torch.Generator().manual_seed(length))
         text = theirs.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False)[0]

@@ -1,5 +1,6 @@
 """Rows for experts and their outputs, as they travel between peers."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -8,6 +9,8 @@ from hypothesis import strategies as st
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session import expert_rows
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import (
     MAX_ROWS,
     ExpertRows,
@@ -53,14 +56,14 @@ def test_rows_of_every_expert_arrive_in_order(rows: dict[int, set[int]], most: i
 
 def test_the_answer_to_a_request_fits_into_a_message() -> None:
     for hidden_size in (64, 7168, 1 << 20):
-        for dtype in (torch.float32, torch.bfloat16):
-            pairs = max_pairs(hidden_size, dtype)
-            assert pairs * hidden_size * dtype.itemsize <= EXPERTS.max_payload_bytes
+        for type in (ElementType.FLOAT32, ElementType.BFLOAT16):
+            pairs = max_pairs(hidden_size, type)
+            assert pairs * hidden_size * type.itemsize <= EXPERTS.max_payload_bytes
             assert 1 <= pairs <= MAX_ROWS
 
 
 def message(count: int = 3, **rows: list[int]) -> tuple[pb.Rows, bytes]:
-    tensor, payload = encode_tensor(torch.zeros(count, HIDDEN))
+    tensor, payload = encode_tensor(np.zeros((count, HIDDEN), np.float32))
     experts = [pb.ExpertRows(expert=int(name[1:]), rows=each) for name, each in rows.items()]
     return pb.Rows(id=1, block=0, tensor=tensor, experts=experts), bytes(payload)
 
@@ -93,7 +96,7 @@ def test_a_request_of_too_many_rows_is_refused() -> None:
 
 
 def answer(values: torch.Tensor, number: int = 9) -> tuple[pb.Computed, bytes]:
-    tensor, payload = encode_tensor(values)
+    tensor, payload = encode_tensor(array_of(values))
     return pb.Computed(id=number, tensor=tensor), bytes(payload)
 
 
@@ -114,7 +117,7 @@ def test_outputs_are_those_of_each_expert_for_its_rows() -> None:
 
 @defence(
     "a peer with experts refuses rows that are not finite",
-    off=replacing(torch, "isfinite", torch.ones_like),
+    off=replacing(expert_rows, "are_finite", lambda _: True),
     number=float("nan"),
 )
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])

@@ -1,7 +1,7 @@
 """The activation log's bounds and refusals."""
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS, LogDropped, StepsCompacted
@@ -10,7 +10,7 @@ from tests.support.swarm.logs import a_log
 
 
 def step(seq: int, start: int, count: int = 1, *, acked: int = 0, replay: bool = False) -> Step:
-    return Step(seq, (Row(0, start, count, 0, 0),), torch.full((count, 4), float(seq)), acked, replay)
+    return Step(seq, (Row(0, start, count, 0, 0),), np.full((count, 4), seq, np.float32), acked, replay)
 
 
 def test_a_gap_or_a_repetition_in_the_sequence_is_refused() -> None:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session import steps
+from swarmnet_protocols.session.arrays import ElementType, rounded
 from swarmnet_protocols.session.steps import (
     MAX_POSITION,
     MAX_ROWS,
@@ -19,7 +20,7 @@ from swarmnet_protocols.session.steps import (
 )
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
-from tests.defences import defence, replacing
+from tests.defences import defence, replacing, yes
 
 
 @pytest.mark.parametrize(
@@ -117,45 +118,45 @@ def test_a_tensor_that_does_not_match_its_header_is_refused(header: pb.Tensor, s
         decode_tensor(header, bytes(size_bytes), positions=3, hidden_size=2)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_tensors_survive_encoding_and_decoding(dtype: torch.dtype) -> None:
-    values = torch.randn(3, 4).T.to(dtype)
+@pytest.mark.parametrize("type", [ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.FLOAT16])
+def test_tensors_survive_encoding_and_decoding(type: ElementType) -> None:
+    values = rounded(np.random.default_rng(0).standard_normal((3, 4), np.float32).T, type)
     header, payload = encode_tensor(values)
-    assert torch.equal(decode_tensor(header, payload, positions=4, hidden_size=3), values)
+    assert np.array_equal(decode_tensor(header, payload, positions=4, hidden_size=3), values)
     header, payload = encode_tensor(values[:0])
     assert decode_tensor(header, payload, positions=0, hidden_size=3).shape == (0, 3)
 
 
 def test_steps_survive_encoding_and_decoding() -> None:
     rows = (Row(0, 5, 2, 1, 0), Row(3, 1, 1, 1, 0, rewrite=True))
-    step = Step(7, rows, torch.randn(3, 2), acked=4)
-    message, payload = encode_step(step, torch.float32)
+    step = Step(7, rows, np.random.default_rng(0).standard_normal((3, 2), np.float32), acked=4)
+    message, payload = encode_step(step, ElementType.FLOAT32)
     again = decode_step(pb.Step.FromString(message.SerializeToString()), bytes(payload), hidden_size=2)
     assert again == step
-    assert torch.equal(again.values, step.values)
-    assert torch.equal(again.wanted_values(), step.values[1:])
+    assert np.array_equal(again.values, step.values)
+    assert np.array_equal(again.wanted_values(), step.values[1:])
 
 
 @defence(
     "a step with values that are not finite is refused by the hop that receives it",
-    off=replacing(torch, "isfinite", torch.ones_like),
-    dtype=torch.float32,
+    off=replacing(steps, "are_finite", yes),
+    type=ElementType.FLOAT32,
     number=float("nan"),
 )
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
-def test_a_step_with_values_that_are_not_finite_is_refused(dtype: torch.dtype, number: float) -> None:
-    values = torch.zeros(3, 64)
+@pytest.mark.parametrize("type", ElementType)
+def test_a_step_with_values_that_are_not_finite_is_refused(type: ElementType, number: float) -> None:
+    values = np.zeros((3, 64), np.float32)
     values[1, 5] = number
     wanted = Step(seq=1, rows=(Row(0, 0, 3, 1, 0),), values=values)
     # this type has no NaN: its bytes are those of an outlier that is not finite
-    if dtype is torch.int8:
-        message, payload = encode_step(wanted.with_values(values.nan_to_num(0.0)), dtype)
+    if type is ElementType.INT8:
+        message, payload = encode_step(wanted.with_values(np.zeros((3, 64), np.float32)), type)
         sent = bytearray(payload)
         row = len(sent) // 3
         sent[2 * row - 2 : 2 * row] = b"\xff\x7f"
         payload = memoryview(sent)
     else:
-        message, payload = encode_step(wanted, dtype)
+        message, payload = encode_step(wanted, type)
     with pytest.raises(ProtocolViolation, match="not finite"):
         decode_step(message, bytes(payload), hidden_size=64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 
-from swarmnet_client.model.local_layers import LoadOptions, memory_notice
+from swarmnet_client.model.load_options import LoadOptions, memory_notice
 from swarmnet_node.config import NodeConfig
 from swarmnet_node.loading.fitting import footprints
 from swarmnet_node.loading.reading import read_model

@@ -17,7 +17,6 @@ from gguf import GGMLQuantizationType
 from huggingface_hub.errors import StrictDataclassError
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError
@@ -29,6 +28,7 @@ from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.rows import Header
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import File, write
+from tests.support.models.tensor_layers import TensorLayers
 
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 REFUSALS = (ConfigError, StrictDataclassError, *CONFIG_FAULTS)
@@ -113,7 +113,7 @@ def test_a_quantised_file_gives_what_its_values_give(written: Written, tmp_path:
             else {**FLOAT32, "backend": load_backend(default_cache_dir()), "packed": True}
         )
         stage = Stage.load(model, 0, model.manifest.blocks, **options)
-        local = LocalLayers(model, LoadOptions(torch.float32, torch.device("cpu")))
+        local = TensorLayers(model)
         [rows] = stage.forward([(stage.new_sequence(), local.embed(tokens))])
         logits.append(local.logits(rows))
     error = (logits[0] - logits[1]).norm() / logits[1].norm()

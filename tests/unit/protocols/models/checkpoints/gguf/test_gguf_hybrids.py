@@ -14,7 +14,6 @@ import transformers
 from gguf import GGMLQuantizationType
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -25,6 +24,7 @@ from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import GROUP
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
+from tests.support.models.tensor_layers import TensorLayers
 
 CPU = torch.device("cpu")
 HINT = "use the model's Hugging Face layout"
@@ -94,7 +94,7 @@ def test_projections_of_a_quantised_file_stay_packed_and_exact(family: str, made
         if not is_expanded:
             options |= {"backend": load_backend(default_cache_dir())}
         stage = Stage.load(opened(path), 0, 4, packed=not is_expanded, **options)
-        rows = LocalLayers(opened(path), LoadOptions(torch.float32, CPU)).embed(torch.arange(3, 43))
+        rows = TensorLayers(opened(path)).embed(torch.arange(3, 43))
         found.append(stage.forward([(stage.new_sequence(), rows)])[0])
         linears = {
             name: module

@@ -15,7 +15,6 @@ from gguf import GGMLQuantizationType
 from torch import nn
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
@@ -26,6 +25,7 @@ from tests.support.gguf.files import GgufFile, Tensor
 from tests.support.gguf.packed_matrices import weight_matrix
 from tests.support.gguf.witness import expanded, greedy_logits, needs_llama_cpp
 from tests.support.gguf.writing import write
+from tests.support.models.tensor_layers import TensorLayers
 
 FLOAT32: dict[str, Any] = {"dtype": torch.float32, "device": torch.device("cpu")}
 TYPES = [each for each in Format if each not in {Format.F32, *OWN_FORMATS}]
@@ -80,7 +80,7 @@ class Loaded:
     def __init__(self, path: Path, **options: Any) -> None:
         model = resolve(str(path), cache_dir=path.parent / "cache")
         self.stage = Stage.load(model, 0, model.manifest.blocks, **FLOAT32, **options)
-        self._local = LocalLayers(model, LoadOptions(**FLOAT32))
+        self._local = TensorLayers(model)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits after each token of a text."""

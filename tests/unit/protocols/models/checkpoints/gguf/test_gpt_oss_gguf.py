@@ -12,7 +12,6 @@ from gguf import GGMLQuantizationType
 from transformers import GptOssConfig, GptOssForCausalLM
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -23,6 +22,7 @@ from swarmnet_protocols.quantization.packed_experts import PackedExperts, comput
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.defences import nothing
 from tests.support.models.rounding import assert_near
+from tests.support.models.tensor_layers import TensorLayers
 
 WIDTH, EXPERT_WIDTH, EXPERTS, BLOCKS = 64, 96, 4, 3
 _OWN_NAMES = {
@@ -197,7 +197,7 @@ def test_a_chain_with_experts_in_mxfp4_gives_transformers_tokens(tmp_path: Path)
             matrices = [*module.gate_up_proj.matrices.values(), *module.down_proj.matrices.values()]
             assert len(matrices) == 2 * EXPERTS
             assert {each.format for matrix in matrices for each in matrix.segments} == {Format.MXFP4}
-    local = LocalLayers(model, LoadOptions(torch.float32, torch.device("cpu")))
+    local = TensorLayers(model)
     prompt = torch.randint(3, 60, (1, 29), generator=torch.Generator().manual_seed(0))
     text = theirs.generate(prompt, max_new_tokens=8, do_sample=False)[0]
     sequences = [hop.new_sequence() for hop in hops]

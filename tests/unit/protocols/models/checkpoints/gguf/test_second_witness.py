@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 
-from swarmnet_client.model.local_layers import LoadOptions, LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.models import resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.witness import WitnessRefusesError, greedy_logits, needs_llama_cpp
 from tests.support.gguf.writing import write
+from tests.support.models.tensor_layers import TensorLayers
 
 CPU = torch.device("cpu")
 PROMPTS = (16, 150, 400, 1000)
@@ -63,7 +63,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def our_logits(file: Path, prompt: torch.Tensor) -> torch.Tensor:
     model = resolve(str(file), cache_dir=file.parent / "cache")
-    local_layers = LocalLayers(model, LoadOptions(torch.float32, CPU))
+    local_layers = TensorLayers(model)
     stage = Stage.load(model, 0, model.manifest.blocks, dtype=torch.float32, device=CPU)
     sequence, new, found = stage.new_sequence(), prompt, []
     for _ in range(NEW_TOKENS):

@@ -1,0 +1,58 @@
+"""The head of a model at work: lm_head, and the choice of next tokens."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
+from typing import Protocol, TypeVar
+
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.sampling import Draw, Token, choose
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.session.arrays import Array
+
+T = TypeVar("T")
+
+
+class Layers(Protocol):
+    """Embeddings, final norm and lm_head of one model, for many answers at once."""
+
+    @property
+    def can_rewind(self) -> bool:
+        """Whether caches can go back to any position at no cost. Recurrent states cannot: they are
+        computed again from a snapshot."""
+
+    def embed(self, ids: Array) -> Array:
+        """Return embeddings [P, D] of token ids [P]."""
+
+    def logits(self, hidden: Array) -> Array:
+        """Return logits [N, V], float32, of outputs [N, D] of the last block."""
+
+
+def open_layers(local: LocalModel, options: LoadOptions) -> Layers:
+    """Load the local layers of a model, without torch where this machine can."""
+    from swarmnet_protocols.machine.lean_imports import import_transformers
+
+    import_transformers()
+    from swarmnet_client.model.local_layers import LocalLayers
+
+    return LocalLayers(local, options)
+
+
+class LmHead:
+    """Applies lm_head and samples next tokens, on the one thread that computes."""
+
+    def __init__(self, layers: Layers, computing: Executor) -> None:
+        self._layers = layers
+        self._computing = computing
+
+    async def choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
+        """Return the next token after each of the hidden states [N, D], chosen by its draw."""
+        return await self.compute(partial(self._choose, hidden, draws))
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run ``work`` on the thread that computes, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._computing, work)
+
+    def _choose(self, hidden: Array, draws: list[Draw]) -> list[Token]:
+        return choose(self._layers.logits(hidden), draws)

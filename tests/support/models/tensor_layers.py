@@ -1,0 +1,19 @@
+"""Local layers that take and return tensors, for tests that compute the blocks with torch."""
+
+import torch
+
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.local_layers import LocalLayers
+from swarmnet_protocols.models import LocalModel
+from swarmnet_protocols.session.as_torch import array_of, tensor_of
+
+
+class TensorLayers:
+    def __init__(self, local: LocalModel) -> None:
+        self._layers = LocalLayers(local, LoadOptions())
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return tensor_of(self._layers.embed(array_of(ids)))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return tensor_of(self._layers.logits(array_of(hidden)))
