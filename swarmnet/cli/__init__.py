@@ -29,6 +29,7 @@ class Commands(LazyGroup):
         LazyCommand("serve", "commands.serve:serve", USE, "Serve an OpenAI-compatible endpoint."),
         LazyCommand("bench", "commands.bench:bench", USE, "Measure what a swarm, or this machine, delivers."),
         LazyCommand("model", "commands.model:app", USE, "Fetch and check model files."),
+        LazyCommand("start", "commands.start:start", SHARE, "Start a swarm of the computers in this room."),
         LazyCommand("join", "commands.join:join", SHARE, "Host a part of a model."),
         LazyCommand(
             "status", "commands.control:status", SHARE, "Show what the node on this machine is doing."

@@ -268,9 +268,9 @@ def _certificate(entry: "Entry") -> tuple[str, float | None]:
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.net.identity import Identity
 
-    if not entry.identity_path.exists():
+    if not entry.peer.identity_path.exists():
         return "this machine has no key yet, and so no certificate", None
-    peer = Identity.load_or_create(entry.identity_path).peer_id
+    peer = Identity.load_or_create(entry.peer.identity_path).peer_id
     try:
         return "", Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder).me.until
     except NotAuthorised as error:
@@ -326,11 +326,11 @@ async def _connected(entry: "Entry", listen: Sequence[str]) -> "AsyncIterator[Tr
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.timing import Timing
 
-    peer = Identity.load_or_create(entry.identity_path).peer_id
+    peer = Identity.load_or_create(entry.peer.identity_path).peer_id
     membership = Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder)
     # only_dials, because a client of this machine may run at the same time with the same identity.
     config = P2pdConfig(
-        entry.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
+        entry.peer.identity_path, listen=tuple(listen), named=tuple(entry.bootstrap), only_dials=True
     )
     async with (
         P2pdTransport.create(config) as raw,

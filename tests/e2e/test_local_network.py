@@ -103,6 +103,53 @@ def test_three_nodes_and_a_client_answer_with_only_the_swarm_file(
     print(f"ready after {ready_s:.1f} s, the first answer {answered_s - ready_s:.1f} s after that")
 
 
+def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
+    hosts: list[Place], tmp_path: Path, cache_dir: Path
+) -> None:
+    """No file is copied: each computer has its own, empty home."""
+    began = time.monotonic()
+    options = ("--cache-dir", str(cache_dir), "--stop-on-eof", "--priority", "normal")
+    first = ("start", *options, "--data-dir", str(tmp_path / "first"))
+    second = ("join", *options, "--data-dir", str(tmp_path / "second"), "--num-blocks", "3")
+    ask = ("run", MODEL, "What is the capital of France?", "-n", "12", "--cache-dir", str(cache_dir))
+    with contextlib.ExitStack() as stack:
+
+        def command(arguments: tuple[str, ...], name: str, host: Place) -> RunningCommand:
+            running = RunningCommand(arguments, tmp_path / f"{name}.log", host, stdin=subprocess.PIPE)
+            return stack.enter_context(running)
+
+        def type_code(running: RunningCommand, code: str) -> None:
+            assert running.process.stdin is not None
+            running.process.stdin.write(f"{code[:3]} {code[3:]}\n")
+            running.process.stdin.flush()
+
+        start = command(first, "start", hosts[0])
+        start.wait("household")
+        join = command(second, "join", hosts[1])
+        join.wait("asks_code", tries=None)
+        code = start.wait("code")["code"]
+        type_code(join, f"{(int(code) + 1) % 10**6:06}")
+        join.wait("asks_code", tries=2)
+        type_code(join, code)
+        join.wait("paired", swarm="home")
+        paired_s = time.monotonic() - began
+        start.wait("ready")
+        place = ("--swarm", "home", "--data-dir", str(tmp_path / "second"))
+        run = command((*ask, *place), "run", hosts[1])
+        assert run.wait_for_end() == 0, run.log.read_text()
+        answered_s = time.monotonic() - began
+        assert "Paris" in run.events[-1]["text"]
+        join.wait("ready")
+        members = call("swarm", "members", start.events[0]["path"], "--data-dir", str(tmp_path / "first"))
+        (member,) = members["members"]
+        assert (member["roles"], bool(member["label"])) == (["client", "host"], True)
+        join.kill()
+        again = command(second, "again", hosts[1])
+        again.wait("ready")
+        assert not [event for event in again.events if event["event"] == "asks_code"]
+    print(f"paired after {paired_s:.1f} s, the first answer after {answered_s:.1f} s")
+
+
 def test_members_without_addresses_come_and_go_in_a_local_network(hosts: list[Place], tmp_path: Path) -> None:
     call("swarm", "create", "lab", "--out", str(tmp_path / "lab"))
     issuer = ("bootstrap", str(tmp_path / "lab"), "--issuer", str(tmp_path / "lab" / "authority.key"))

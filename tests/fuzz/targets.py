@@ -315,7 +315,8 @@ def invite_seeds() -> list[bytes]:
 
 def redemption_seeds() -> list[bytes]:
     invite = invites.read_invite(invite_seeds()[0].decode(), now=NOW)
-    return [invites.redemption(invite, _PEER).SerializeToString()]
+    machine = certificates.machine_of(Identity.from_seed(b"node"), _PEER, SWARM)
+    return [invites.redemption(invite, _PEER, each).SerializeToString() for each in (None, machine)]
 
 
 def mdns_seeds() -> list[bytes]:

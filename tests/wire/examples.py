@@ -24,6 +24,7 @@ from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
+    pairing_pb2,
     probe_pb2,
     records_pb2,
     refusal_pb2,
@@ -39,6 +40,7 @@ VECTORS = Path(__file__).parents[2] / "proto" / "vectors"
 SCHEMAS = (
     handshake_pb2,
     membership_pb2,
+    pairing_pb2,
     probe_pb2,
     records_pb2,
     refusal_pb2,
@@ -389,6 +391,12 @@ def membership_messages() -> Iterator[Protobuf]:
     yield pb.AdmissionRequest(swarm_file=pb.SwarmFileRequest(serial=7, certificate=b"a serialized Signed"))
     yield pb.AdmissionReply(swarm_file=b"format = 2")
     yield pb.IssuerRecord(addresses=["/ip4/203.0.113.5/tcp/4001/p2p/" + _PEER.id])
+    machine = pb.Machine(node=member.peer_id, client=_PEER.id, consent=bytes(64))
+    yield pb.AdmissionRequest(redeem=pb.Redeem(grant=sealed_grant, proof=bytes(64), machine=machine))
+    yield pb.AdmissionRequest(renew=pb.Renew(certificate=b"a serialized Signed", machine=machine))
+    certificate.client, grant.label = _PEER.id, "Anna's laptop"
+    yield certificate
+    yield grant
 
 
 def handshake_messages() -> Iterator[Protobuf]:
@@ -400,6 +408,17 @@ def handshake_messages() -> Iterator[Protobuf]:
     yield pb.HandshakeMessage(revoked=pb.Revoked())
     yield pb.RevocationsRequest(serials=[serial])
     yield pb.RevocationsReply()
+
+
+def pairing_messages() -> Iterator[Protobuf]:
+    pb, element = pairing_pb2, b"A" + bytes(32)
+    yield pb.PairingRequest(knock=pb.Knock(name="laptop"))
+    yield pb.PairingRequest(attempt=element)
+    yield pb.PairingRequest(confirm=bytes(32))
+    yield pb.PairingReply(house=pb.House(name="home"))
+    yield pb.PairingReply(answer=b"B" + bytes(32))
+    yield pb.PairingReply(welcome=pb.Welcome(invite="swn1AAAA", proof=bytes(32)))
+    yield pb.PairingReply(wrong=pb.Wrong(left=2))
 
 
 def refusal_messages() -> Iterator[Protobuf]:
@@ -553,6 +572,7 @@ def write() -> None:
         "training": [vector(message) for message in training_messages()],
         "workers": [vector(message) for message in worker_messages()],
         "membership": [vector(message) for message in membership_messages()],
+        "pairing": [vector(message) for message in pairing_messages()],
         "handshake": [vector(message) for message in handshake_messages()],
         "refusal": [vector(message) for message in refusal_messages()],
         "report": [vector(message) for message in report_messages()],

@@ -57,6 +57,7 @@ MESSAGES: list[dict[str, Any]] = [
         "training",
         "handshake",
         "membership",
+        "pairing",
         "refusal",
         "report",
         "probe",

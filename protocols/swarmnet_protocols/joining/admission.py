@@ -1,6 +1,6 @@
 """The admission protocol: newcomers get a certificate, and members renew theirs and the swarm file.
 
-Every member of a private swarm answers under ``/swarmnet/admission/2``:
+Every member of a private swarm answers under ``/swarmnet/admission/3``:
 
 1. **Redeem.** A newcomer shows an invite. An issuer answers with a certificate and the swarm file.
    Any other member answers with the addresses of issuers.
@@ -39,18 +39,14 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
+from swarmnet_protocols.joining.own_key import OwnKey
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.membership.handshake import not_admitted
+from swarmnet_protocols.membership.handshake import Handshakes, not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
-from swarmnet_protocols.membership.issuer import (
-    IssuedCertificates,
-    Issuer,
-    IssuerConfig,
-    check_redemption,
-)
-from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership
-from swarmnet_protocols.membership.signed import Signer, seal, unseal
+from swarmnet_protocols.membership.issuer import OwnerFiles, check_redemption
+from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, check_renewable
+from swarmnet_protocols.membership.signed import seal, unseal
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
@@ -92,11 +88,13 @@ class Admissions:
         membership: Membership,
         directory: Directory,
         bootstrap: Callable[[], Sequence[str]],
+        machine: pb.Machine | None,
     ) -> None:
         self._transport = transport
         self._membership = membership
         self._directory = directory
         self._bootstrap = bootstrap
+        self._machine = machine
         self._timing = Timing()
         self._pending = SubnetSlots(transport.resources.system, Resource.PENDING_ADMISSIONS)
         self._waiting = SubnetSlots(transport.resources.system, Resource.ADMISSIONS)
@@ -104,41 +102,44 @@ class Admissions:
         self._known_issuers: list[str] = []
         self._issuers_until = 0.0
         self._lookup: asyncio.Task[None] | None = None
-        self._config: IssuerConfig | None = None
-        self._issuer: Issuer | None = None
+        self._own_key: OwnKey | None = None
 
     @classmethod
     @asynccontextmanager
     async def run(
         cls,
         transport: Transport,
-        membership: Membership,
+        handshakes: Handshakes,
         directory: Directory,
         *,
         bootstrap: Callable[[], Sequence[str]] = tuple,
-        issuer: IssuerConfig | None = None,
+        owner: OwnerFiles | None = None,
+        machine: pb.Machine | None = None,
     ) -> AsyncIterator[None]:
         """Answer requests and renew this peer's certificate while the context is open.
 
         Does nothing in a public swarm. ``transport`` is the one below ``GuardedTransport``.
-        ``bootstrap`` returns the current addresses of bootstrap peers. Raises ``ConfigError`` if
-        the issuer's key is not named by the rules.
+        ``bootstrap`` returns the current addresses of bootstrap peers. ``machine`` names the node
+        and the client of this machine for renewals. Raises ``ConfigError`` if the key of an issuer
+        is not named by the rules.
         """
+        membership = handshakes.membership
         if membership.is_public:
             yield
             return
-        admissions = cls(transport, membership, directory, bootstrap)
+        admissions = cls(transport, membership, directory, bootstrap, machine)
         with ExitStack() as stack:
             loops: list[Callable[[], Coroutine[Any, Any, None]]] = [
                 admissions._renew_certificates,
                 admissions._fetch_swarm_files,
             ]
-            if issuer is not None:
-                issued = stack.enter_context(IssuedCertificates.open(issuer.folder))
-                now = membership.clock()
-                admissions._config = issuer
-                admissions._issuer = Issuer(issuer.key, membership.rules, issued, now=now)
-                loops.append(admissions._issuer_announcer(issuer.key).run)
+            if owner is not None:
+                own_key = stack.enter_context(OwnKey.use(owner, handshakes))
+                admissions._own_key = own_key
+                loops.append(own_key.follow)
+                if owner.issued is not None:
+                    loops.append(admissions._issuer_announcer(own_key).run)
+                    loops.append(own_key.record_seen)
             await ADMISSION.serve(transport, admissions._answer, admissions._timing)
             try:
                 async with in_background(*(persist("admission", each) for each in loops)):
@@ -167,7 +168,8 @@ class Admissions:
 
         Raises ``Refusal`` for a peer that may not ask, or that gets no certificate.
         """
-        membership, issuer = self._membership, self._issuer
+        membership = self._membership
+        issuer = None if self._own_key is None else self._own_key.issuer
         revocations, now = membership.revocations, membership.clock()
         try:
             match request.WhichOneof("kind"):
@@ -180,15 +182,15 @@ class Admissions:
                     check_redemption(request.redeem, peer, membership.rules, revocations, now)
                     return pb.AdmissionReply(referral=pb.Referral())
                 case "renew" if issuer is not None:
-                    sealed = issuer.renew(request.renew.certificate, peer, revocations, now)
+                    sealed = issuer.renew(request.renew, peer, revocations, now)
                 case "renew":
-                    membership.admit(peer, membership.open(request.renew.certificate))
+                    check_renewable(membership.rules, request.renew.certificate, peer, revocations, now)
                     return pb.AdmissionReply(referral=pb.Referral())
                 case _:
                     raise ProtocolViolation("an admission request without content")
         except (NotAuthorised, IntegrityError) as error:
             raise Refusal(refusal_pb2.REASON_NOT_AUTHORISED, str(error), unix_time=now) from error
-        file = b"" if self._config is None else self._config.swarm_file
+        file = b"" if membership.swarm_file is None else membership.swarm_file()
         return pb.AdmissionReply(admitted=pb.Admitted(certificate=sealed, swarm_file=file))
 
     def _newer_file(self, serial: int) -> bytes:
@@ -231,8 +233,11 @@ class Admissions:
         # swarm file, or it may be a fake.
         return list(dict.fromkeys([*_interleaved(*trusted), *_interleaved(*others)]))[:MAX_ASKED]
 
-    def _issuer_announcer(self, key: Signer) -> Announcer:
+    def _issuer_announcer(self, own_key: OwnKey) -> Announcer:
         def compose() -> Iterable[Announcement]:
+            if own_key.issuer is None:
+                return
+            key = own_key.issuer.key
             body = pb.IssuerRecord(addresses=list(self._transport.addresses())[:MAX_ADDRESSES])
             sealed = seal(_ISSUER_KIND, body, key)
             yield Announcement(ISSUERS_TOPIC, sealed, lifetime_s=10 * self._timing.record_s)
@@ -280,10 +285,9 @@ class Admissions:
                 await asyncio.sleep(RENEW_RETRY_S)
 
     async def _renew(self) -> None:
-        if self._config is not None:
-            self._config.certify(self._membership)
+        if self._own_key is not None and self._own_key.certify():
             return
-        request = pb.AdmissionRequest(renew=pb.Renew(certificate=self._membership.certificate))
+        request = renewal(self._membership.certificate, self._machine)
         addresses = _interleaved(await self._issuers(), self._bootstrap())
         await request_admission(self._transport, addresses, request, self._adopt, self._membership.clock)
 
@@ -294,6 +298,11 @@ class Admissions:
         if certificate is None or certificate.renew_at <= self._membership.clock():
             raise NotAuthorised("the issuer sent a certificate that is due for renewal itself")
         self._membership.replace_certificate(admitted.certificate)
+
+
+def renewal(certificate: bytes, machine: pb.Machine | None) -> pb.AdmissionRequest:
+    """Return the request to renew a certificate for the two peers of ``machine``."""
+    return pb.AdmissionRequest(renew=pb.Renew(certificate=certificate, machine=machine))
 
 
 async def request_admission(

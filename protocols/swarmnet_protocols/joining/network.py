@@ -8,8 +8,7 @@
 4. the admission protocol;
 5. the guarded transport, which carries every other protocol.
 
-:func:`redeem` exchanges an invite for a certificate. :func:`push_revocations` spreads a revocation
-list.
+``errands.py`` has the short connections of peers that are not members.
 """
 
 import asyncio
@@ -33,11 +32,8 @@ from swarmnet_protocols.net.p2pd.config import P2pdConfig
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
-    from swarmnet_protocols.machine.clock import Clock
-    from swarmnet_protocols.membership.handshake import Handshakes
-    from swarmnet_protocols.membership.invites import Invite
-    from swarmnet_protocols.membership.issuer import IssuerConfig
-    from swarmnet_protocols.membership.signed import Signer
+    from swarmnet_protocols.joining.pairing import House
+    from swarmnet_protocols.membership.issuer import OwnerFiles
     from swarmnet_protocols.net import Transport
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.wire import membership_pb2 as pb
@@ -60,8 +56,6 @@ MAX_REMEMBERED = 16
 """Most peers whose addresses are stored."""
 REMEMBERED_EACH = 2
 """Most addresses of one peer that are stored: one for each transport."""
-FETCH_S = 30.0
-"""Timeout in seconds for one peer to fetch a revocation list."""
 
 
 def choose_transport(name: str) -> None:
@@ -155,8 +149,12 @@ class Network:
     """Stores a newer swarm file and returns its rules: see ``Membership``."""
     swarm_file: Callable[[], bytes] | None = None
     """Reads the newest swarm file on disk: see ``Membership``."""
-    issuer: "IssuerConfig | None" = None
-    """Makes this peer an issuer."""
+    owner: "OwnerFiles | None" = None
+    """The files of the swarm's owner on this machine; None without any."""
+    machine: "Callable[[], pb.Machine] | None" = None
+    """Makes the message that names the node and the client of this machine in renewals."""
+    house: "House | None" = None
+    """Pairs newcomers in the local network by a code; None: see ``pairing.py``."""
     trust: Trust = Trust()
 
 
@@ -210,8 +208,8 @@ async def connect(
             adopt=network.adopt,
             swarm_file=network.swarm_file,
         )
-        if network.issuer is not None:
-            network.issuer.certify(membership)
+        if network.owner is not None:
+            network.owner.certify(membership)
         membership.check()
         others = tuple(each for each in peer.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
         is_bootstrap_peer = others != peer.bootstrap
@@ -224,7 +222,7 @@ async def connect(
             only_dials=client_mode,
         )
         raw = await stack.enter_async_context(transport_class().create(peer))
-        others = tuple(dict.fromkeys((*others, *_permitted(raw, network.known))))
+        others = tuple(dict.fromkeys((*others, *permitted(raw, network.known))))
         routed = RoutedTransport(
             raw,
             identity,
@@ -280,12 +278,24 @@ async def connect(
             stack.callback(remembering)
             keeping = persist("the list of known peers", lambda: _repeat(remembering))
             await stack.enter_async_context(in_background(keeping))
-        admissions = Admissions.run(routed, membership, directory, bootstrap=bootstrap, issuer=network.issuer)
+        admissions = Admissions.run(
+            routed,
+            handshakes,
+            directory,
+            bootstrap=bootstrap,
+            owner=network.owner,
+            machine=network.machine() if network.machine else None,
+        )
         await stack.enter_async_context(admissions)
+        if network.house is not None:
+            from swarmnet_protocols.joining.pairing import open_door
+
+            door = open_door(network.house, routed, raw, peer.listen, wall_clock)
+            await stack.enter_async_context(door)
         yield guarded, directory
 
 
-def _permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator[str]:
+def permitted(transport: "P2pdTransport", addresses: Sequence[str]) -> Iterator[str]:
     """Yield the addresses that this peer may dial, without its own."""
     from swarmnet_protocols.net.p2pd.transport import peer_of
 
@@ -305,7 +315,7 @@ def _remember(
     addresses_to_keep = [
         each
         for addresses in islice(directory.peers().values(), MAX_REMEMBERED)
-        for each in islice(_permitted(transport, addresses), REMEMBERED_EACH)
+        for each in islice(permitted(transport, addresses), REMEMBERED_EACH)
     ]
     if addresses_to_keep:
         try:
@@ -319,92 +329,3 @@ async def _repeat(remembering: Callable[[], None]) -> NoReturn:
     while True:
         remembering()
         await asyncio.sleep(REMEMBER_S)
-
-
-async def redeem(invite: "Invite", identity_path: Path, accept: "Callable[[pb.Admitted], T]") -> T:
-    """Exchange ``invite`` for the swarm file and a certificate of the identity in
-    ``identity_path``.
-
-    The identity is created if missing. An invite without addresses is redeemed at peers of its
-    swarm in the local network. ``accept`` checks the swarm file and the certificate: see
-    ``admission.request_admission``. Raises what that function raises, and ``ConfigError`` if there
-    is no address.
-    """
-    from swarmnet_protocols.errors import ConfigError
-    from swarmnet_protocols.joining.admission import request_admission
-    from swarmnet_protocols.joining.local_network import find_addresses
-    from swarmnet_protocols.machine.clock import wall_clock
-    from swarmnet_protocols.membership.invites import redemption
-    from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.wire import membership_pb2 as pb
-
-    identity = Identity.load_or_create(identity_path)
-    request = pb.AdmissionRequest(redeem=redemption(invite, identity.peer_id))
-    addresses = invite.bootstrap or await find_addresses(invite.grant.swarm)
-    if not addresses:
-        raise ConfigError(
-            "the invite holds no address, and no peer of its swarm was found in the local network",
-            hint="give the address of a peer in the swarm: --bootstrap ADDR",
-        )
-    config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses), only_dials=True)
-    async with transport_class().create(config) as transport:
-        return await request_admission(transport, addresses, request, accept, wall_clock)
-
-
-async def push_revocations(
-    sealed: bytes, addresses: Sequence[str], *, rules: Rules, key: "Signer", clock: "Clock"
-) -> list[PeerId]:
-    """Give the sealed revocation list to the peers at ``addresses``, which spread it.
-
-    Returns the peers that have the list afterwards. Without addresses, the peers in the local
-    network get it. ``key`` signed the list. It also signs a certificate, valid for an hour, that
-    lets this process join.
-    """
-    from swarmnet_protocols.joining.local_network import find_addresses
-    from swarmnet_protocols.membership.certificates import Admittance, issue
-    from swarmnet_protocols.membership.handshake import Handshakes
-    from swarmnet_protocols.membership.membership import Membership
-    from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
-    from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.timing import Timing
-    from swarmnet_protocols.wire.roles import Role
-
-    with scratch_folder() as scratch:
-        identity_path = scratch / "identity.key"
-        membership = Membership(rules, Identity.load_or_create(identity_path).peer_id, clock)
-        admittance = Admittance(membership.peer, frozenset({Role.OBSERVER}))
-        certificate = issue(
-            admittance, swarm=rules.swarm, key=key, now=clock(), lifetime_s=float(MIN_LIFETIME_S)
-        )
-        membership.replace_certificate(certificate)
-        membership.add_revocations([sealed])
-        addresses = addresses or await find_addresses(rules.swarm)
-        config = P2pdConfig(identity_path, listen=LOOPBACK, named=tuple(addresses))
-        async with (
-            transport_class().create(config) as transport,
-            Handshakes.run(transport, membership, Timing()) as handshakes,
-        ):
-            return await send_revocations(handshakes, addresses)
-
-
-async def send_revocations(handshakes: "Handshakes", addresses: Sequence[str]) -> list[PeerId]:
-    """Complete a handshake with each peer at ``addresses``.
-
-    Returns the peers that have all of this peer's revocations afterwards.
-    """
-    peers = await asyncio.gather(*(_send_revocations(handshakes, address) for address in addresses))
-    return sorted({peer for peer in peers if peer is not None})
-
-
-async def _send_revocations(handshakes: "Handshakes", address: str) -> PeerId | None:
-    from swarmnet_protocols.errors import SwarmnetError
-    from swarmnet_protocols.net.protocol_ids import REVOCATIONS
-
-    peer = PeerId(address.rpartition("/p2p/")[2])
-    try:
-        async with asyncio.timeout(FETCH_S):
-            await handshakes.ensure(peer, REVOCATIONS, addresses=[address], deadline_s=FETCH_S)
-            await handshakes.wait_revocations_known(peer)
-    except (SwarmnetError, TimeoutError):
-        return None
-    return peer

@@ -1,7 +1,9 @@
 """Certificates: signed statements that a peer is a member of a swarm, with roles and an end.
 
 A certificate names its peer, and libp2p authenticates the peer's id on every connection. So no
-other peer can use the certificate. The life of a certificate:
+other peer can use the certificate. It may also name the client on the same machine, so that a
+machine needs one certificate for the two: the client then asks the swarm that its node works for.
+The life of a certificate:
 
 1. An issuer makes it with :func:`issue`.
 2. Other peers check it with :func:`open_certificate`.
@@ -19,7 +21,7 @@ from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.rules import MAX_LIFETIME_S, MIN_LIFETIME_S, Rules
 from swarmnet_protocols.membership.signed import Signer, seal, unseal
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.net.identity import KEY_BYTES
+from swarmnet_protocols.net.identity import KEY_BYTES, Identity, public_key_of, verify
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 
@@ -30,7 +32,14 @@ CLOCK_SKEW_S = 600
 """Seconds that a certificate is dated back, because issuer's and verifier's clocks may each be five
 minutes off."""
 
+RENEWABLE_S = 30 * 24 * 3600
+"""Seconds after its end in which a certificate can still be renewed. With less, a member that was
+away for some weeks needs a new invite. With more, revocations are kept longer."""
+
+NO_PEER = PeerId("")
+"""In place of the client of a machine that has none."""
 _KIND = b"swarmnet-certificate-1"
+_CONSENT = b"swarmnet-machine-1"
 _ASK_FOR_INVITE = "ask the owner of the swarm for an invite"
 
 
@@ -55,6 +64,18 @@ class Certificate:
     """Unix time of the first admission."""
     first: bytes = b""
     """The sealed certificate that first admitted the peer; empty if that is this one."""
+    client: PeerId = NO_PEER
+    """The client on the same machine; empty without one."""
+
+    def roles_of(self, peer: PeerId) -> frozenset[Role]:
+        """Return the roles that this certificate gives ``peer``; none to a peer that it does not
+        name."""
+        if peer == self.peer:
+            return self.roles
+        if not peer or peer != self.client:
+            return frozenset()
+        asks = {Role.CLIENT} if Role.HOST in self.roles else set()
+        return self.roles - {Role.HOST, Role.BOOTSTRAP} | asks
 
     @property
     def issued_at(self) -> int:
@@ -78,6 +99,8 @@ class Admittance:
     """Public key that signed the invite."""
     first: bytes = b""
     """The sealed certificate that first admitted the peer; empty if that is this one."""
+    client: PeerId = NO_PEER
+    """The client on the same machine; empty without one."""
 
 
 def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, lifetime_s: float) -> bytes:
@@ -101,31 +124,33 @@ def issue(admittance: Admittance, *, swarm: bytes, key: Signer, now: float, life
         invite=admittance.invite,
         grant_signer=admittance.grant_signer,
         first=admittance.first,
+        client=admittance.client,
     )
     return seal(_KIND, message, key)
 
 
-def open_certificate(data: bytes, *, rules: Rules, now: float) -> Certificate:
+def open_certificate(data: bytes, *, rules: Rules, now: float, ended_s: float = 0.0) -> Certificate:
     """Open the certificate in ``data``, and check everything except which peer shows it.
 
-    Raises ``IntegrityError`` if it is not in canonical form, or not signed by the key it names.
-    Raises ``NotAuthorised`` as :func:`check_current` does.
+    It may have ended ``ended_s`` seconds ago. Raises ``IntegrityError`` if it is not in canonical
+    form, or not signed by the key it names. Raises ``NotAuthorised`` as :func:`check_current` does.
     """
     certificate = _open(data)
-    check_current(certificate, rules=rules, now=now)
+    check_current(certificate, rules=rules, now=now, ended_s=ended_s)
     return certificate
 
 
-def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None:
+def check_current(certificate: Certificate, *, rules: Rules, now: float, ended_s: float = 0.0) -> None:
     """Raise ``NotAuthorised`` unless ``certificate`` is valid at ``now`` in the swarm of ``rules``.
 
-    Trusted keys must have signed it.
+    Trusted keys must have signed it. It may have ended ``ended_s`` seconds ago.
     """
     if certificate.swarm != rules.swarm:
         raise NotAuthorised("the certificate is of another swarm", hint=_ASK_FOR_INVITE)
     if not rules.trusts(certificate.issuer, now):
         raise NotAuthorised(
-            "the certificate was signed by a key that the swarm does not trust", hint=_ASK_FOR_INVITE
+            "the certificate was signed by a key that the swarm does not trust",
+            hint=f"{_ASK_FOR_INVITE}; if that is you, give the folder with swarm.toml and authority.key",
         )
     if not all(rules.trusts(key, certificate.admitted_at) for key in certificate.admitted_by):
         raise NotAuthorised(
@@ -136,7 +161,7 @@ def check_current(certificate: Certificate, *, rules: Rules, now: float) -> None
             f"the certificate begins in {certificate.not_before - now:.0f} s",
             hint="check the clock of this machine and of the one that issued it",
         )
-    if now >= certificate.not_after:
+    if now >= certificate.not_after + ended_s:
         raise NotAuthorised(
             f"the certificate ended {now - certificate.not_after:.0f} s ago",
             hint="ask for a new invite; if it should still be valid, check the clock of this machine",
@@ -152,6 +177,8 @@ def _open(data: bytes) -> Certificate:
     roles = roles_from_wire(message.roles)
     if not 0 < len(message.peer) <= MAX_PEER_CHARS or len(message.id) != ID_BYTES:
         raise IntegrityError("the certificate has no peer or no id")
+    if len(message.client) > MAX_PEER_CHARS:
+        raise IntegrityError("the certificate names a client with an id of the wrong size")
     if len(message.invite) not in {0, ID_BYTES} or len(message.grant_signer) not in {0, KEY_BYTES}:
         raise IntegrityError("the certificate has an invalid invite id or signer")
     if not 0 < message.not_after - message.not_before <= MAX_LIFETIME_S + CLOCK_SKEW_S:
@@ -167,6 +194,7 @@ def _open(data: bytes) -> Certificate:
         issuer=issuer,
         admitted_by=(issuer, message.grant_signer or issuer),
         admitted_at=message.not_before + CLOCK_SKEW_S,
+        client=PeerId(message.client),
     )
     if not message.first:
         return certificate
@@ -177,6 +205,35 @@ def _open(data: bytes) -> Certificate:
     return replace(
         certificate, admitted_by=first.admitted_by, admitted_at=first.admitted_at, first=message.first
     )
+
+
+def machine_of(node: Identity, client: PeerId, swarm: bytes) -> pb.Machine:
+    """Return the message that asks for a certificate for ``node`` and the client on its machine."""
+    return pb.Machine(node=node.peer_id, client=client, consent=node.sign(_consent_bytes(swarm, client)))
+
+
+def peers_of(machine: pb.Machine, sender: PeerId, swarm: bytes) -> tuple[PeerId, PeerId]:
+    """Return the node and the client for which ``sender`` asks; the client is empty without one.
+
+    Without the node's consent, a newcomer could name another member as its node, and that member
+    would be revoked in its place. Raises ``NotAuthorised``.
+    """
+    if not machine.node:
+        return sender, NO_PEER
+    node, client = PeerId(machine.node), PeerId(machine.client)
+    if len(client) > MAX_PEER_CHARS or sender not in {node, client} or node == client:
+        raise NotAuthorised("the request names two other peers as one machine")
+    try:
+        key = public_key_of(node)
+    except ValueError as error:
+        raise NotAuthorised(str(error)) from error
+    if not verify(key, machine.consent, _consent_bytes(swarm, client)):
+        raise NotAuthorised("the node that the request names did not sign it")
+    return node, client
+
+
+def _consent_bytes(swarm: bytes, client: PeerId) -> bytes:
+    return _CONSENT + b"\0" + swarm + client.encode()
 
 
 def roles_to_wire(roles: Iterable[Role]) -> list[str]:

@@ -22,6 +22,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.certificates import (
     ID_BYTES,
     MAX_PEER_CHARS,
+    peers_of,
     roles_from_wire,
     roles_to_wire,
 )
@@ -40,6 +41,7 @@ kept."""
 MAX_BOOTSTRAPS = 8
 MAX_ADDRESS_CHARS = 512
 MAX_GRANT_BYTES = 1024
+MAX_LABEL_CHARS = 64
 MAX_INVITE_CHARS = 8192
 
 _CHECKSUM_BYTES = 4
@@ -52,13 +54,14 @@ class InviteTerms:
     """The terms of an invite.
 
     ``not_after`` is a Unix time in seconds. ``peer`` is the only peer that may redeem it; None:
-    any.
+    any. ``label`` is the owner's note on whom it is for; issuers list it with the members.
     """
 
     roles: frozenset[Role]
     not_after: int
     uses: int = 1
     peer: PeerId | None = None
+    label: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Invite:
 
 
 def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Sequence[str]) -> str:
-    """Return an invite with ``terms``, signed by ``key``.
+    """Return an invite with ``terms``, signed by ``key``. ``MAX_LABEL_CHARS`` bounds the label.
 
     The newcomer joins at the first ``MAX_BOOTSTRAPS`` addresses of ``bootstrap``. Raises
     ``ValueError`` without a role, and for a number of uses outside [1, ``MAX_USES``].
@@ -101,6 +104,7 @@ def make_invite(terms: InviteTerms, *, swarm: bytes, key: Signer, bootstrap: Seq
         uses=terms.uses,
         key=_key(seed).public_key,
         peer=terms.peer or "",
+        label=terms.label,
     )
     message = pb.Invite(grant=seal(_GRANT, grant, key), seed=seed, bootstrap=list(bootstrap)[:MAX_BOOTSTRAPS])
     data = message.SerializeToString(deterministic=True)
@@ -145,14 +149,18 @@ def read_invite(text: str, *, now: float) -> Invite:
     return Invite(grant, message.grant, message.seed, tuple(message.bootstrap))
 
 
-def redemption(invite: Invite, peer: PeerId) -> pb.Redeem:
-    """Return the message that lets ``peer`` redeem ``invite`` at an issuer."""
+def redemption(invite: Invite, peer: PeerId, machine: pb.Machine | None = None) -> pb.Redeem:
+    """Return the message that lets ``peer`` redeem ``invite`` at an issuer, for itself and the
+    other peer of ``machine``."""
     proof = _key(invite.seed).sign(_proof_bytes(invite.grant.id, peer))
-    return pb.Redeem(grant=invite.sealed_grant, proof=proof)
+    return pb.Redeem(grant=invite.sealed_grant, proof=proof, machine=machine)
 
 
-def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float) -> Grant:
-    """Return the grant that ``peer`` redeems, checked except for its number of uses.
+def open_redemption(
+    request: pb.Redeem, peer: PeerId, *, rules: Rules, now: float
+) -> tuple[Grant, PeerId, PeerId]:
+    """Return the grant that ``peer`` redeems, checked except for its number of uses, and the node
+    and the client that it admits.
 
     ``peer`` is the id that the transport has authenticated. Raises ``IntegrityError`` for a damaged
     request, and ``NotAuthorised`` for one that ``peer`` may not make.
@@ -165,11 +173,12 @@ def open_redemption(request: pb.Redeem, peer: PeerId, *, rules: Rules, now: floa
             "the invite was signed by a key that the swarm does not trust", hint="ask for a new invite"
         )
     _check_expiry(grant, now)
-    if grant.terms.peer not in {None, peer}:
+    node, client = peers_of(request.machine, peer, rules.swarm)
+    if grant.terms.peer not in {None, node, client}:
         raise NotAuthorised("the invite is for another peer", hint=f"ask for an invite for {peer}")
     if not verify(grant.key, request.proof, _proof_bytes(grant.id, peer)):
         raise NotAuthorised("the request is not signed with the key of the invite")
-    return grant
+    return grant, node, client
 
 
 def _open_grant(data: bytes) -> Grant:
@@ -179,8 +188,10 @@ def _open_grant(data: bytes) -> Grant:
         raise IntegrityError("the invite has an id, key or peer of the wrong size")
     if not 1 <= message.uses <= MAX_USES:
         raise IntegrityError(f"an invite has 1 to {MAX_USES} uses")
+    if len(message.label) > MAX_LABEL_CHARS or not message.label.isprintable():
+        raise IntegrityError(f"the label of an invite is at most {MAX_LABEL_CHARS} printable characters")
     peer = PeerId(message.peer) if message.peer else None
-    terms = InviteTerms(roles, message.not_after, message.uses, peer)
+    terms = InviteTerms(roles, message.not_after, message.uses, peer, message.label)
     return Grant(message.swarm, message.id, terms, message.key, signer)
 
 

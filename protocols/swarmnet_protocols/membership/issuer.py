@@ -3,15 +3,16 @@ each on disk."""
 
 import contextlib
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
-from swarmnet_protocols.membership.certificates import Admittance, issue, open_certificate
+from swarmnet_protocols.membership.certificates import NO_PEER, Admittance, issue, open_certificate, peers_of
 from swarmnet_protocols.membership.invites import Grant, open_redemption
-from swarmnet_protocols.membership.membership import Membership, Revoked, admit
+from swarmnet_protocols.membership.membership import Membership, Revoked, check_renewable
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import Signer
@@ -28,9 +29,17 @@ CREATE TABLE IF NOT EXISTS issued (
     roles TEXT NOT NULL,
     first_at INTEGER NOT NULL,
     certificate BLOB NOT NULL,
+    label TEXT NOT NULL DEFAULT '',
+    client TEXT NOT NULL DEFAULT '',
+    seen_at INTEGER NOT NULL DEFAULT 0,
     PRIMARY KEY (invite, peer)
 ) STRICT, WITHOUT ROWID
 """
+_COLUMNS = ("peer", "invite", "roles", "first_at", "certificate", "label", "client", "seen_at")
+_ADDED = {"label": "TEXT NOT NULL DEFAULT ''", "client": "TEXT NOT NULL DEFAULT ''"}
+_ADDED |= {"seen_at": "INTEGER NOT NULL DEFAULT 0"}
+"""Columns that the file of an older version lacks."""
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM issued"  # noqa: S608 - names of this module
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,12 @@ class Issued:
     first_at: int
     certificate: bytes
     """Sealed."""
+    label: str = ""
+    """The owner's note in the invite."""
+    client: PeerId = NO_PEER
+    """The client on the same machine; empty without one."""
+    seen_at: int = 0
+    """Unix time at which the issuer last had a connection to the member; 0 if never."""
 
 
 class IssuedCertificates:
@@ -65,6 +80,9 @@ class IssuedCertificates:
             path.touch(mode=0o600)
             with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
                 connection.execute(_SCHEMA)
+                has = {row[1] for row in connection.execute("PRAGMA table_info(issued)")}
+                for column in _ADDED.keys() - has:
+                    connection.execute(f"ALTER TABLE issued ADD COLUMN {column} {_ADDED[column]}")
                 yield cls(connection)
         except sqlite3.DatabaseError as error:
             raise ConfigError(
@@ -75,18 +93,23 @@ class IssuedCertificates:
     def members(self) -> Sequence[Issued]:
         """Return every admitted peer, the oldest first."""
         with self._transaction():
-            rows = self._connection.execute(
-                "SELECT peer, invite, roles, first_at, certificate FROM issued ORDER BY first_at, peer, invite"
-            ).fetchall()
+            rows = self._connection.execute(f"{_SELECT} ORDER BY first_at, peer, invite").fetchall()
         return [_read(row) for row in rows]
 
     def find(self, peer: PeerId, invite: bytes) -> Issued | None:
         with self._transaction():
             row = self._connection.execute(
-                "SELECT peer, invite, roles, first_at, certificate FROM issued WHERE peer = ? AND invite = ?",
-                (peer, invite),
+                f"{_SELECT} WHERE peer = ? AND invite = ?", (peer, invite)
             ).fetchone()
         return _read(row) if row else None
+
+    def see(self, peers: Iterable[PeerId], now: float) -> None:
+        """Record that ``peers``, nodes or clients of members, are connected."""
+        with self._transaction("IMMEDIATE"):
+            self._connection.executemany(
+                "UPDATE issued SET seen_at = ?1 WHERE peer = ?2 OR client = ?2",
+                [(int(now), peer) for peer in peers],
+            )
 
     def record(self, issued: Issued, *, uses: int | None) -> bool:
         """Record a certificate, unless ``uses`` other peers have redeemed the invite.
@@ -101,9 +124,19 @@ class IssuedCertificates:
                 if used >= uses:
                     return False
             self._connection.execute(
-                "INSERT INTO issued VALUES (?, ?, ?, ?, ?)"
-                " ON CONFLICT DO UPDATE SET roles = excluded.roles, certificate = excluded.certificate",
-                (issued.peer, issued.invite, " ".join(issued.roles), issued.first_at, issued.certificate),
+                f"INSERT INTO issued ({', '.join(_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+                " ON CONFLICT DO UPDATE SET roles = excluded.roles, certificate = excluded.certificate,"
+                " client = excluded.client",
+                (
+                    issued.peer,
+                    issued.invite,
+                    " ".join(issued.roles),
+                    issued.first_at,
+                    issued.certificate,
+                    issued.label,
+                    issued.client,
+                    issued.seen_at,
+                ),
             )
         return True
 
@@ -125,32 +158,54 @@ class IssuedCertificates:
             ) from error
 
 
-@dataclass(frozen=True)
-class IssuerConfig:
-    """A key that the rules trust, a folder for the records, and the swarm file that the issuer
-    sends."""
+class OwnerContents(NamedTuple):
+    """What the owner's files hold at one moment."""
 
-    key: Signer
-    folder: Path
     swarm_file: bytes
+    public_key: bytes
+    revocations: bytes
 
-    def certify(self, membership: Membership) -> None:
-        """Give ``membership`` a certificate by this key in all roles, if it needs one or a renewal
-        is due.
+
+@dataclass(frozen=True)
+class OwnerFiles:
+    """Files of this machine that the owner of the swarm may change while a peer runs."""
+
+    swarm_file: Callable[[], bytes]
+    """Reads the file that the owner signs. Raises ``ConfigError``."""
+    revocations: Callable[[], bytes]
+    """Reads the owner's revocation list; empty without one. Raises ``ConfigError``."""
+    key: Callable[[], Signer | None]
+    """Reads the key of the authority or an issuer; None if the owner keeps none here. Raises
+    ``ConfigError``."""
+    client: PeerId = NO_PEER
+    """The client on this machine, which the certificate names too; empty without one."""
+    issued: Path | None = None
+    """Folder for the records of an issuer. None: this peer certifies itself only."""
+
+    def read(self) -> OwnerContents | None:
+        """Return the contents of the files; None if they cannot be read now."""
+        try:
+            key = self.key()
+            return OwnerContents(self.swarm_file(), key.public_key if key else b"", self.revocations())
+        except ConfigError:
+            return None
+
+    def certify(self, membership: Membership) -> bool:
+        """Give ``membership`` a certificate by the key in all roles, if it needs one or a renewal
+        is due. Returns whether the key may do so.
         """
+        key, rules, now = self.key(), membership.rules, membership.clock()
+        if key is None or not rules.trusts(key.public_key, now):
+            return False
         with contextlib.suppress(NotAuthorised):
             membership.check()
-            if not membership.certificate or membership.clock() < (membership.renew_at or 0.0):
-                return
-        rules = membership.rules
-        sealed = issue(
-            Admittance(membership.peer, ANY_ROLE),
-            swarm=rules.swarm,
-            key=self.key,
-            now=membership.clock(),
-            lifetime_s=rules.certificate_lifetime_s,
+            if not membership.certificate or now < (membership.renew_at or 0.0):
+                return True
+        admittance = Admittance(membership.peer, ANY_ROLE, client=self.client)
+        membership.replace_certificate(
+            issue(admittance, swarm=rules.swarm, key=key, now=now, lifetime_s=rules.certificate_lifetime_s)
         )
-        membership.replace_certificate(sealed)
+        return True
 
 
 class Issuer:
@@ -166,7 +221,7 @@ class Issuer:
                 "this key may not issue certificates for this swarm",
                 hint=f'list "ed25519:{key.public_key.hex()}" under issuers in swarm.toml and sign it',
             )
-        self._key = key
+        self.key = key
         self._rules = rules
         self._issued = issued
 
@@ -176,31 +231,46 @@ class Issuer:
         A peer may redeem an invite again, which counts as the same use. Raises ``NotAuthorised`` if
         ``peer`` may not redeem the invite, and ``IntegrityError`` for a damaged request.
         """
-        grant = check_redemption(request, peer, self._rules, revocations, now)
-        return self._certify(Admittance(peer, grant.terms.roles, grant.id, grant.signer), now, grant)
+        grant, node, client = check_redemption(request, peer, self._rules, revocations, now)
+        admittance = Admittance(node, grant.terms.roles, grant.id, grant.signer, client=client)
+        return self._certify(admittance, now, grant)
 
-    def renew(self, sealed: bytes, peer: PeerId, revocations: Revocations, now: float) -> bytes:
-        """Return the successor of a certificate of ``peer`` that is still valid.
+    def renew(self, request: pb.Renew, peer: PeerId, revocations: Revocations, now: float) -> bytes:
+        """Return the successor of a certificate of ``peer``.
 
         Raises ``NotAuthorised`` or ``IntegrityError``.
         """
-        certificate = open_certificate(sealed, rules=self._rules, now=now)
-        admit(self._rules, certificate, peer, ANY_ROLE, revocations, now)
-        renewal = Admittance(peer, certificate.roles, certificate.invite, first=certificate.first or sealed)
+        sealed = request.certificate
+        certificate = check_renewable(self._rules, sealed, peer, revocations, now)
+        node, client = peers_of(request.machine, peer, self._rules.swarm)
+        if node != certificate.peer or not client:
+            node, client = certificate.peer, certificate.client
+        first = certificate.first or sealed
+        renewal = Admittance(node, certificate.roles, certificate.invite, first=first, client=client)
         return self._certify(renewal, now, None)
 
     def _certify(self, admittance: Admittance, now: float, grant: Grant | None) -> bytes:
         last = self._issued.find(admittance.peer, admittance.invite)
-        if last and last.roles == admittance.roles and self._is_fresh(last.certificate, now):
+        # A fresh certificate that lacks the client is replaced once.
+        has_client = last is not None and (last.client or not admittance.client)
+        if last and has_client and last.roles == admittance.roles and self._is_fresh(last.certificate, now):
             return last.certificate
         sealed = issue(
             admittance,
             swarm=self._rules.swarm,
-            key=self._key,
+            key=self.key,
             now=now,
             lifetime_s=self._rules.certificate_lifetime_s,
         )
-        issued = Issued(admittance.peer, admittance.invite, admittance.roles, int(now), sealed)
+        issued = Issued(
+            admittance.peer,
+            admittance.invite,
+            admittance.roles,
+            int(now),
+            sealed,
+            grant.terms.label if grant else "",
+            admittance.client,
+        )
         if not self._issued.record(issued, uses=grant.terms.uses if grant else None):
             raise NotAuthorised("this invite is used up", hint="ask for a new one")
         return sealed
@@ -218,20 +288,31 @@ class Issuer:
 
 def check_redemption(
     request: pb.Redeem, peer: PeerId, rules: Rules, revocations: Revocations, now: float
-) -> Grant:
-    """Return the grant in ``request``, which ``peer`` may redeem while the grant has uses left.
+) -> tuple[Grant, PeerId, PeerId]:
+    """Return the grant in ``request``, which ``peer`` may redeem while the grant has uses left, and
+    the node and the client that it admits.
 
     ``peer`` is the id that the transport has authenticated. Raises ``NotAuthorised`` if ``peer``
     may not redeem the grant, and ``IntegrityError`` for a damaged request.
     """
-    grant = open_redemption(request, peer, rules=rules, now=now)
+    grant, node, client = open_redemption(request, peer, rules=rules, now=now)
     if revocations.revokes_invite(grant.id):
         raise NotAuthorised("this invite was revoked", hint="ask for a new one")
-    if revocation := revocations.find_revocation(peer, None):
-        raise Revoked(*revocation)
-    return grant
+    for each in (node, client):
+        if revocation := revocations.find_revocation(each, None):
+            raise Revoked(*revocation)
+    return grant, node, client
 
 
-def _read(row: tuple[str, bytes, str, int, bytes]) -> Issued:
-    peer, invite, roles, first_at, certificate = row
-    return Issued(PeerId(peer), invite, frozenset(map(Role, roles.split())), first_at, certificate)
+def _read(row: tuple[str, bytes, str, int, bytes, str, str, int]) -> Issued:
+    peer, invite, roles, first_at, certificate, label, client, seen_at = row
+    return Issued(
+        PeerId(peer),
+        invite,
+        frozenset(map(Role, roles.split())),
+        first_at,
+        certificate,
+        label,
+        PeerId(client),
+        seen_at,
+    )

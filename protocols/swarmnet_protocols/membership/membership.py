@@ -16,6 +16,7 @@ from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.certificates import (
     MAX_CERTIFICATE_BYTES,
+    RENEWABLE_S,
     Certificate,
     check_current,
     open_certificate,
@@ -89,6 +90,8 @@ class Membership:
         """The sealed certificate of this peer; empty without one."""
         self._own: Certificate | None = None
         self._revocations = Revocations()
+        self._doubted = frozenset[bytes]()
+        """Signers whose list is from the folder. It may be outdated: see :attr:`me`."""
         self._folder = folder
         if folder is not None:
             self._read(folder)
@@ -108,15 +111,15 @@ class Membership:
     def me(self) -> Member:
         """Return this peer as a member, by the same decision as for any other peer.
 
-        A list that revoked this peer before its certificate was issued is outdated, because no
-        issuer certifies a revoked peer. Peers with the newer list admit this peer and hand the list
-        over. Raises ``NotAuthorised`` if this peer is not a member.
+        Two lists that revoke this peer are outdated, perhaps: one that did so before its
+        certificate was issued, because no issuer certifies a revoked peer, and one from the folder,
+        until another peer shows it again. Peers with the newer list admit this peer and hand the
+        list over. Raises ``NotAuthorised`` if this peer is not a member.
         """
         if self._own is None:
             self._own = self.open(self.certificate)
-        revocations = self.revocations
-        if self._own is not None:
-            revocations = revocations.pardoning(self.peer, self._own.issued_at)
+        issued_at = self._own.issued_at if self._own is not None else -math.inf
+        revocations = self.revocations.pardoning(self.peer, issued_at, self._doubted)
         return admit(self.rules, self._own, self.peer, ANY_ROLE, revocations, self.clock())
 
     @property
@@ -183,7 +186,7 @@ class Membership:
         ``OutOfResources`` if it cannot be written; this process uses it anyway.
         """
         certificate = self.open(sealed)
-        if certificate is None or certificate.peer != self.peer:
+        if certificate is None or not certificate.roles_of(self.peer):
             raise NotAuthorised("this is not a certificate for this peer")
         self.certificate, self._own = sealed, certificate
         self._notify_listeners()
@@ -201,11 +204,12 @@ class Membership:
 
         Raises ``IntegrityError`` or ``NotAuthorised`` if one is invalid.
         """
-        old = self.revocations
-        updated = old.updated(sealed, rules=self.rules, now=self.clock())
-        if updated is old:
+        old, given = self.revocations, list(sealed)
+        updated = old.updated(given, rules=self.rules, now=self.clock())
+        shown = {each for each in self._doubted if (held := updated.of(each)) and held.sealed in given}
+        if updated is old and not shown:
             return
-        self._revocations = updated
+        self._revocations, self._doubted = updated, self._doubted - shown
         self._notify_listeners()
         if self._folder is None:
             return
@@ -237,6 +241,7 @@ class Membership:
                     self._revocations = self._revocations.updated(
                         [sealed], rules=self.rules, now=self.clock()
                     )
+            self._doubted = frozenset(self._revocations.serials)
         except OSError as error:
             raise ConfigError(
                 f"cannot read the membership in {folder}: {error.strerror}", hint="choose another --data-dir"
@@ -264,8 +269,7 @@ def admit(
         certificate = None
     if certificate is not None:
         check_current(certificate, rules=rules, now=now)
-        if certificate.peer != peer:
-            raise NotAuthorised("the certificate is for another peer", hint=_ASK_FOR_INVITE)
+        check_bearer(certificate, peer)
     if revocation := revocations.find_revocation(peer, certificate):
         raise Revoked(*revocation)
     match rules.admission:
@@ -285,13 +289,34 @@ def admit(
                 )
             roles = frozenset()
     if certificate is not None:
-        roles |= certificate.roles
+        roles |= certificate.roles_of(peer)
     if not roles & needed:
         raise NotAuthorised(
             f"this takes the role {name_roles(needed).replace(', ', ' or ')}; the peer has {name_roles(roles)}",
             hint=_ASK_FOR_ROLE,
         )
     return Member(peer, roles, certificate.not_after if certificate else math.inf)
+
+
+def check_bearer(certificate: Certificate, peer: PeerId) -> None:
+    """Raise ``NotAuthorised`` unless ``certificate`` names ``peer``."""
+    if not certificate.roles_of(peer):
+        raise NotAuthorised("the certificate is for another peer", hint=_ASK_FOR_INVITE)
+
+
+def check_renewable(
+    rules: Rules, sealed: bytes, peer: PeerId, revocations: Revocations, now: float
+) -> Certificate:
+    """Return the certificate in ``sealed``, which ``peer`` may renew. It may have ended
+    ``RENEWABLE_S`` ago, so that members return from an absence.
+
+    Raises ``NotAuthorised``, and ``IntegrityError`` for a damaged certificate.
+    """
+    certificate = open_certificate(sealed, rules=rules, now=now, ended_s=RENEWABLE_S)
+    check_bearer(certificate, peer)
+    if revocation := revocations.find_revocation(peer, certificate):
+        raise Revoked(*revocation)
+    return certificate
 
 
 def check_role(member: Member, roles: frozenset[Role], protocol: ProtocolSpec) -> None:

@@ -7,7 +7,7 @@
 3. Once everything that an entry revokes has expired, the next signature drops the entry.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
@@ -15,6 +15,7 @@ from swarmnet_protocols.membership.certificates import (
     CLOCK_SKEW_S,
     ID_BYTES,
     MAX_PEER_CHARS,
+    RENEWABLE_S,
     Certificate,
 )
 from swarmnet_protocols.membership.rules import MAX_KEYS, MAX_LIFETIME_S, Rules
@@ -26,10 +27,10 @@ MAX_ENTRIES = 4096
 """Most entries of one list, of all kinds together."""
 MAX_LIST_BYTES = 256 << 10
 MAX_LISTS = MAX_KEYS
-KEPT_S = 2 * MAX_LIFETIME_S + CLOCK_SKEW_S
+KEPT_S = 2 * (MAX_LIFETIME_S + RENEWABLE_S) + CLOCK_SKEW_S
 """Seconds that an entry stays on a list. An issuer without the list may renew a revoked
-certificate, or redeem a revoked invite, until its end. The new certificate then lives up to
-``MAX_LIFETIME_S`` more."""
+certificate, or redeem a revoked invite, until ``RENEWABLE_S`` after its end. The new certificate
+then lives up to ``MAX_LIFETIME_S`` more, and can be renewed as long after that."""
 
 _KIND = b"swarmnet-revocations-1"
 
@@ -124,12 +125,12 @@ class Revocations:
         """Return the lists whose signers ``rules`` trust at ``now``."""
         return Revocations(each for each in self._lists.values() if rules.trusts(each.signer, now))
 
-    def pardoning(self, peer: PeerId, since: float) -> "Revocations":
-        """Return these lists without entries of ``peer`` that are dated before Unix time
-        ``since``."""
+    def pardoning(self, peer: PeerId, since: float, signers: Container[bytes] = ()) -> "Revocations":
+        """Return these lists without entries of ``peer`` that are dated before Unix time ``since``
+        or in the lists of ``signers``."""
         return Revocations(
             replace(each, revoked=replace(each.revoked, peers=each.revoked.peers - {peer}))
-            if 0 < each.revoked.since.get(peer, 0) < since
+            if each.signer in signers or 0 < each.revoked.since.get(peer, 0) < since
             else each
             for each in self._lists.values()
         )
@@ -140,7 +141,7 @@ class Revocations:
         None if it is not revoked.
         """
         for each in self._lists.values():
-            if peer in each.revoked.peers:
+            if peer in each.revoked.peers or (certificate and certificate.peer in each.revoked.peers):
                 return "this peer was revoked", each.sealed
             if certificate is not None and certificate.id in each.revoked.certificates:
                 return "this certificate was revoked", each.sealed

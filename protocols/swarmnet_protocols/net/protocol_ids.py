@@ -9,6 +9,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import (
     handshake_pb2,
     membership_pb2,
+    pairing_pb2,
     probe_pb2,
     relay_pb2,
     report_pb2,
@@ -230,7 +231,7 @@ REVOCATIONS = TypedProtocol(
     served_by=ANY_ROLE,
 )
 HANDSHAKE = TypedProtocol(
-    "/swarmnet/handshake/2",
+    "/swarmnet/handshake/3",
     request=handshake_pb2.HandshakeMessage,
     reply=handshake_pb2.HandshakeMessage,
     opener=_handshake_s,
@@ -242,12 +243,23 @@ ADMISSION_S = 10.0
 """Timeout in seconds for reaching an issuer, and again for its answer. It is long because a
 newcomer has no other peer to ask."""
 ADMISSION = TypedProtocol(
-    "/swarmnet/admission/2",
+    "/swarmnet/admission/3",
     request=membership_pb2.AdmissionRequest,
     reply=membership_pb2.AdmissionReply,
     opener=lambda _: Patience(ADMISSION_S),
     server=lambda timing: Patience(timing.handshake_s, timing.reply_s),
     max_header_bytes=128 << 10,
+)
+PAIRING_S = 15.0
+"""Timeout in seconds for one answer of the other side of a pairing. A newcomer that types is waited
+for as long as its code is valid."""
+PAIRING = TypedProtocol(
+    "/swarmnet/pairing/1",
+    request=pairing_pb2.PairingRequest,
+    reply=pairing_pb2.PairingReply,
+    opener=lambda _: Patience(PAIRING_S),
+    server=lambda _: Patience(120.0, PAIRING_S),
+    max_header_bytes=16 << 10,
 )
 
 INFERENCE = (SESSION, LINK, PASS, ADAPTER, PING, WEIGHTS)
@@ -258,7 +270,7 @@ DIRECTORY = (DHT_PING, DHT_FIND, DHT_STORE, DHT_SAMPLE)
 """Served by DHT nodes: hivemind's calls, and ``DHT_SAMPLE`` of swarmnet.
 
 Each call is one request and one reply. hivemind makes and reads their messages."""
-ENTRANCE = (HANDSHAKE, ADMISSION)
+ENTRANCE = (HANDSHAKE, ADMISSION, PAIRING)
 """Protocols for peers that have not yet proved their membership. They need no role."""
 REACHABILITY = (PROBE, RELAY, PUNCH)
 """Protocols that reach peers that cannot be dialled."""

@@ -24,39 +24,41 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(swarmnet_protocols/wire/membership.proto\x12\x16swarmnet.membership.v1\"9\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0e\n\x06signer\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\xbf\x01\n\x0b\x43\x65rtificate\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x12\n\nnot_before\x18\x04 \x01(\x04\x12\x11\n\tnot_after\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x06 \x01(\x0c\x12\x0e\n\x06invite\x18\x07 \x01(\x0c\x12\x14\n\x0cgrant_signer\x18\x08 \x01(\x0c\x12\r\n\x05\x66irst\x18\t \x01(\x0c\"\x8b\x01\n\x05Grant\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\n\n\x02id\x18\x02 \x01(\x0c\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x11\n\tnot_after\x18\x04 \x01(\x04\x12\x0c\n\x04uses\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0c\n\x04peer\x18\x07 \x01(\t\"8\n\x06Invite\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\x11\n\tbootstrap\x18\x03 \x03(\t\"t\n\x0eRevocationList\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x03(\x0c\x12\x0f\n\x07invites\x18\x05 \x03(\x0c\x12\r\n\x05since\x18\x06 \x03(\x04\"\xbc\x01\n\x10\x41\x64missionRequest\x12\x30\n\x06redeem\x18\x01 \x01(\x0b\x32\x1e.swarmnet.membership.v1.RedeemH\x00\x12.\n\x05renew\x18\x02 \x01(\x0b\x32\x1d.swarmnet.membership.v1.RenewH\x00\x12>\n\nswarm_file\x18\x03 \x01(\x0b\x32(.swarmnet.membership.v1.SwarmFileRequestH\x00\x42\x06\n\x04kind\"7\n\x10SwarmFileRequest\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\"&\n\x06Redeem\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\"\x1c\n\x05Renew\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\"\x9a\x01\n\x0e\x41\x64missionReply\x12\x34\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32 .swarmnet.membership.v1.AdmittedH\x00\x12\x34\n\x08referral\x18\x02 \x01(\x0b\x32 .swarmnet.membership.v1.ReferralH\x00\x12\x14\n\nswarm_file\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"3\n\x08\x41\x64mitted\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x12\n\nswarm_file\x18\x02 \x01(\x0c\"\x1b\n\x08Referral\x12\x0f\n\x07issuers\x18\x01 \x03(\t\"!\n\x0cIssuerRecord\x12\x11\n\taddresses\x18\x01 \x03(\t*u\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\r\n\tROLE_HOST\x10\x02\x12\x10\n\x0cROLE_TRAINER\x10\x03\x12\x11\n\rROLE_OBSERVER\x10\x04\x12\x12\n\x0eROLE_BOOTSTRAP\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(swarmnet_protocols/wire/membership.proto\x12\x16swarmnet.membership.v1\"9\n\x06Signed\x12\x0c\n\x04\x62ody\x18\x01 \x01(\x0c\x12\x0e\n\x06signer\x18\x02 \x01(\x0c\x12\x11\n\tsignature\x18\x03 \x01(\x0c\"\xcf\x01\n\x0b\x43\x65rtificate\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x12\n\nnot_before\x18\x04 \x01(\x04\x12\x11\n\tnot_after\x18\x05 \x01(\x04\x12\n\n\x02id\x18\x06 \x01(\x0c\x12\x0e\n\x06invite\x18\x07 \x01(\x0c\x12\x14\n\x0cgrant_signer\x18\x08 \x01(\x0c\x12\r\n\x05\x66irst\x18\t \x01(\x0c\x12\x0e\n\x06\x63lient\x18\n \x01(\t\"\x9a\x01\n\x05Grant\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\n\n\x02id\x18\x02 \x01(\x0c\x12+\n\x05roles\x18\x03 \x03(\x0e\x32\x1c.swarmnet.membership.v1.Role\x12\x11\n\tnot_after\x18\x04 \x01(\x04\x12\x0c\n\x04uses\x18\x05 \x01(\r\x12\x0b\n\x03key\x18\x06 \x01(\x0c\x12\x0c\n\x04peer\x18\x07 \x01(\t\x12\r\n\x05label\x18\x08 \x01(\t\"8\n\x06Invite\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\x0c\n\x04seed\x18\x02 \x01(\x0c\x12\x11\n\tbootstrap\x18\x03 \x03(\t\"t\n\x0eRevocationList\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\x12\r\n\x05peers\x18\x03 \x03(\t\x12\x14\n\x0c\x63\x65rtificates\x18\x04 \x03(\x0c\x12\x0f\n\x07invites\x18\x05 \x03(\x0c\x12\r\n\x05since\x18\x06 \x03(\x04\"\xbc\x01\n\x10\x41\x64missionRequest\x12\x30\n\x06redeem\x18\x01 \x01(\x0b\x32\x1e.swarmnet.membership.v1.RedeemH\x00\x12.\n\x05renew\x18\x02 \x01(\x0b\x32\x1d.swarmnet.membership.v1.RenewH\x00\x12>\n\nswarm_file\x18\x03 \x01(\x0b\x32(.swarmnet.membership.v1.SwarmFileRequestH\x00\x42\x06\n\x04kind\"7\n\x10SwarmFileRequest\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\"X\n\x06Redeem\x12\r\n\x05grant\x18\x01 \x01(\x0c\x12\r\n\x05proof\x18\x02 \x01(\x0c\x12\x30\n\x07machine\x18\x03 \x01(\x0b\x32\x1f.swarmnet.membership.v1.Machine\"N\n\x05Renew\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x30\n\x07machine\x18\x02 \x01(\x0b\x32\x1f.swarmnet.membership.v1.Machine\"8\n\x07Machine\x12\x0c\n\x04node\x18\x01 \x01(\t\x12\x0e\n\x06\x63lient\x18\x02 \x01(\t\x12\x0f\n\x07\x63onsent\x18\x03 \x01(\x0c\"\x9a\x01\n\x0e\x41\x64missionReply\x12\x34\n\x08\x61\x64mitted\x18\x01 \x01(\x0b\x32 .swarmnet.membership.v1.AdmittedH\x00\x12\x34\n\x08referral\x18\x02 \x01(\x0b\x32 .swarmnet.membership.v1.ReferralH\x00\x12\x14\n\nswarm_file\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04kind\"3\n\x08\x41\x64mitted\x12\x13\n\x0b\x63\x65rtificate\x18\x01 \x01(\x0c\x12\x12\n\nswarm_file\x18\x02 \x01(\x0c\"\x1b\n\x08Referral\x12\x0f\n\x07issuers\x18\x01 \x03(\t\"!\n\x0cIssuerRecord\x12\x11\n\taddresses\x18\x01 \x03(\t*u\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bROLE_CLIENT\x10\x01\x12\r\n\tROLE_HOST\x10\x02\x12\x10\n\x0cROLE_TRAINER\x10\x03\x12\x11\n\rROLE_OBSERVER\x10\x04\x12\x12\n\x0eROLE_BOOTSTRAP\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarmnet_protocols.wire.membership_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ROLE']._serialized_start=1231
-  _globals['_ROLE']._serialized_end=1348
+  _globals['_ROLE']._serialized_start=1420
+  _globals['_ROLE']._serialized_end=1537
   _globals['_SIGNED']._serialized_start=68
   _globals['_SIGNED']._serialized_end=125
   _globals['_CERTIFICATE']._serialized_start=128
-  _globals['_CERTIFICATE']._serialized_end=319
-  _globals['_GRANT']._serialized_start=322
-  _globals['_GRANT']._serialized_end=461
-  _globals['_INVITE']._serialized_start=463
-  _globals['_INVITE']._serialized_end=519
-  _globals['_REVOCATIONLIST']._serialized_start=521
-  _globals['_REVOCATIONLIST']._serialized_end=637
-  _globals['_ADMISSIONREQUEST']._serialized_start=640
-  _globals['_ADMISSIONREQUEST']._serialized_end=828
-  _globals['_SWARMFILEREQUEST']._serialized_start=830
-  _globals['_SWARMFILEREQUEST']._serialized_end=885
-  _globals['_REDEEM']._serialized_start=887
-  _globals['_REDEEM']._serialized_end=925
-  _globals['_RENEW']._serialized_start=927
-  _globals['_RENEW']._serialized_end=955
-  _globals['_ADMISSIONREPLY']._serialized_start=958
-  _globals['_ADMISSIONREPLY']._serialized_end=1112
-  _globals['_ADMITTED']._serialized_start=1114
-  _globals['_ADMITTED']._serialized_end=1165
-  _globals['_REFERRAL']._serialized_start=1167
-  _globals['_REFERRAL']._serialized_end=1194
-  _globals['_ISSUERRECORD']._serialized_start=1196
-  _globals['_ISSUERRECORD']._serialized_end=1229
+  _globals['_CERTIFICATE']._serialized_end=335
+  _globals['_GRANT']._serialized_start=338
+  _globals['_GRANT']._serialized_end=492
+  _globals['_INVITE']._serialized_start=494
+  _globals['_INVITE']._serialized_end=550
+  _globals['_REVOCATIONLIST']._serialized_start=552
+  _globals['_REVOCATIONLIST']._serialized_end=668
+  _globals['_ADMISSIONREQUEST']._serialized_start=671
+  _globals['_ADMISSIONREQUEST']._serialized_end=859
+  _globals['_SWARMFILEREQUEST']._serialized_start=861
+  _globals['_SWARMFILEREQUEST']._serialized_end=916
+  _globals['_REDEEM']._serialized_start=918
+  _globals['_REDEEM']._serialized_end=1006
+  _globals['_RENEW']._serialized_start=1008
+  _globals['_RENEW']._serialized_end=1086
+  _globals['_MACHINE']._serialized_start=1088
+  _globals['_MACHINE']._serialized_end=1144
+  _globals['_ADMISSIONREPLY']._serialized_start=1147
+  _globals['_ADMISSIONREPLY']._serialized_end=1301
+  _globals['_ADMITTED']._serialized_start=1303
+  _globals['_ADMITTED']._serialized_end=1354
+  _globals['_REFERRAL']._serialized_start=1356
+  _globals['_REFERRAL']._serialized_end=1383
+  _globals['_ISSUERRECORD']._serialized_start=1385
+  _globals['_ISSUERRECORD']._serialized_end=1418
 # @@protoc_insertion_point(module_scope)

@@ -33,7 +33,7 @@ class Signed(_message.Message):
     def __init__(self, body: _Optional[bytes] = ..., signer: _Optional[bytes] = ..., signature: _Optional[bytes] = ...) -> None: ...
 
 class Certificate(_message.Message):
-    __slots__ = ("swarm", "peer", "roles", "not_before", "not_after", "id", "invite", "grant_signer", "first")
+    __slots__ = ("swarm", "peer", "roles", "not_before", "not_after", "id", "invite", "grant_signer", "first", "client")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class Certificate(_message.Message):
     INVITE_FIELD_NUMBER: _ClassVar[int]
     GRANT_SIGNER_FIELD_NUMBER: _ClassVar[int]
     FIRST_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     peer: str
     roles: _containers.RepeatedScalarFieldContainer[Role]
@@ -52,10 +53,11 @@ class Certificate(_message.Message):
     invite: bytes
     grant_signer: bytes
     first: bytes
-    def __init__(self, swarm: _Optional[bytes] = ..., peer: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., id: _Optional[bytes] = ..., invite: _Optional[bytes] = ..., grant_signer: _Optional[bytes] = ..., first: _Optional[bytes] = ...) -> None: ...
+    client: str
+    def __init__(self, swarm: _Optional[bytes] = ..., peer: _Optional[str] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_before: _Optional[int] = ..., not_after: _Optional[int] = ..., id: _Optional[bytes] = ..., invite: _Optional[bytes] = ..., grant_signer: _Optional[bytes] = ..., first: _Optional[bytes] = ..., client: _Optional[str] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("swarm", "id", "roles", "not_after", "uses", "key", "peer")
+    __slots__ = ("swarm", "id", "roles", "not_after", "uses", "key", "peer", "label")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +65,7 @@ class Grant(_message.Message):
     USES_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     PEER_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     id: bytes
     roles: _containers.RepeatedScalarFieldContainer[Role]
@@ -70,7 +73,8 @@ class Grant(_message.Message):
     uses: int
     key: bytes
     peer: str
-    def __init__(self, swarm: _Optional[bytes] = ..., id: _Optional[bytes] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_after: _Optional[int] = ..., uses: _Optional[int] = ..., key: _Optional[bytes] = ..., peer: _Optional[str] = ...) -> None: ...
+    label: str
+    def __init__(self, swarm: _Optional[bytes] = ..., id: _Optional[bytes] = ..., roles: _Optional[_Iterable[_Union[Role, str]]] = ..., not_after: _Optional[int] = ..., uses: _Optional[int] = ..., key: _Optional[bytes] = ..., peer: _Optional[str] = ..., label: _Optional[str] = ...) -> None: ...
 
 class Invite(_message.Message):
     __slots__ = ("grant", "seed", "bootstrap")
@@ -117,18 +121,32 @@ class SwarmFileRequest(_message.Message):
     def __init__(self, serial: _Optional[int] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class Redeem(_message.Message):
-    __slots__ = ("grant", "proof")
+    __slots__ = ("grant", "proof", "machine")
     GRANT_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     grant: bytes
     proof: bytes
-    def __init__(self, grant: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
+    machine: Machine
+    def __init__(self, grant: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., machine: _Optional[_Union[Machine, _Mapping]] = ...) -> None: ...
 
 class Renew(_message.Message):
-    __slots__ = ("certificate",)
+    __slots__ = ("certificate", "machine")
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
     certificate: bytes
-    def __init__(self, certificate: _Optional[bytes] = ...) -> None: ...
+    machine: Machine
+    def __init__(self, certificate: _Optional[bytes] = ..., machine: _Optional[_Union[Machine, _Mapping]] = ...) -> None: ...
+
+class Machine(_message.Message):
+    __slots__ = ("node", "client", "consent")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    CONSENT_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    client: str
+    consent: bytes
+    def __init__(self, node: _Optional[str] = ..., client: _Optional[str] = ..., consent: _Optional[bytes] = ...) -> None: ...
 
 class AdmissionReply(_message.Message):
     __slots__ = ("admitted", "referral", "swarm_file")

@@ -64,11 +64,9 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     The data directory keeps a history of 30 days.
     """
     access = page_access((host, port), _key_in(api_key_file) or os.environ.get(API_KEY), allow_host)
-    # The dashboard has its own identity, because a node and a client may run on the same machine.
-    own_dir = data_dir / "dashboard"
-    entry = enter(swarm, own_dir, bootstrap, beside=data_dir)
+    entry = enter(swarm, data_dir, bootstrap, as_client=True)
     entry.check_bootstrap()
-    with locked_data_dir(own_dir) as directory:
+    with locked_data_dir(data_dir / "dashboard") as directory:
         run_until_stopped(_show(entry, directory, (host, port), access, as_json=as_json))
 
 

@@ -1,6 +1,8 @@
 """``swarmnet join``: a node that hosts a part of a model until it is stopped."""
 
 import re
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -28,20 +30,23 @@ from swarmnet.cli.options import (
     MaxP2pdOption,
     MetricsOption,
     ModelOption,
+    OptionalSwarmArgument,
     StopOnEofFlag,
-    SwarmArgument,
     TransportOption,
     devices_option,
 )
 from swarmnet.cli.output import note_if_first, say
+from swarmnet.cli.pairing import enter_household
 from swarmnet.paths import locked_data_dir
-from swarmnet.swarm_file.entry import enter
+from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
     from swarmnet.swarm_file.content import SwarmFile
     from swarmnet_node.config import NodeConfig
+    from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.joining.pairing import House
 
 
 def _read_blocks(text: str) -> tuple[int, int]:
@@ -191,13 +196,20 @@ class NodeOptions:
     ] = ""
 
 
-def join(  # noqa: PLR0913 - a command line, not an interface
-    swarm: SwarmArgument,
-    options: NodeOptions,
+@dataclass(frozen=True, kw_only=True)
+class ForegroundOptions:
+    """How a node runs in a terminal, or under another program."""
+
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")] = False
+    as_json: JsonFlag = False
+    stop_on_eof: StopOnEofFlag = False
+
+
+def join(
+    swarm: OptionalSwarmArgument = None,
     *,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")
-    ] = False,
+    options: NodeOptions,
+    foreground: ForegroundOptions,
     metrics: MetricsOption = None,
     dashboard: Annotated[
         tuple[str, int] | None,
@@ -217,40 +229,62 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             help="File with a key. The dashboard then asks its visitors for it.",
         ),
     ] = None,
-    as_json: JsonFlag = False,
-    stop_on_eof: StopOnEofFlag = False,
 ) -> None:
     """Host a part of a model until `swarmnet finish` or Ctrl-C. The first node of a swarm needs no
     --bootstrap.
 
+    Without SWARM, join the swarm that another computer in this network started with `swarmnet
+    start`: type the code that it shows.
+
     \b
     Examples:
+      swarmnet join
       swarmnet join lab/swarm.toml --num-blocks 10
-      swarmnet join swn1… --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
+      swarmnet join invite.txt --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
       swarmnet join lab --issuer lab/authority.key    also admit members
     """
     if options.blocks is not None and options.num_blocks is not None:
         raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
-    changes = options.limits.given()
     page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
-    entry = enter(swarm, options.data_dir, options.bootstrap)
+    if swarm is None:
+        entry = enter_household(
+            options.data_dir, options.public_name, options.bootstrap, as_json=foreground.as_json
+        )
+    else:
+        entry = enter(swarm, options.data_dir, options.bootstrap)
+    host(entry, options, foreground, metrics=metrics, page=page)
+
+
+def host(
+    entry: Entry,
+    options: NodeOptions,
+    foreground: ForegroundOptions,
+    *,
+    house: "House | None" = None,
+    metrics: tuple[str, int] | None = None,
+    page: "Callable[[SwarmFile, Path, Supervisor], AbstractAsyncContextManager[str]] | None" = None,
+) -> None:
+    """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
+    newcomers."""
+    as_json = foreground.as_json
     with locked_data_dir(options.data_dir) as directory:
         from swarmnet_node.config import NodeConfig
         from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
 
         network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
+        network = replace(network, house=house)
         values = vars(options) | {
             "network": replace(network, peer=replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,
-            "limits": replace(load_limits(directory), **changes),
+            "limits": replace(load_limits(directory), **options.limits.given()),
         }
         config = NodeConfig(
             **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}
         )
-        ask_once(directory, _facts(config, entry.file), asking=not yes, as_json=as_json)
+        ask_once(directory, _facts(config, entry.file), asking=not foreground.yes, as_json=as_json)
         note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
         if options.priority == "low":
             yield_to_others()
@@ -262,7 +296,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             ),
             directory,
             as_json=as_json,
-            stop_on_eof=stop_on_eof,
+            stop_on_eof=foreground.stop_on_eof,
             metrics=metrics,
             dashboard=page and partial(page, entry.file, directory),
         ).run()

@@ -21,8 +21,9 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.swarm_file.content import SwarmFile
-from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
+from swarmnet.swarm_file.local_peer import REVOCATIONS_NAME
+from swarmnet.swarm_file.stored import swarm_dir
 from swarmnet.units import counted, parse_duration_s
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
 from swarmnet_protocols.machine.clock import wall_clock
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.invites import InviteTerms
     from swarmnet_protocols.membership.revocations import RevocationList, RevokedIds
     from swarmnet_protocols.net.identity import Identity
-
-REVOCATIONS_NAME = "revocations"
 
 RoleOption = Annotated[
     list[Role],
@@ -51,6 +50,15 @@ KeyOption = Annotated[
     Path | None,
     typer.Option(
         "--key", metavar="FILE", help="The authority's key, or an issuer's.", show_default="next to the file"
+    ),
+]
+LabelOption = Annotated[
+    str,
+    typer.Option(
+        "--label",
+        metavar="TEXT",
+        help="Your note on whom the invite is for, at most 64 characters. `swarm members` shows it, and the newcomer can read it.",
+        show_default="none",
     ),
 ]
 ExpiresOption = Annotated[
@@ -70,18 +78,25 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
     uses: Annotated[
         int, typer.Option("--uses", metavar="N", min=1, max=10_000, help="How many peers the invite admits.")
     ] = 1,
+    label: LabelOption = "",
     bootstrap: InviteBootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Print an invite. Whoever passes it to `swarmnet join` or `run --swarm` becomes a member."""
+    """Print an invite. Whoever passes it to `swarmnet join` or `run --swarm` becomes a member.
+
+    \b
+    Examples:
+      swarmnet swarm invite lab --role host --label "Anna's laptop" > invite.txt
+      swarmnet join invite.txt        on the other machine
+    """
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(
             f"{file.name} has no invites: its file lists the peers it admits",
             hint="add the peer to the list instead: swarmnet swarm approve PEER --role ROLE",
         )
-    terms = _terms(role, expires_s, uses=uses)
+    terms = _terms(role, expires_s, label, uses=uses)
     _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
 
 
@@ -91,6 +106,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
     *,
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires_s: ExpiresOption,
+    label: LabelOption = "",
     bootstrap: InviteBootstrapOption = [],  # noqa: B006
     key: KeyOption = None,
     as_json: JsonFlag = False,
@@ -108,7 +124,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
             note(f"the peer is no longer revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
-        _print_invite(file, signer, _terms(role, expires_s, peer=who), bootstrap, as_json=as_json)
+        _print_invite(file, signer, _terms(role, expires_s, label, peer=who), bootstrap, as_json=as_json)
         return
     from swarmnet.swarm_file import writer as swarm_writer
 
@@ -164,7 +180,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     ``Unreachable`` if there are none."""
     import asyncio
 
-    from swarmnet_protocols.joining.network import push_revocations
+    from swarmnet_protocols.joining.errands import push_revocations
 
     addresses = list(dict.fromkeys((*file.bootstrap, *bootstrap)))
     sealed = _list_path(swarm).read_bytes()
@@ -186,9 +202,14 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonF
         print_json({"members": rows})
         return
     for row in rows:
-        invite = f"  invite {row['invite']}" if row["invite"] else ""
+        label = f"{row['label']}  " if row["label"] else ""
+        seen = f"  last seen {row['last_seen']}" if row["last_seen"] else ""
         until = f"  until {row['until']}" if row["until"] else ""
-        print_folded(f"{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{until}{invite}")  # type: ignore[arg-type]
+        invite = f"  invite {row['invite']}" if row["invite"] else ""
+        client = f"  with its client {row['client']}" if row["client"] else ""
+        print_folded(
+            f"{label}{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{seen}{until}{invite}{client}"  # type: ignore[arg-type]
+        )
     if not rows:
         note("none yet")
 
@@ -200,15 +221,22 @@ def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: fl
         _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
 
 
-def _terms(role: list[Role], expires_s: int, *, uses: int = 1, peer: PeerId | None = None) -> "InviteTerms":
-    from swarmnet_protocols.membership.invites import MAX_VALID_S, InviteTerms
+def _terms(
+    role: list[Role], expires_s: int, label: str, *, uses: int = 1, peer: PeerId | None = None
+) -> "InviteTerms":
+    from swarmnet_protocols.membership.invites import MAX_LABEL_CHARS, MAX_VALID_S, InviteTerms
+
+    if len(label) > MAX_LABEL_CHARS or not label.isprintable():
+        raise typer.BadParameter(
+            f"use at most {MAX_LABEL_CHARS} printable characters", param_hint="'--label'"
+        )
 
     if expires_s > MAX_VALID_S:
         raise typer.BadParameter(
             f"an invite is valid for {MAX_VALID_S // 86_400}d at most", param_hint="'--expires'"
         )
     not_after = int(wall_clock()) + expires_s
-    return InviteTerms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer)
+    return InviteTerms(frozenset(role) or frozenset({Role.CLIENT}), not_after, uses, peer, label)
 
 
 def _print_invite(
@@ -231,6 +259,7 @@ def _print_invite(
             "roles": sorted(terms.roles),
             "uses": terms.uses,
             "peer_id": terms.peer,
+            "label": terms.label,
         }
         print_json(fields | {"expires": _iso(terms.not_after)})
         return
@@ -244,8 +273,9 @@ def _print_invite(
 
 
 def _listed(file: SwarmFile) -> list[dict[str, object]]:
+    unknown = {"until": None, "invite": None, "label": "", "client": None, "last_seen": None}
     return [
-        {"peer_id": peer, "roles": sorted(roles), "state": "member", "until": None, "invite": None}
+        {"peer_id": peer, "roles": sorted(roles), "state": "member", **unknown}
         for peer, roles in file.allow.items()
     ]
 
@@ -283,6 +313,9 @@ def _issued(file: SwarmFile, swarm: Path, data_dir: Path) -> list[dict[str, obje
                     "state": state,
                     "until": until,
                     "invite": issued.invite.hex() or None,
+                    "label": issued.label,
+                    "client": issued.client or None,
+                    "last_seen": _iso(issued.seen_at) if issued.seen_at else None,
                 }
             )
     return rows

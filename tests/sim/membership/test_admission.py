@@ -12,7 +12,7 @@ from swarmnet_protocols.errors import NotAuthorised, StreamEnded, Unreachable
 from swarmnet_protocols.joining import admission
 from swarmnet_protocols.joining.admission import ISSUERS_TOPIC, RETRY_PAUSES_S, request_admission
 from swarmnet_protocols.machine.aio import cancel
-from swarmnet_protocols.membership.certificates import open_certificate
+from swarmnet_protocols.membership.certificates import RENEWABLE_S, open_certificate
 from swarmnet_protocols.membership.invites import redemption
 from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.signed import seal
@@ -151,7 +151,7 @@ def test_a_peer_that_proves_nothing_learns_nothing_of_the_swarm(role: str, tmp_p
         one.membership.rules = replace(one.membership.rules, serial=8)
         outsider, newcomer = await world.stranger("outsider"), await world.stranger("newcomer")
         foreign = world.swarm.certificate("outsider", Role.HOST, swarm=bytes([1]) * 32)
-        ended = world.swarm.certificate("outsider", Role.HOST, now=EPOCH - 2 * LIFETIME_S)
+        ended = world.swarm.certificate("outsider", Role.HOST, now=EPOCH - LIFETIME_S - RENEWABLE_S)
         overheard = redemption(world.invite(uses=5), newcomer.peer_id)
         withdrawn = world.invite()
         one.membership.add_revocations([world.swarm.revocation(invites=(withdrawn.grant.id,))])

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
-from swarmnet_protocols.joining.admission import FILE_S, ISSUERS_TOPIC, Admissions
-from swarmnet_protocols.membership.issuer import IssuerConfig
+from swarmnet_protocols.joining.admission import FILE_S, ISSUERS_TOPIC, renewal, request_admission
+from swarmnet_protocols.membership.certificates import open_certificate
+from swarmnet_protocols.membership.issuer import OwnerFiles
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, Stream
@@ -19,7 +20,7 @@ from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.network.admission_lab import World, address, run
 from tests.support.network.conversations import echo
-from tests.support.network.private_swarm import identity_of
+from tests.support.network.private_swarm import EPOCH, LIFETIME_S, identity_of, virtual_clock
 
 DEADLINE_S = 5.0
 
@@ -72,11 +73,9 @@ def test_a_member_accepts_a_new_key_that_came_with_its_renewal(tmp_path: Path) -
         issuer = await world.enter(world.swarm.peer(world.network, "issuer"))
         issuer.membership.rules = rotated
         (tmp_path / "issuer").mkdir()
-        config = IssuerConfig(new, tmp_path / "issuer", b"the new file")
-        config.certify(issuer.membership)
-        await world.enter(
-            Admissions.run(issuer.raw, issuer.membership, world.directory("issuer"), issuer=config)
-        )
+        issuer.membership.swarm_file = lambda: b"the new file"
+        owner = OwnerFiles(lambda: b"", lambda: b"", lambda: new, issued=tmp_path / "issuer")
+        await world.issue(issuer, "issuer", owner)
         certificate = world.swarm.certificate("alice", Role.CLIENT, lifetime_s=3600)
         alice = await world.member("alice", certificate, address(issuer.peer_id))
         adopted: list[bytes] = []
@@ -94,6 +93,30 @@ def test_a_member_accepts_a_new_key_that_came_with_its_renewal(tmp_path: Path) -
         assert set(adopted) == {b"the new file"}
         assert alice.membership.rules == rotated
         assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+def test_a_member_returns_after_its_certificate_ended_by_any_member(tmp_path: Path) -> None:
+    """It was away for a week longer than its certificate, and knows one member, which is no
+    issuer."""
+
+    async def scenario(world: World) -> None:
+        await world.issuer("issuer")
+        bob = await world.member("bob", world.swarm.certificate("bob", Role.HOST))
+        await asyncio.sleep(0.1)  # the issuer has said where it is
+        ended = world.swarm.certificate("alice", Role.CLIENT, now=EPOCH - LIFETIME_S - 7 * 24 * 3600)
+        alice = await world.stranger("alice")
+
+        async def ask() -> pb.Admitted:
+            request, known = renewal(ended, None), [address(bob.peer_id)]
+            return await request_admission(alice, known, request, lambda found: found, virtual_clock)
+
+        renewed = open_certificate((await ask()).certificate, rules=world.swarm.rules, now=virtual_clock())
+        assert renewed.peer == alice.peer_id
+        bob.membership.add_revocations([world.swarm.revocation(alice.peer_id)])
+        with pytest.raises(NotAuthorised, match="revoked"):
+            await ask()
 
     run(tmp_path, scenario)
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from swarmnet_protocols.joining.admission import Admissions, request_admission
 from swarmnet_protocols.membership.invites import Invite, InviteTerms, make_invite, read_invite, redemption
-from swarmnet_protocols.membership.issuer import IssuerConfig
+from swarmnet_protocols.membership.issuer import OwnerFiles
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
@@ -45,16 +45,22 @@ class World:
         folder = self.folder / name
         folder.mkdir()
         someone = await self.enter(self.swarm.peer(self.network, name))
-        config = IssuerConfig(AUTHORITY, folder, b"the swarm file")
-        config.certify(someone.membership)
-        await self.enter(Admissions.run(someone.raw, someone.membership, self.directory(name), issuer=config))
+        await self.issue(
+            someone, name, OwnerFiles(lambda: b"", lambda: b"", lambda: AUTHORITY, issued=folder)
+        )
         return someone
+
+    async def issue(self, someone: Someone, name: str, owner: OwnerFiles) -> None:
+        """Let ``someone`` admit members with the owner's files."""
+        someone.membership.swarm_file = someone.membership.swarm_file or (lambda: b"the swarm file")
+        owner.certify(someone.membership)
+        await self.enter(Admissions.run(someone.raw, someone.handshakes, self.directory(name), owner=owner))
 
     async def member(self, name: str, certificate: bytes, *bootstrap: str) -> Someone:
         someone = await self.enter(self.swarm.peer(self.network, name, certificate))
         someone.membership.check()
         await self.enter(
-            Admissions.run(someone.raw, someone.membership, self.directory(name), bootstrap=lambda: bootstrap)
+            Admissions.run(someone.raw, someone.handshakes, self.directory(name), bootstrap=lambda: bootstrap)
         )
         return someone
 

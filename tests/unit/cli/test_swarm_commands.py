@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from swarmnet import cli, swarm_file
-from swarmnet.swarm_file.entry import swarm_dir
 from swarmnet.swarm_file.keys import load_key
+from swarmnet.swarm_file.stored import swarm_dir
 from swarmnet_protocols.fetching.hub_files import HEAD_BYTES
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
@@ -102,6 +102,7 @@ def test_approve_adds_to_an_allow_list(owner: Owner) -> None:
     assert owner.swarm("show", ".")["members"] == {ALICE: ["client", "host"]}
     assert owner.swarm("members")["members"] == [
         {"peer_id": ALICE, "roles": ["client", "host"], "state": "member", "until": None, "invite": None}
+        | {"label": "", "client": None, "last_seen": None}
     ]
 
 
@@ -125,7 +126,7 @@ def sent_lists(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         lists.append(sealed)
         return [ALICE]
 
-    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
+    monkeypatch.setattr("swarmnet_protocols.joining.errands.push_revocations", push_revocations)
     return lists
 
 
@@ -192,7 +193,7 @@ def test_a_revocation_that_reaches_no_peer_is_an_error(owner: Owner, monkeypatch
     async def push_revocations(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
+    monkeypatch.setattr("swarmnet_protocols.joining.errands.push_revocations", push_revocations)
     failed = owner.swarm("revoke", ALICE, code=5)
     assert "no peer of the swarm received" in failed["message"]
     assert (owner.directory / "revocations").exists()
@@ -206,7 +207,7 @@ def test_a_revoked_peer_is_approved_even_if_no_peer_is_reached(
     async def push_revocations(*_: object, **__: object) -> list[str]:
         return []
 
-    monkeypatch.setattr("swarmnet_protocols.joining.network.push_revocations", push_revocations)
+    monkeypatch.setattr("swarmnet_protocols.joining.errands.push_revocations", push_revocations)
     assert owner.swarm("approve", ALICE)["peer_id"] == ALICE
     rules, sealed = swarm_file.load(owner.directory).rules(), (owner.directory / "revocations").read_bytes()
     assert open_list(sealed, rules=rules, now=wall_clock()).revoked.peers == set()

@@ -24,7 +24,7 @@ def lab(tmp_path: Path) -> Path:
 
 def check_in(entry: Entry) -> None:
     """Check the membership as a node does when it starts."""
-    peer = Identity.load_or_create(entry.identity_path).peer_id
+    peer = Identity.load_or_create(entry.peer.identity_path).peer_id
     Membership(entry.file.rules(), peer, wall_clock, folder=entry.folder).check()
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from swarmnet import swarm_file
-from swarmnet.swarm_file import entry
+from swarmnet.swarm_file import stored
 from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.content import Authority, SwarmFile
-from swarmnet.swarm_file.entry import find_swarm, store_file, swarm_dir
 from swarmnet.swarm_file.keys import create_key, load_key
 from swarmnet.swarm_file.reader import Reader
+from swarmnet.swarm_file.stored import find_swarm, store_file, swarm_dir
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.membership.rules import Admission
@@ -204,7 +204,7 @@ def test_members_are_added_to_and_removed_from_an_allow_list(tmp_path: Path) -> 
     assert set(swarm_writer.disallow(tmp_path, ALICE, now=NOW).allow) == set()
 
 
-@defence("a swarm file older than a known one is refused", off=replacing(entry, "check_update", nothing))
+@defence("a swarm file older than a known one is refused", off=replacing(stored, "check_update", nothing))
 def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> None:
     create(tmp_path / "lab")
     old = swarm_file.read(tmp_path / "lab")
@@ -224,7 +224,7 @@ def test_an_older_file_is_refused_once_a_newer_one_was_used(tmp_path: Path) -> N
     assert store_file(tmp_path / "another", old).serial == 1
 
 
-@defence("another swarm file of the same serial is refused", off=replacing(entry, "check_update", nothing))
+@defence("another swarm file of the same serial is refused", off=replacing(stored, "check_update", nothing))
 def test_another_file_with_the_same_serial_is_refused(tmp_path: Path) -> None:
     """Neither of two files that were signed independently is known to be newer."""
     create(tmp_path / "lab")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarmnet.swarm_file import writer as swarm_writer
-from swarmnet.swarm_file.entry import store_file, swarm_dir
+from swarmnet.swarm_file.stored import store_file, swarm_dir
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_client.tuning import adapter_dir
 from swarmnet_client.tuning import checkpoint as tune_checkpoint

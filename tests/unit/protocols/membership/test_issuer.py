@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
-from swarmnet_protocols.membership import certificates, invites
-from swarmnet_protocols.membership.certificates import Admittance, Certificate, issue, open_certificate
+from swarmnet_protocols.membership import certificates, invites, membership
+from swarmnet_protocols.membership.certificates import (
+    RENEWABLE_S,
+    Admittance,
+    Certificate,
+    issue,
+    machine_of,
+    open_certificate,
+)
 from swarmnet_protocols.membership.invites import (
     MAX_BOOTSTRAPS,
     MAX_USES,
@@ -51,6 +58,10 @@ def invite(terms: InviteTerms = TERMS, *, key: Identity = AUTHORITY, swarm: byte
 def issuer(tmp_path: Path) -> Iterator[Issuer]:
     with IssuedCertificates.open(tmp_path) as ledger:
         yield Issuer(AUTHORITY, RULES, ledger, now=NOW)
+
+
+def renew(sealed: bytes) -> pb.Renew:
+    return pb.Renew(certificate=sealed)
 
 
 def admitted(issuer: Issuer, shown: Invite, peer: PeerId, now: float = NOW) -> Certificate:
@@ -209,29 +220,48 @@ def test_revoked_peers_get_no_certificate(issuer: Issuer) -> None:
         with pytest.raises(NotAuthorised, match="revoked"):
             issuer.redeem(redemption(shown, ALICE), ALICE, revoked(out), NOW)
         with pytest.raises(NotAuthorised, match="revoked"):
-            issuer.renew(sealed, ALICE, revoked(out), NOW)
+            issuer.renew(renew(sealed), ALICE, revoked(out), NOW)
 
 
 def test_a_certificate_is_renewed_when_two_thirds_are_over(issuer: Issuer) -> None:
     certificate = admitted(issuer, invite(), ALICE)
-    sealed = issuer.renew(
-        issuer.redeem(redemption(invite(), BOB), BOB, NO_REVOCATIONS, NOW), BOB, NO_REVOCATIONS, NOW
-    )
+    redeemed = issuer.redeem(redemption(invite(), BOB), BOB, NO_REVOCATIONS, NOW)
+    sealed = issuer.renew(renew(redeemed), BOB, NO_REVOCATIONS, NOW)
     first = open_certificate(sealed, rules=RULES, now=NOW)
-    assert issuer.renew(sealed, BOB, NO_REVOCATIONS, first.renew_at - 1) == sealed
-    again = issuer.renew(sealed, BOB, NO_REVOCATIONS, first.renew_at)
+    assert issuer.renew(renew(sealed), BOB, NO_REVOCATIONS, first.renew_at - 1) == sealed
+    again = issuer.renew(renew(sealed), BOB, NO_REVOCATIONS, first.renew_at)
     second = open_certificate(again, rules=RULES, now=first.renew_at)
     assert second.not_after > first.not_after
     assert (second.peer, second.roles, second.invite) == (BOB, first.roles, first.invite)
     assert certificate.id != second.id
 
 
-def test_a_certificate_that_ended_or_is_another_peers_is_not_renewed(issuer: Issuer) -> None:
+@defence("a certificate is renewed for its peers alone", off=replacing(membership, "check_bearer", nothing))
+def test_a_certificate_of_another_peer_is_not_renewed(issuer: Issuer) -> None:
     sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NO_REVOCATIONS, NOW)
     with pytest.raises(NotAuthorised, match="for another peer"):
-        issuer.renew(sealed, BOB, NO_REVOCATIONS, NOW)
+        issuer.renew(renew(sealed), BOB, NO_REVOCATIONS, NOW)
+
+
+@defence(
+    "a revoked member does not return from an absence", off=replacing(Revocations, "find_revocation", nothing)
+)
+def test_a_member_returns_within_a_month_of_its_certificates_end(issuer: Issuer) -> None:
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NO_REVOCATIONS, NOW)
+    ended = NOW + 24 * HOUR_S
     with pytest.raises(NotAuthorised, match="ended"):
-        issuer.renew(sealed, ALICE, NO_REVOCATIONS, NOW + 24 * HOUR_S)
+        open_certificate(sealed, rules=RULES, now=ended)
+    with pytest.raises(NotAuthorised, match="revoked"):
+        issuer.renew(renew(sealed), ALICE, revoked(RevokedIds(frozenset({ALICE}))), ended)
+    renewed = issuer.renew(renew(sealed), ALICE, NO_REVOCATIONS, ended + RENEWABLE_S - 1)
+    assert open_certificate(renewed, rules=RULES, now=ended + RENEWABLE_S).peer == ALICE
+
+
+@defence("an absence has an end", off=lambda patch: patch.setattr(membership, "RENEWABLE_S", math.inf))
+def test_a_certificate_that_ended_long_ago_is_not_renewed(issuer: Issuer) -> None:
+    sealed = issuer.redeem(redemption(invite(), ALICE), ALICE, NO_REVOCATIONS, NOW)
+    with pytest.raises(NotAuthorised, match="ended"):
+        issuer.renew(renew(sealed), ALICE, NO_REVOCATIONS, NOW + 24 * HOUR_S + RENEWABLE_S)
 
 
 def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer: Issuer) -> None:
@@ -240,7 +270,7 @@ def test_another_issuer_renews_what_the_first_one_issued(tmp_path: Path, issuer:
     other = Identity.from_seed(b"other")
     rules = replace(RULES, keys={**RULES.keys, other.public_key: math.inf})
     with IssuedCertificates.open(tmp_path / "other") as ledger:
-        renewed = Issuer(other, rules, ledger, now=NOW).renew(sealed, ALICE, NO_REVOCATIONS, NOW)
+        renewed = Issuer(other, rules, ledger, now=NOW).renew(renew(sealed), ALICE, NO_REVOCATIONS, NOW)
     assert open_certificate(renewed, rules=rules, now=NOW).issuer == other.public_key
 
 
@@ -257,7 +287,7 @@ def certificate_by(key: Identity, peer: PeerId = ALICE) -> bytes:
 def renewed_by(key: Identity, sealed: bytes, folder: Path, *, rules: Rules = BOTH, now: float = NOW) -> bytes:
     (home := folder / f"{key.public_key.hex()}-{now}").mkdir()
     with IssuedCertificates.open(home) as ledger:
-        return Issuer(key, rules, ledger, now=now).renew(sealed, ALICE, NO_REVOCATIONS, now)
+        return Issuer(key, rules, ledger, now=now).renew(renew(sealed), ALICE, NO_REVOCATIONS, now)
 
 
 def forget_who_admitted(patch: Patch) -> None:
@@ -334,7 +364,7 @@ def test_a_certificate_made_by_hand_is_renewed_too(issuer: Issuer) -> None:
     sealed = issue(
         Admittance(ALICE, TERMS.roles), swarm=SWARM, key=AUTHORITY, now=NOW, lifetime_s=24 * HOUR_S
     )
-    assert issuer.renew(sealed, ALICE, NO_REVOCATIONS, NOW)
+    assert issuer.renew(renew(sealed), ALICE, NO_REVOCATIONS, NOW)
 
 
 def test_a_key_that_the_file_does_not_name_makes_no_issuer(tmp_path: Path) -> None:
@@ -363,3 +393,104 @@ def test_a_damaged_ledger_is_named(tmp_path: Path) -> None:
     (tmp_path / ISSUED_NAME).write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match=ISSUED_NAME), IssuedCertificates.open(tmp_path):
         pass
+
+
+NODE, CLIENT = Identity.from_seed(b"node"), Identity.from_seed(b"client")
+
+
+def test_one_use_admits_the_node_and_the_client_of_a_machine(tmp_path: Path, issuer: Issuer) -> None:
+    shown, machine = invite(replace(TERMS, uses=1)), machine_of(NODE, CLIENT.peer_id, SWARM)
+    sealed = {
+        issuer.redeem(redemption(shown, peer, machine), peer, NO_REVOCATIONS, NOW)
+        for peer in (CLIENT.peer_id, NODE.peer_id)
+    }
+    certificate = open_certificate(sealed.pop(), rules=RULES, now=NOW)
+    assert not sealed
+    assert certificate.roles_of(NODE.peer_id) == TERMS.roles
+    assert certificate.roles_of(CLIENT.peer_id) == {Role.CLIENT}
+    assert not certificate.roles_of(BOB)
+    with pytest.raises(NotAuthorised, match="used up"):
+        admitted(issuer, shown, BOB)
+
+
+def test_a_host_alone_gives_the_client_of_its_machine_a_clients_role(issuer: Issuer) -> None:
+    shown, machine = invite(replace(TERMS, roles=frozenset({Role.HOST}))), machine_of(NODE, BOB, SWARM)
+    sealed = issuer.redeem(redemption(shown, NODE.peer_id, machine), NODE.peer_id, NO_REVOCATIONS, NOW)
+    certificate = open_certificate(sealed, rules=RULES, now=NOW)
+    assert (certificate.roles_of(NODE.peer_id), certificate.roles_of(BOB)) == ({Role.HOST}, {Role.CLIENT})
+
+
+@defence("no peer is named as a node without its consent", off=replacing(certificates, "verify", yes))
+def test_no_newcomer_names_another_peer_as_its_node(issuer: Issuer) -> None:
+    machine = machine_of(NODE, CLIENT.peer_id, SWARM)
+    stolen = pb.Machine(node=NODE.peer_id, client=BOB, consent=machine.consent)
+    with pytest.raises(NotAuthorised, match="did not sign"):
+        issuer.redeem(redemption(invite(), BOB, stolen), BOB, NO_REVOCATIONS, NOW)
+
+
+def test_no_peer_asks_for_two_others(issuer: Issuer) -> None:
+    machine = machine_of(NODE, CLIENT.peer_id, SWARM)
+    with pytest.raises(NotAuthorised, match="two other peers"):
+        issuer.redeem(redemption(invite(), BOB, machine), BOB, NO_REVOCATIONS, NOW)
+
+
+def look_at_the_bearer_alone(patch: Patch) -> None:
+    find = Revocations.find_revocation
+    patch.setattr(
+        Revocations,
+        "find_revocation",
+        lambda self, peer, certificate: find(self, peer, certificate and replace(certificate, peer=peer)),
+    )
+
+
+@defence("a revoked node takes its client along", off=look_at_the_bearer_alone)
+def test_a_revoked_node_takes_its_client_along(issuer: Issuer) -> None:
+    machine = machine_of(NODE, CLIENT.peer_id, SWARM)
+    shown = invite()
+    sealed = issuer.redeem(redemption(shown, NODE.peer_id, machine), NODE.peer_id, NO_REVOCATIONS, NOW)
+    certificate = open_certificate(sealed, rules=RULES, now=NOW)
+    without_node = revoked(RevokedIds(frozenset({NODE.peer_id})))
+    assert without_node.find_revocation(CLIENT.peer_id, certificate)
+    with pytest.raises(NotAuthorised, match="revoked"):
+        issuer.redeem(redemption(shown, CLIENT.peer_id, machine), CLIENT.peer_id, without_node, NOW)
+
+
+def test_a_renewal_adds_the_client_to_an_older_certificate(issuer: Issuer) -> None:
+    sealed = issuer.redeem(redemption(invite(), NODE.peer_id), NODE.peer_id, NO_REVOCATIONS, NOW)
+    request = pb.Renew(certificate=sealed, machine=machine_of(NODE, CLIENT.peer_id, SWARM))
+    with pytest.raises(NotAuthorised, match="another peer"):
+        issuer.renew(request, CLIENT.peer_id, NO_REVOCATIONS, NOW)
+    renewed = issuer.renew(request, NODE.peer_id, NO_REVOCATIONS, NOW)
+    assert open_certificate(renewed, rules=RULES, now=NOW).client == CLIENT.peer_id
+    assert issuer.renew(pb.Renew(certificate=renewed), CLIENT.peer_id, NO_REVOCATIONS, NOW) == renewed
+
+
+def test_members_are_listed_with_label_and_last_seen(tmp_path: Path) -> None:
+    shown = invite(replace(TERMS, label="Anna's laptop"))
+    with IssuedCertificates.open(tmp_path) as ledger:
+        machine = machine_of(NODE, CLIENT.peer_id, SWARM)
+        issuer = Issuer(AUTHORITY, RULES, ledger, now=NOW)
+        issuer.redeem(redemption(shown, NODE.peer_id, machine), NODE.peer_id, NO_REVOCATIONS, NOW)
+        ledger.see([CLIENT.peer_id, BOB], NOW + 5)
+        (member,) = ledger.members()
+    assert (member.label, member.client, member.seen_at) == ("Anna's laptop", CLIENT.peer_id, NOW + 5)
+
+
+def test_the_ledger_of_an_older_version_is_used(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / ISSUED_NAME) as older:
+        older.execute(
+            "CREATE TABLE issued (peer TEXT NOT NULL, invite BLOB NOT NULL, roles TEXT NOT NULL,"
+            " first_at INTEGER NOT NULL, certificate BLOB NOT NULL, PRIMARY KEY (invite, peer))"
+            " STRICT, WITHOUT ROWID"
+        )
+        older.execute("INSERT INTO issued VALUES (?, ?, 'client', 7, x'')", (ALICE, bytes(16)))
+    older.close()
+    with IssuedCertificates.open(tmp_path) as ledger:
+        assert [(each.peer, each.label) for each in ledger.members()] == [(ALICE, "")]
+        assert admitted(Issuer(AUTHORITY, RULES, ledger, now=NOW), invite(), BOB)
+
+
+def test_a_label_that_would_break_a_terminal_is_refused() -> None:
+    for label in ("x" * 65, "two\nlines", "\x1b[2J"):
+        with pytest.raises(ConfigError, match="damaged"):
+            invite(replace(TERMS, label=label))

@@ -12,6 +12,7 @@ from swarmnet_protocols.membership.revocations import RevokedIds, sign_list
 from swarmnet_protocols.membership.rules import MAX_KEYS, Rules
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.wire.roles import Role
+from tests.defences import Patch, defence
 from tests.support.network.private_swarm import AUTHORITY, EPOCH, PrivateSwarm, identity_of
 
 SWARM = PrivateSwarm()
@@ -30,6 +31,29 @@ def test_certificate_and_revocations_outlive_the_process(tmp_path: Path) -> None
     after.check()
     with pytest.raises(NotAuthorised, match="revoked"):
         after.admit(MALLORY, None)
+
+
+def confirm_nothing(patch: Patch) -> None:
+    doubted = property(lambda self: frozenset(self._revocations.serials), lambda *_: None)
+    patch.setattr(Membership, "_doubted", doubted, raising=False)
+
+
+@defence("a revocation that a peer shows again counts", off=confirm_nothing)
+def test_a_peer_that_was_revoked_once_asks_whether_it_still_is(tmp_path: Path) -> None:
+    before = member(tmp_path)
+    before.replace_certificate(SWARM.certificate("alice", Role.CLIENT))
+    revocation = SWARM.revocation(ALICE)
+    before.add_revocations([revocation])
+    with pytest.raises(NotAuthorised, match="revoked"):
+        before.check()
+    after = member(tmp_path)
+    after.check()  # the list in the folder may be outdated
+    told = list[str]()
+    after.listeners.append(lambda: told.append("changed"))
+    after.add_revocations([revocation])
+    assert told
+    with pytest.raises(NotAuthorised, match="revoked"):
+        after.check()
 
 
 def test_a_revocation_counts_though_it_cannot_be_kept(tmp_path: Path) -> None:

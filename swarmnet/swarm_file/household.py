@@ -1,0 +1,66 @@
+"""A household swarm: the computers in one room. Its owner starts it on one of them, and the others
+join by a code.
+
+It is a private swarm like any other. Its swarm file and the authority's key are in the data
+directory of the computer that started it. A computer that joined remembers which one it is.
+"""
+
+from pathlib import Path
+
+from swarmnet import swarm_file
+from swarmnet.swarm_file import FILE_NAME
+from swarmnet.swarm_file.keys import KEY_NAME, load_key
+from swarmnet.swarm_file.reader import NAME
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.machine.files import make_private, write_whole
+from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import Role
+
+DEFAULT_NAME = "home"
+_OWN_DIR = "households"
+_JOINED_NAME = "household"
+_INVITE_S = 600
+"""Seconds that the invite of a newcomer is valid. It is redeemed at once."""
+
+
+def own_household(data_dir: Path, name: str) -> Path:
+    """Return the folder of the household swarm ``name`` that this computer started, and create it
+    if missing. Raises ``ConfigError``."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} cannot name a swarm",
+            hint="use 1 to 64 letters, digits, '.', '_' and '-', a letter or digit first",
+        )
+    folder = data_dir / _OWN_DIR / name
+    if not (folder / FILE_NAME).exists():
+        from swarmnet.swarm_file.writer import NewSwarm, create
+
+        make_private(folder)
+        create(folder, NewSwarm(name), now=wall_clock(), overwrite=True)
+    return folder
+
+
+def invite_newcomer(folder: Path, peer: PeerId, label: str) -> str:
+    """Return an invite to the household in ``folder`` for ``peer`` alone, as host and client."""
+    from swarmnet_protocols.membership.invites import InviteTerms, make_invite
+
+    file = swarm_file.load(folder)
+    terms = InviteTerms(
+        frozenset({Role.HOST, Role.CLIENT}), int(wall_clock()) + _INVITE_S, peer=peer, label=label
+    )
+    key = load_key(folder / KEY_NAME)
+    return make_invite(terms, swarm=file.swarm_id, key=key, bootstrap=file.bootstrap)
+
+
+def joined_household(data_dir: Path) -> str | None:
+    """Return the id of the household swarm that this computer joined; None if it joined none."""
+    try:
+        return (data_dir / _JOINED_NAME).read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
+def remember_household(data_dir: Path, swarm_id: bytes) -> None:
+    """Note that this computer joined a household swarm. Raises ``OSError``."""
+    write_whole(data_dir / _JOINED_NAME, swarm_id.hex().encode(), mode=0o600)
