@@ -195,6 +195,12 @@ class NodeOptions:
         ),
     ] = ""
 
+    def check(self) -> None:
+        """Raise ``typer.BadParameter`` for options that contradict each other."""
+        if self.blocks is not None and self.num_blocks is not None:
+            raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
+        self.limits.given()
+
 
 @dataclass(frozen=True, kw_only=True)
 class ForegroundOptions:
@@ -243,8 +249,7 @@ def join(
       swarmnet join invite.txt --max-ram 8GiB --up 20mbit --schedule "mon-fri 19:00-07:00"
       swarmnet join lab --issuer lab/authority.key    also admit members
     """
-    if options.blocks is not None and options.num_blocks is not None:
-        raise typer.BadParameter("give either --blocks or --num-blocks", param_hint="'--num-blocks'")
+    options.check()
     page = node_page(dashboard, dashboard_key_file) if dashboard is not None else None
     if swarm is None:
         entry = enter_household(

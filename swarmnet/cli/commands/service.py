@@ -11,7 +11,7 @@ from swarmnet.cli.output import note, print_json, print_table, print_text
 from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
 
-RUN_FOR_LONG = ("join", "bootstrap", "serve", "dashboard")
+RUN_FOR_LONG = ("start", "join", "bootstrap", "serve", "dashboard")
 app = command_group("Start a command with the machine, under systemd.")
 
 SystemFlag = Annotated[

@@ -33,6 +33,7 @@ def start(
       swarmnet start
       swarmnet start --model ./my-model
     """
+    options.check()
     folder = own_household(options.data_dir, name)
     entry = enter(str(folder), options.data_dir, options.bootstrap)
     event = {"event": "household", "swarm": entry.file.name, "path": str(folder)}

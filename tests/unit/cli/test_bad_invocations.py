@@ -71,7 +71,7 @@ BAD = [
     ("model pull org/name@", 3, "org/name@", "org/name"),
     ("model verify ./model", 3, "safetensors", "gguf"),
     # Commands that share a machine
-    ("join", 2, "'SWARM'", "join --help"),
+    ("start ../open", 3, "cannot name a swarm", "letters, digits"),
     ("serve --swarn open", 2, "Did you mean '--swarm'?", "serve --help"),
     (f"{JOIN} extra", 2, "extra", "join --help"),
     (f"{JOIN} --blocks", 2, "--blocks", "join --help"),

@@ -82,7 +82,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["join"], 2, "SWARM"),
+        (["dashboard"], 2, "--swarm"),
         (["join", "lab", "--no-such-option"], 2, "--no-such-option"),
         (["join", "lab", "--num-blocks", "many"], 2, "--num-blocks"),
         (["status"], 2, "is not a service"),

@@ -130,6 +130,15 @@ def sent_lists(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return lists
 
 
+def test_members_are_listed_with_the_labels_of_their_invites(owner: Owner, tmp_path: Path) -> None:
+    printed = owner.swarm("invite", "--label", "Anna's laptop")
+    assert printed["label"] == "Anna's laptop"
+    owner.admit(printed["invite"], ALICE, tmp_path / "data")
+    (member,) = owner.swarm("members", "--data-dir", str(tmp_path / "data"))["members"]
+    assert (member["label"], member["client"], member["last_seen"]) == ("Anna's laptop", None, None)
+    owner.swarm("invite", "--label", "x" * 65, code=2)
+
+
 def test_revoke_adds_to_the_list_and_sends_it_to_the_swarm(
     owner: Owner, sent_lists: list[bytes], tmp_path: Path
 ) -> None:
