@@ -1,9 +1,7 @@
 """``swarmnet swarm invite``, ``members``, ``approve`` and ``revoke``: the members of a swarm."""
 
-import math
 import re
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +20,17 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
-from swarmnet.swarm_file.local_peer import REVOCATIONS_NAME
-from swarmnet.swarm_file.stored import swarm_dir
+from swarmnet.swarm_file.members import (
+    iso_time,
+    issued_members,
+    listed_members,
+    note_invite,
+    open_invites,
+    read_revocations,
+    revocations_path,
+)
 from swarmnet.units import counted, parse_duration_s
-from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, Unreachable
+from swarmnet_protocols.errors import ConfigError, OutOfResources, Unreachable
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.membership.rules import Admission
@@ -97,7 +102,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
             hint="add the peer to the list instead: swarmnet swarm approve PEER --role ROLE",
         )
     terms = _terms(role, expires_s, label, uses=uses)
-    _print_invite(file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
+    _print_invite(swarm, file, _key_for(swarm, file, key), terms, bootstrap, as_json=as_json)
 
 
 def approve(  # noqa: PLR0913 - a command line, not an interface
@@ -124,7 +129,8 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
         except Unreachable as error:  # the peer is admitted nevertheless, once the list has arrived
             note(f"the peer is no longer revoked, but {error}: {error.hint}")
     if file.admission is not Admission.ALLOW_LIST:
-        _print_invite(file, signer, _terms(role, expires_s, label, peer=who), bootstrap, as_json=as_json)
+        terms = _terms(role, expires_s, label, peer=who)
+        _print_invite(swarm, file, signer, terms, bootstrap, as_json=as_json)
         return
     from swarmnet.swarm_file import writer as swarm_writer
 
@@ -183,7 +189,7 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     from swarmnet_protocols.joining.errands import push_revocations
 
     addresses = list(dict.fromkeys((*file.bootstrap, *bootstrap)))
-    sealed = _list_path(swarm).read_bytes()
+    sealed = revocations_path(swarm).read_bytes()
     told = asyncio.run(push_revocations(sealed, addresses, rules=file.rules(), key=signer, clock=wall_clock))
     if not told:
         raise Unreachable(
@@ -194,12 +200,14 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
 
 
 def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
-    """List the members that the swarm file names, or that the issuer in this --data-dir
-    admitted."""
+    """List the members that the swarm file names, or that the issuer in this --data-dir admitted,
+    and the invites that are still open."""
     file = swarm_file.load(swarm)
-    rows = _listed(file) if file.admission is Admission.ALLOW_LIST else _issued(file, swarm, data_dir)
+    is_list = file.admission is Admission.ALLOW_LIST
+    rows = listed_members(file) if is_list else issued_members(file, swarm, data_dir)
+    invites = open_invites(file, swarm, rows)
     if as_json:
-        print_json({"members": rows})
+        print_json({"members": rows, "invites": invites})
         return
     for row in rows:
         label = f"{row['label']}  " if row["label"] else ""
@@ -212,13 +220,19 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonF
         )
     if not rows:
         note("none yet")
+    for each in invites:
+        label = f"{each['label']}  " if each["label"] else ""
+        roles = ", ".join(each["roles"])
+        note(
+            f"open invite: {label}{each['id']}  {roles}  used {each['used']} of {each['uses']}  until {each['expires']}"
+        )
 
 
 def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:
     """Sign the authority's revocation list with its new ``key``, so its entries stay in force."""
-    path = _list_path(swarm)
+    path = revocations_path(swarm)
     if path.exists():
-        _sign_list(swarm, file, key, _read_list(path, file, now).revoked)
+        _sign_list(swarm, file, key, read_revocations(path, file, now).revoked)
 
 
 def _terms(
@@ -240,6 +254,7 @@ def _terms(
 
 
 def _print_invite(
+    swarm: Path,
     file: SwarmFile,
     signer: "Identity",
     terms: "InviteTerms",
@@ -251,74 +266,29 @@ def _print_invite(
 
     known = (*bootstrap, *file.bootstrap)
     text = make_invite(terms, swarm=file.swarm_id, key=signer, bootstrap=known)
+    identity = read_invite(text, now=0.0).grant.id
+    try:
+        note_invite(swarm, identity, terms)
+    except OSError as error:
+        note(f"`swarm members` will not list this invite: {error.strerror}")
     if as_json:
-        identity = read_invite(text, now=0.0).grant.id.hex()
         fields = {
             "invite": text,
-            "id": identity,
+            "id": identity.hex(),
             "roles": sorted(terms.roles),
             "uses": terms.uses,
             "peer_id": terms.peer,
             "label": terms.label,
         }
-        print_json(fields | {"expires": _iso(terms.not_after)})
+        print_json(fields | {"expires": iso_time(terms.not_after)})
         return
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
     secret = "no other peer can use it" if terms.peer else "keep it secret: it admits any peer"
-    note(f"admits {whom} as {name_roles(terms.roles)} until {_iso(terms.not_after)}; {secret}")
+    note(f"admits {whom} as {name_roles(terms.roles)} until {iso_time(terms.not_after)}; {secret}")
     if not known:
         where = " outside the local network of a node" if file.mdns else ""
         note(f"the invite holds no address, so a newcomer{where} has to add --bootstrap ADDR")
-
-
-def _listed(file: SwarmFile) -> list[dict[str, object]]:
-    unknown = {"until": None, "invite": None, "label": "", "client": None, "last_seen": None}
-    return [
-        {"peer_id": peer, "roles": sorted(roles), "state": "member", **unknown}
-        for peer, roles in file.allow.items()
-    ]
-
-
-def _issued(file: SwarmFile, swarm: Path, data_dir: Path) -> list[dict[str, object]]:
-    from swarmnet_protocols.errors import NotAuthorised
-    from swarmnet_protocols.membership.certificates import open_certificate
-    from swarmnet_protocols.membership.issuer import ISSUED_NAME, IssuedCertificates
-    from swarmnet_protocols.membership.revocations import Revocations
-
-    now, rules = wall_clock(), file.rules()
-    folder = swarm_dir(data_dir, file.swarm_id)
-    if not (folder / ISSUED_NAME).exists():
-        raise ConfigError(
-            f"no issuer has admitted peers with {folder}",
-            hint="give the --data-dir of the node that runs with --issuer",
-        )
-    path = _list_path(swarm)
-    revoked = Revocations([_read_list(path, file, now)] if path.exists() else [])
-    rows: list[dict[str, object]] = []
-    with IssuedCertificates.open(folder) as ledger:
-        for issued in ledger.members():
-            until, state = None, "ended"
-            try:
-                certificate = open_certificate(issued.certificate, rules=rules, now=now)
-            except NotAuthorised:
-                certificate = None
-            if certificate is not None:
-                until = _iso(certificate.not_after)
-                state = "revoked" if revoked.find_revocation(issued.peer, certificate) else "member"
-            rows.append(
-                {
-                    "peer_id": issued.peer,
-                    "roles": sorted(issued.roles),
-                    "state": state,
-                    "until": until,
-                    "invite": issued.invite.hex() or None,
-                    "label": issued.label,
-                    "client": issued.client or None,
-                    "last_seen": _iso(issued.seen_at) if issued.seen_at else None,
-                }
-            )
-    return rows
 
 
 def _key_for(swarm: Path, file: SwarmFile, path: Path | None) -> "Identity":
@@ -346,15 +316,11 @@ def _invite_id(text: str) -> bytes | None:
     return read_invite(text, now=0.0).grant.id if is_invite(text) else None
 
 
-def _list_path(swarm: Path) -> Path:
-    return swarm_file.file_in(swarm).parent / REVOCATIONS_NAME
-
-
 def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList | None":
-    path = _list_path(swarm)
+    path = revocations_path(swarm)
     if not path.exists():
         return None
-    own = _read_list(path, file, wall_clock())
+    own = read_revocations(path, file, wall_clock())
     if own.signer != key.public_key and file.rules().trusts(own.signer, wall_clock()):
         raise ConfigError(
             f"{path} was signed with another key",
@@ -363,30 +329,17 @@ def _own_list(swarm: Path, file: SwarmFile, key: "Identity") -> "RevocationList 
     return own
 
 
-def _read_list(path: Path, file: SwarmFile, now: float) -> "RevocationList":
-    """Return the revocation list in ``path``. Its key need not be trusted any more."""
-    from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES, open_list
-
-    rules = file.rules()
-    with path.open("rb") as stream:
-        data = stream.read(MAX_LIST_BYTES + 1024)
-    try:
-        return open_list(data, rules=replace(rules, keys=dict.fromkeys(rules.keys, math.inf)), now=now)
-    except IntegrityError as error:
-        raise IntegrityError(f"{path}: {error}", hint="restore it from a backup") from error
-
-
 def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedIds") -> int:
     """Sign and write the revocation list without expired entries; returns its serial, higher than
     the last."""
     from swarmnet_protocols.membership.revocations import sign_list
 
-    path, now = _list_path(swarm), wall_clock()
+    path, now = revocations_path(swarm), wall_clock()
     # Serials begin at the present time in seconds. So if the list is lost, the next list still gets
     # a higher serial.
     serial = int(now)
     if path.exists():
-        serial = max(serial, _read_list(path, file, now).serial + 1)
+        serial = max(serial, read_revocations(path, file, now).serial + 1)
     revoked = revoked.still_needed(now, peers_for_ever=not file.rules().needs_certificate)
     try:
         sealed = sign_list(revoked, serial=serial, swarm=file.swarm_id, key=key)
@@ -397,7 +350,3 @@ def _sign_list(swarm: Path, file: SwarmFile, key: "Identity", revoked: "RevokedI
         ) from error
     write_whole(path, sealed, mode=0o644)
     return serial
-
-
-def _iso(time: float) -> str:
-    return datetime.fromtimestamp(time, UTC).isoformat()

@@ -130,11 +130,18 @@ def sent_lists(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return lists
 
 
-def test_members_are_listed_with_the_labels_of_their_invites(owner: Owner, tmp_path: Path) -> None:
+def test_members_and_open_invites_are_listed_with_their_labels(owner: Owner, tmp_path: Path) -> None:
     printed = owner.swarm("invite", "--label", "Anna's laptop")
     assert printed["label"] == "Anna's laptop"
+    other = owner.swarm("invite", "--label", "the lab", "--uses", "2", "--role", "host")
+    gone = owner.swarm("invite")
+    owner.swarm("revoke", gone["id"], code=5)
     owner.admit(printed["invite"], ALICE, tmp_path / "data")
-    (member,) = owner.swarm("members", "--data-dir", str(tmp_path / "data"))["members"]
+    listed = owner.swarm("members", "--data-dir", str(tmp_path / "data"))
+    ((member,), (left,)) = listed["members"], listed["invites"]
+    assert (left["id"], left["label"], left["roles"]) == (other["id"], "the lab", ["host"])
+    assert (left["used"], left["uses"]) == (0, 2)
+    assert other["invite"] not in (owner.directory / "invites").read_text()
     assert (member["label"], member["client"], member["last_seen"]) == ("Anna's laptop", None, None)
     owner.swarm("invite", "--label", "x" * 65, code=2)
 
