@@ -100,7 +100,7 @@ BAD = [
     ("join empty", 3, "'format' is missing", "get the file again"),
     ("join binary", 3, "not a text file", "swarm file"),
     ("join tampered", 7, "changed", "swarm sign"),
-    ("join later", 8, "format", "upgrade"),
+    ("join later", 8, "format", "newer swarmnet"),
     ("join swn1garbage", 3, "invite", "copy"),
     ("status --data-dir nowhere", 5, "no node is running", "swarmnet join"),
     ("status extra", 2, "extra", "status --help"),
