@@ -3,7 +3,7 @@ it with its observer and history."""
 
 import gzip
 import hashlib
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -46,6 +46,8 @@ INVITE_PLACEHOLDER = "INVITE"
 ADDRESS_PLACEHOLDER = "ADDR"
 _GZIP_MIN_BYTES = 1024
 
+Members = Callable[[], Mapping[str, object]]
+"""Returns the members and the open invites of a swarm. Raises ``SwarmnetError``."""
 Window = Annotated[Literal["24h", "30d"], Query()]
 Manifest = Annotated[str, Query(pattern="^([0-9a-f]{64})?$")]
 ETag = Annotated[str, Query(max_length=64)]
@@ -58,10 +60,12 @@ async def run_dashboard(
     history_dir: Path,
     address: tuple[str, int],
     access: AccessPolicy,
+    members: Members | None = None,
 ) -> AsyncIterator[HttpEndpoint]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
-    ``address``: host and port. Each swarm has its own history, in a folder of ``history_dir``.
+    ``address``: host and port. ``members``: what the owner of the swarm may see of its members;
+    None for any other page. Each swarm has its own history, in a folder of ``history_dir``.
     Raises ``ConfigError`` if the history cannot be written or the address cannot be bound.
     """
     folder = history_dir / file.swarm_id.hex()[:16]
@@ -77,7 +81,7 @@ async def run_dashboard(
         history = stack.enter_context(History.open(folder))
         observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
         feed = await stack.enter_async_context(Feed.run(observer, history))
-        yield await stack.enter_async_context(serve(feed, *address, access))
+        yield await stack.enter_async_context(serve(feed, *address, access, members))
 
 
 def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
@@ -89,23 +93,32 @@ def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
 
 
 @asynccontextmanager
-async def serve(feed: Feed, host: str, port: int, access: AccessPolicy) -> AsyncIterator[HttpEndpoint]:
+async def serve(
+    feed: Feed, host: str, port: int, access: AccessPolicy, members: Members | None = None
+) -> AsyncIterator[HttpEndpoint]:
     """Serve ``feed`` while the context is open. Raises ``ConfigError`` if the address cannot be
     bound or needs a key."""
     check_exposed(host, access.keys)
-    app = protect(create_app(feed), access, csp=CSP, max_body_bytes=0)
+    app = protect(create_app(feed, members), access, csp=CSP, max_body_bytes=0)
     async with serve_http(app, host, port) as endpoint:
         yield endpoint
 
 
-def create_app(feed: Feed) -> FastAPI:
+def create_app(feed: Feed, members: Members | None = None) -> FastAPI:
     """Return the ASGI app, without the middleware of ``swarmnet.web``."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_MIN_BYTES, compresslevel=6)
     _add_page(app)
     _add_state(app, feed)
     _add_history(app, feed)
+    _add_members(app, members)
     return app
+
+
+def _add_members(app: FastAPI, members: Members | None) -> None:
+    @app.get("/api/v1/members")
+    async def listed() -> Mapping[str, object] | None:
+        return None if members is None else await run_in_threadpool(members)
 
 
 def _add_page(app: FastAPI) -> None:

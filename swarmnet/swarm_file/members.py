@@ -20,6 +20,7 @@ from swarmnet.swarm_file.local_peer import REVOCATIONS_NAME
 from swarmnet.swarm_file.stored import swarm_dir
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.membership.rules import Admission
 
 if TYPE_CHECKING:
     from swarmnet_protocols.membership.invites import InviteTerms
@@ -71,6 +72,19 @@ def _made(path: Path) -> Iterator[dict[str, Any]]:
         with suppress(ValueError, RecursionError):
             if isinstance(made := json.loads(line), dict):
                 yield made
+
+
+def lists_for_owner(file: SwarmFile, swarm: Path, data_dir: Path) -> dict[str, object]:
+    """Return the members and the open invites. Without an issuer's records in ``data_dir`` there
+    are no members."""
+    if file.admission is Admission.ALLOW_LIST:
+        members = listed_members(file)
+    else:
+        try:
+            members = issued_members(file, swarm, data_dir)
+        except ConfigError:
+            members = []
+    return {"members": members, "invites": open_invites(file, swarm, members)}
 
 
 def listed_members(file: SwarmFile) -> list[dict[str, object]]:

@@ -290,7 +290,7 @@ async def connect(
         if network.house is not None:
             from swarmnet_protocols.joining.pairing import open_door
 
-            door = open_door(network.house, routed, raw, peer.listen, wall_clock)
+            door = open_door(network.house, routed, raw, peer.listen)
             await stack.enter_async_context(door)
         yield guarded, directory
 

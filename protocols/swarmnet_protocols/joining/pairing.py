@@ -11,11 +11,12 @@ A machine of a household swarm, the *house*, announces itself in the local netwo
 
 The two peer ids, which libp2p authenticates, are SPAKE2's identities. So somebody in the middle,
 who has another peer id on each side, gets two different keys. A code counts three tries, however
-many peers make them, and lives for a minute. After ``MAX_SPENT`` used-up codes without a newcomer
-in between, the door stays shut until its owner starts the house again. So the chance to guess a
-code is ``TRIES * MAX_SPENT`` in a million.
+many peers make them, and lives for a minute. After ``MAX_TRIES`` tries without a newcomer in
+between, the door stays shut until its owner starts the house again. So the chance to guess a code
+is ``MAX_TRIES`` in a million, however slowly somebody tries.
 """
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -30,7 +31,6 @@ from swarmnet_protocols.errors import (
 )
 from swarmnet_protocols.joining.local_network import LocalNetwork
 from swarmnet_protocols.joining.mdns_record import is_local
-from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.invites import MAX_INVITE_CHARS
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
@@ -54,8 +54,8 @@ TRIES = 3
 CODE_S = 60.0
 """Seconds that a code is valid. With less, nobody types it in time. With more, somebody who passes
 by may read it."""
-MAX_SPENT = 5
-"""Most codes that three tries use up before the house pairs no more."""
+MAX_TRIES = 15
+"""Most tries in vain, with all codes together, before the house pairs no more."""
 MAX_AT_ONCE = 4
 """Most newcomers that a house talks to at once."""
 MAX_HOUSES = 8
@@ -81,16 +81,16 @@ class Codes:
         self._code = ""
         self._until = 0.0
         self._left = 0
-        self._spent = 0
+        self._tried = 0
 
     def has_valid(self, now: float) -> bool:
-        return self._left > 0 and now < self._until
+        return self._left > 0 and now < self._until and self._tried < MAX_TRIES
 
     def ensure_shown(self, now: float) -> None:
         """Show a new code unless one is valid. Raises ``Refusal`` if the door is shut."""
         if self.has_valid(now):
             return
-        if self._spent >= MAX_SPENT:
+        if self._tried >= MAX_TRIES:
             raise Refusal(
                 refusal_pb2.REASON_NOT_AUTHORISED,
                 "too many wrong codes were tried: stop `swarmnet start` there and start it again",
@@ -102,22 +102,21 @@ class Codes:
         """Return the valid code for one try, which counts before its result is known: a newcomer
         that does not finish a try has tried, too."""
         self._left -= 1
-        if self._left == 0:
-            self._spent += 1
+        self._tried += 1
         return self._code
 
     def fail(self, code: str, now: float) -> int:
         """Note that a try with ``code`` was wrong, and show another code if it was the last.
         Returns how many tries the shown code has left; 0 if another code is shown now. Raises
         ``Refusal`` if the door is shut."""
-        if code == self._code and self._left > 0 and now < self._until:
+        if code == self._code and self.has_valid(now):
             return self._left
         self.ensure_shown(now)
         return 0
 
     def succeed(self) -> None:
         """Note that a newcomer has the code: it is used up, and the door stays open."""
-        self._left, self._spent = 0, 0
+        self._left, self._tried = 0, 0
 
 
 def random_code() -> str:
@@ -139,19 +138,12 @@ class House:
 
 
 class Door:
-    """The pairing protocol on the side of the house. Made by :meth:`run`."""
+    """The pairing protocol on the side of the house. Made by :func:`open_door`."""
 
-    def __init__(
-        self,
-        house: House,
-        own: PeerId,
-        clock: Clock,
-        is_near: Callable[[PeerId], Awaitable[bool]],
-    ) -> None:
+    def __init__(self, house: House, own: PeerId, is_near: Callable[[PeerId], Awaitable[bool]]) -> None:
         """``is_near`` tells whether a peer is in a local network of this machine."""
         self._house = house
         self._own = own
-        self._clock = clock
         self._is_near = is_near
         self._knocking = ""
         self._codes = Codes(random_code, lambda code: house.show_code(code, self._knocking))
@@ -175,7 +167,7 @@ class Door:
             raise ProtocolViolation("the first message is no knock")
         name = printable(request.knock.name[:MAX_NAME_CHARS])
         self._knocking = name
-        self._codes.ensure_shown(self._clock())
+        self._codes.ensure_shown(_now())
         await stream.send(pb.PairingReply(house=pb.House(name=self._house.name[:MAX_NAME_CHARS])))
         while not await self._one_try(stream, name):
             pass
@@ -186,8 +178,8 @@ class Door:
         if request.WhichOneof("kind") != "attempt":
             raise ProtocolViolation("a pairing message other than a try")
         self._knocking = name
-        if not self._codes.has_valid(self._clock()):
-            self._codes.ensure_shown(self._clock())
+        if not self._codes.has_valid(_now()):
+            self._codes.ensure_shown(_now())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=0)))
             return False
         code = self._codes.take_try()
@@ -196,7 +188,7 @@ class Door:
         key = finished(exchange, request.attempt)
         confirmation, _ = await stream.receive()
         if key is None or not hmac.compare_digest(confirmation.confirm, _mac(key, _NEWCOMER)):
-            left = self._codes.fail(code, self._clock())
+            left = self._codes.fail(code, _now())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=left)))
             return False
         self._codes.succeed()
@@ -209,7 +201,7 @@ class Door:
 
 @asynccontextmanager
 async def open_door(
-    house: House, transport: Transport, raw: "P2pdTransport", listen: Sequence[str], clock: Clock
+    house: House, transport: Transport, raw: "P2pdTransport", listen: Sequence[str]
 ) -> AsyncIterator[None]:
     """Announce the house and pair newcomers while the context is open. ``transport`` is the one
     below ``GuardedTransport``, and ``raw`` is the one below that."""
@@ -220,7 +212,7 @@ async def open_door(
     async def meet(_: Sequence[str]) -> bool:
         return True
 
-    door = Door(house, transport.peer_id, clock, is_near)
+    door = Door(house, transport.peer_id, is_near)
     await PAIRING.serve(transport, door.answer)
     async with LocalNetwork(HOUSES, listen=listen, own=raw.addresses).run(meet):
         yield
@@ -299,6 +291,10 @@ def finished(exchange: "SPAKE2_A | SPAKE2_B", element: bytes) -> bytes | None:
     except (SPAKEError, ValueError, AssertionError):
         return None
     return key
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _mac(key: bytes, data: bytes) -> bytes:

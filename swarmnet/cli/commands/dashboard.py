@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from swarmnet import swarm_file
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     AllowHostOption,
@@ -24,13 +25,12 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
-from swarmnet.swarm_file.keys import API_KEY, read_secret
+from swarmnet.swarm_file.keys import API_KEY, KEY_NAME, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import client_listen
 
 if TYPE_CHECKING:
-    from swarmnet.swarm_file.content import SwarmFile
     from swarmnet.web.middleware import AccessPolicy
     from swarmnet_node.supervisor import Supervisor
 
@@ -100,7 +100,14 @@ async def _show(
             )
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
         endpoint = await stack.enter_async_context(
-            run_dashboard(dependencies, entry.file, directory / HISTORY, address, access)
+            run_dashboard(
+                dependencies,
+                entry.file,
+                directory / HISTORY,
+                address,
+                access,
+                owners_lists(entry, directory.parent, access),
+            )
         )
         interrupts.first = stop.set
         notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
@@ -114,6 +121,26 @@ async def _show(
         if not stop.is_set():
             raise NetworkStopped(hint=_RESTART)
     say({"event": "stopped"}, "stopped", as_json=as_json)
+
+
+def owners_lists(
+    entry: Entry, data_dir: Path, access: "AccessPolicy"
+) -> "Callable[[], Mapping[str, object]] | None":
+    """Return the function that lists members and open invites for the owner of the swarm, with an
+    issuer's records in ``data_dir``. None for other people, and for a page that may be public."""
+    source = entry.source
+    if source is None or entry.folder is None or not source.with_name(KEY_NAME).exists():
+        return None
+    if may_be_public(access):
+        return None
+    from swarmnet.swarm_file.members import lists_for_owner
+
+    return lambda: lists_for_owner(swarm_file.load(source), source, data_dir)
+
+
+def may_be_public(access: "AccessPolicy") -> bool:
+    """Return whether a proxy may show the page to anybody: it has a name, and asks for no key."""
+    return bool(access.host_names) and not access.keys
 
 
 def page_access(
@@ -140,7 +167,7 @@ def page_access(
 
 def node_page(
     address: tuple[str, int], key_file: Path | None
-) -> Callable[["SwarmFile", Path, "Supervisor"], AbstractAsyncContextManager[str]]:
+) -> Callable[[Entry, Path, "Supervisor"], AbstractAsyncContextManager[str]]:
     """Return a function that serves the page of a node in a swarm, with its history in a folder.
 
     Raises ``ConfigError`` if ``address`` cannot serve it.
@@ -154,7 +181,7 @@ def node_page(
 async def _serve_page(
     address: tuple[str, int],
     access: "AccessPolicy",
-    file: "SwarmFile",
+    entry: Entry,
     data_dir: Path,
     node: "Supervisor",
 ) -> AsyncIterator[str]:
@@ -174,5 +201,7 @@ async def _serve_page(
         of_node.timing,
         own_report=node.report,
     )
-    async with run_dashboard(dependencies, file, data_dir / HISTORY, address, access) as endpoint:
+    lists = owners_lists(entry, data_dir, access)
+    page = run_dashboard(dependencies, entry.file, data_dir / HISTORY, address, access, lists)
+    async with page as endpoint:
         yield endpoint.url

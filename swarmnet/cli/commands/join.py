@@ -267,7 +267,7 @@ def host(
     *,
     house: "House | None" = None,
     metrics: tuple[str, int] | None = None,
-    page: "Callable[[SwarmFile, Path, Supervisor], AbstractAsyncContextManager[str]] | None" = None,
+    page: "Callable[[Entry, Path, Supervisor], AbstractAsyncContextManager[str]] | None" = None,
 ) -> None:
     """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
     newcomers."""
@@ -303,7 +303,7 @@ def host(
             as_json=as_json,
             stop_on_eof=foreground.stop_on_eof,
             metrics=metrics,
-            dashboard=page and partial(page, entry.file, directory),
+            dashboard=page and partial(page, entry, directory),
         ).run()
 
 

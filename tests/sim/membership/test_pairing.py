@@ -1,5 +1,6 @@
 """Pairing by a code: newcomers, people who mistype, and attackers in the same network."""
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -13,7 +14,7 @@ from swarmnet_protocols.joining import pairing
 from swarmnet_protocols.joining.pairing import (
     CODE_S,
     MAX_AT_ONCE,
-    MAX_SPENT,
+    MAX_TRIES,
     TRIES,
     Codes,
     Door,
@@ -29,7 +30,7 @@ from swarmnet_protocols.wire import pairing_pb2 as pb
 from tests.defences import Patch, defence
 from tests.support.network import virtual_time
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork, MemoryTransport
-from tests.support.network.private_swarm import identity_of, virtual_clock
+from tests.support.network.private_swarm import identity_of
 
 CODE = "000040"
 INVITE = "swn1invite"
@@ -44,6 +45,7 @@ class Room:
         self.shown: list[str] = []
         self.invited: list[PeerId] = []
         self.near = near
+        self.tried = 0
 
     async def person(self, name: str) -> MemoryTransport:
         return await self._stack.enter_async_context(self._network.transport(identity_of(name).peer_id))
@@ -55,7 +57,7 @@ class Room:
             return self.near
 
         house = House("home", self._invite, lambda code, _: self.shown.append(code), lambda _: None)
-        await PAIRING.serve(transport, Door(house, transport.peer_id, virtual_clock, is_near).answer)
+        await PAIRING.serve(transport, Door(house, transport.peer_id, is_near).answer)
         return transport.peer_id
 
     def _invite(self, peer: PeerId, label: str) -> str:
@@ -125,30 +127,35 @@ def test_a_code_ends_after_a_minute() -> None:
     assert shown == ["0", "1"]
 
 
-async def guess(room: Room, house: PeerId) -> None:
-    """Try one code after another, each three under a new identity, until the house refuses."""
-    code = 0
+async def guess(room: Room, house: PeerId, each: int) -> None:
+    """Try one code after another, ``each`` under a new identity and with a new code, until the
+    house refuses."""
     for number in count():
         attacker = await room.person(f"attacker {number}")
         found = await at_door(attacker, house)
-        for _ in range(TRIES):
-            result = await try_code(found, f"{code:06}", attacker.peer_id)
-            assert not isinstance(result, str), f"guessed after {code} tries"
-            code += 1
+        for _ in range(each):
+            room.tried += 1
+            result = await try_code(found, f"{room.tried:06}", attacker.peer_id)
+            assert not isinstance(result, str), f"guessed after {room.tried} tries"
         found.stream.close()
+        if each < TRIES:
+            await asyncio.sleep(CODE_S)
 
 
 @defence(
     "a code counts its tries over all peers",
     off=lambda patch: patch.setattr(Codes, "take_try", lambda self: self._code),
 )
-@defence("after some codes the door is shut", off=lambda patch: patch.setattr(pairing, "MAX_SPENT", 10**6))
-def test_nobody_guesses_a_code_by_trying_all() -> None:
+@defence("after some tries the door is shut", off=lambda patch: patch.setattr(pairing, "MAX_TRIES", 10**6))
+@pytest.mark.parametrize("each", [TRIES, TRIES - 1])
+def test_nobody_guesses_a_code_by_trying_all(each: int) -> None:
+    """Not even by sparing the last try of each code, so that no code is used up."""
+
     async def scenario(room: Room) -> None:
         house = await room.open()
         with pytest.raises((NotAuthorised, StreamEnded), match="too many wrong codes"):
-            await guess(room, house)
-        assert len(room.shown) == MAX_SPENT
+            await guess(room, house, each)
+        assert room.tried <= MAX_TRIES + 1
         assert not room.invited
 
     run(scenario)
@@ -308,10 +315,9 @@ def test_an_element_that_is_no_point_is_a_wrong_code(element: bytes) -> None:
 
 def test_a_shut_door_says_what_to_do() -> None:
     codes = Codes(lambda: CODE, lambda _: None)
-    for _ in range(MAX_SPENT):
+    for _ in range(MAX_TRIES):
         codes.ensure_shown(0.0)
-        for _ in range(TRIES):
-            codes.take_try()
+        codes.take_try()
     with pytest.raises(Refusal, match="start it again"):
         codes.ensure_shown(0.0)
     assert issubclass(Refusal, SwarmnetError)

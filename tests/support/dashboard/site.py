@@ -64,6 +64,34 @@ class Site:
         return self.feed.now.body
 
 
+MEMBERS = {
+    "members": [
+        {
+            "peer_id": "12D3KooWBtg3aaRMjxwedh83aGiUkwSxDwUZkzuJcfaqUmo7R3pq",
+            "client": None,
+            "label": "<img src=x onerror=alert(1)>",
+            "roles": ["client", "host"],
+            "state": "member",
+            "until": "2026-11-27T12:00:00+00:00",
+            "invite": "00" * 16,
+            "last_seen": "2026-11-27T12:00:00+00:00",
+        }
+    ],
+    "invites": [
+        {
+            "id": "ab" * 16,
+            "label": "our lab",
+            "roles": ["host"],
+            "uses": 5,
+            "used": 2,
+            "peer_id": None,
+            "expires": "2026-12-04T12:00:00+00:00",
+        }
+    ],
+}
+"""What the owner of the swarm ``full`` sees of its members. The label is hostile."""
+
+
 class Sites:
     """Dashboards by the kind of their swarm, started at first use."""
 
@@ -101,8 +129,9 @@ class Sites:
         with ExitStack() as stack:
             history = stack.enter_context(opened)
             feed = await self._open.enter_async_context(Feed.run(swarm, history))
+            lists = (lambda: MEMBERS) if kind == "full" else None
             endpoint = await self._open.enter_async_context(
-                server.serve(feed, "127.0.0.1", 0, AccessPolicy())
+                server.serve(feed, "127.0.0.1", 0, AccessPolicy(), lists)
             )
             self._open.push(stack.pop_all())
         return Site(endpoint.url, swarm, feed, now_s, self)

@@ -137,6 +137,18 @@ def test_peers_jobs_and_history_are_served(tmp_path: Path) -> None:
     with_site(tmp_path, scenario)
 
 
+def test_members_are_served_to_the_owner_alone(tmp_path: Path) -> None:
+    async def scenario(site: Site) -> None:
+        async with client_of(site) as client:
+            assert (await client.get("/api/v1/members")).json() is None
+        lists = {"members": [{"peer_id": "a", "roles": ["host"]}], "invites": []}
+        transport = httpx.ASGITransport(create_app(site.feed, lambda: lists))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            assert (await client.get("/api/v1/members")).json() == lists
+
+    with_site(tmp_path, scenario)
+
+
 @pytest.mark.parametrize(
     ("path", "status"),
     [

@@ -9,6 +9,7 @@ import { expertMap } from "../views/experts.js";
 import { headline } from "../views/headline.js";
 import { history } from "../views/history.js";
 import { advice, contributionList, eventFeed, jobList } from "../views/lists.js";
+import { memberLists } from "../views/members.js";
 import { peerTable } from "../views/peers.js";
 
 const CONTRIBUTIONS_EVERY_MS = 60_000;
@@ -27,18 +28,21 @@ export function overviewPage() {
   const feed = eventFeed();
   const jobs = jobList();
   const shares = contributionList();
+  const owners = memberLists((found) => { members.hidden = !found; });
   const tabs = h("nav", { class: "models", "aria-label": "Models" });
   const emptyState = empty();
   const facts = h("span", { class: "quiet panel-note" });
 
   const figure = panel("Blocks and chains", { id: "blocks", aside: [picture.button], note: facts }, bar.node, experts.node, picture.node);
   const peers = panel("Peers", { id: "peers", aside: table.controls }, table.node);
+  const members = panel("Members", { id: "members" }, owners.node);
+  members.hidden = true;
   const model = h("div", { class: "model" }, top.node, figure);
   const node = h("div", { class: "overview" }, tabs, emptyState.node, model,
     h("div", { class: "columns" },
       panel("History", { id: "history", aside: [charts.controls] }, charts.node),
       h("div", { class: "side" }, panel("What to host next", { id: "next" }, next.node), panel("Events", { id: "events" }, feed.node))),
-    peers,
+    peers, members,
     h("div", { class: "columns even" }, panel("Training jobs", { id: "jobs" }, jobs.node), panel("Contributions, 30 days", { id: "contributions" }, shares.node)));
 
   async function contributions() {

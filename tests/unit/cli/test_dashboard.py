@@ -1,0 +1,32 @@
+"""``swarmnet dashboard``: who sees the members of a swarm on its page."""
+
+from pathlib import Path
+
+from swarmnet.cli.commands import dashboard
+from swarmnet.cli.commands.dashboard import owners_lists
+from swarmnet.swarm_file.entry import enter
+from swarmnet.swarm_file.keys import KEY_NAME
+from swarmnet.swarm_file.writer import NewSwarm, create
+from swarmnet.web.middleware import AccessPolicy, ApiKeys
+from swarmnet_protocols.machine.clock import wall_clock
+from tests.defences import defence, no, replacing
+from tests.support.processes.commands import call
+
+KEY = ApiKeys({"dashboard": "a-key-of-the-owner"})
+
+
+@defence(
+    "a page that may be public shows no members",
+    off=replacing(dashboard, "may_be_public", no),
+)
+def test_members_are_shown_to_the_owner_and_not_in_public(tmp_path: Path) -> None:
+    create(tmp_path / "lab", NewSwarm("lab"), now=wall_clock())
+    call("swarm", "invite", str(tmp_path / "lab"), "--label", "Anna")
+    entry = enter(str(tmp_path / "lab"), tmp_path / "data", as_client=True)
+    for access in (AccessPolicy(), AccessPolicy(KEY), AccessPolicy(KEY, ["swarm.example.org"])):
+        lists = owners_lists(entry, tmp_path / "data", access)
+        assert lists is not None
+        assert [each["label"] for each in lists()["invites"]] == ["Anna"]  # type: ignore[attr-defined]
+    assert owners_lists(entry, tmp_path / "data", AccessPolicy(host_names=["swarm.example.org"])) is None
+    (tmp_path / "lab" / KEY_NAME).unlink()
+    assert owners_lists(entry, tmp_path / "data", AccessPolicy()) is None
