@@ -125,7 +125,7 @@ def set_clocks(patch: pytest.MonkeyPatch, *, days: int) -> None:
         return wall_clock() + days * 24 * 3600
 
     for module in list(sys.modules.values()):
-        if module.__name__ != __name__ and getattr(module, "wall_clock", None) is wall_clock:
+        if module.__name__ != __name__ and vars(module).get("wall_clock") is wall_clock:
             patch.setattr(module, "wall_clock", later)
 
 

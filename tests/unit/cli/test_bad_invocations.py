@@ -127,7 +127,7 @@ BAD = [
     ("swarm create x --out out --bootstrap x", 3, "multiaddr", "/ip4/"),
     ("swarm show nowhere", 3, "nowhere", "get the file"),
     ("swarm verify tampered/swarm.toml", 7, "changed", "swarm sign"),
-    ("swarm verify later/swarm.toml", 8, "format", "upgrade"),
+    ("swarm verify later/swarm.toml", 8, "format", "newer swarmnet"),
     ("swarm sign lab --key other/authority.key", 3, "does not belong to the authority", "authority.key"),
     ("swarm sign open --key nowhere", 3, "no authority", "--key"),
     ("swarm invite open", 3, "no authority", "swarm create"),
