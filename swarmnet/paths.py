@@ -27,9 +27,14 @@ def default_cache_dir() -> Path:
     return _of_user(platformdirs.user_cache_path)
 
 
+def default_state_dir() -> Path:
+    """Return the folder of what commands remember about each other."""
+    return _of_user(platformdirs.user_state_path)
+
+
 def default_history() -> Path:
     """Return the file with the lines typed in chats."""
-    return _of_user(platformdirs.user_state_path) / "chat_history"
+    return default_state_dir() / "chat_history"
 
 
 def _of_user(find: Callable[..., Path]) -> Path:

@@ -28,6 +28,7 @@ from starlette.exceptions import HTTPException
 from swarmnet.gateway.errors import RETRY_S, ApiError, api_error
 from swarmnet.gateway.generation import Generation
 from swarmnet.gateway.metrics import GatewayMetrics
+from swarmnet.gateway.own_answers import OwnRequest, answer_own, check_key
 from swarmnet.gateway.parsing import BodyParser, is_json
 from swarmnet.gateway.quotas import Quota, QuotaTracker
 from swarmnet.gateway.responses import (
@@ -47,6 +48,7 @@ from swarmnet.gateway.schemas import (
     TokenizeRequest,
 )
 from swarmnet.gateway.tokenization import PromptTokenizer
+from swarmnet.resident import PATH
 from swarmnet.web.middleware import key_name
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -84,6 +86,8 @@ class Gateway:
     served: BatchedModel
     quota: Quota = field(default_factory=Quota)
     clock: Clock = wall_clock
+    own_key: str = ""
+    """The secret of this user's own commands (``own_answers.py``); empty to refuse them."""
 
     def __post_init__(self) -> None:
         self.model = name_for_peers(self.served.local.name)
@@ -116,6 +120,9 @@ class Gateway:
         app.add_api_route("/v1/completions", self.complete, methods=["POST"], response_model=None)
         app.add_api_route("/tokenize", self.tokenize, methods=["POST"])
         app.add_api_route("/detokenize", self.detokenize, methods=["POST"])
+        app.add_api_route(
+            PATH, self.answer_own, methods=["POST"], response_model=None, include_in_schema=False
+        )
         for kind in (ApiError, SwarmnetError, HTTPException, Exception):
             app.add_exception_handler(kind, self._handle_error)
         return app
@@ -162,6 +169,16 @@ class Gateway:
             return Prepared(ids, body.max_tokens, body.logprobs, formatter, "prompt")
 
         return await self._generate(request, body, prepare)
+
+    async def answer_own(self, request: Request) -> Response:
+        check_key(request, self.own_key)
+        if self._draining:
+            raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
+        body = self.parser.parse(await request.body(), OwnRequest)
+        async with AsyncExitStack() as stack:
+            self._count_running(1)
+            stack.callback(self._count_running, -1)
+            return await answer_own(self.served, self._tokenizer, body, stack)
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = await self._parse(request, TokenizeRequest)

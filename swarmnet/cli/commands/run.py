@@ -14,6 +14,7 @@ from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
+from swarmnet.cli.chat.through_endpoint import ask
 from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
     DraftOption,
@@ -28,6 +29,7 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
+from swarmnet.resident import find, model_id
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
@@ -98,6 +100,13 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     ] = 0.0,
     dtype: DtypeOption = "auto",
     wire: WireOption = "auto",
+    alone: Annotated[
+        bool,
+        typer.Option(
+            "--alone",
+            help="Join the swarm for this answer, even if `swarmnet serve` runs on this machine.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -140,6 +149,14 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     network = client.network(swarm)
     if not raw:
         prepare_rendering()
+    is_usual = adapter is None and trace is None and not (draft or client.hosts or wait)
+    if not (alone or is_chat) and is_usual and (dtype, wire, standby) == ("auto", "auto", None):
+        resident = find(network.rules.swarm.hex(), model_id(model))
+        if resident is not None and (
+            answer := ask(resident, _prompt(question, system, raw), sampling, screen)
+        ):
+            screen.end(answer)
+            return
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
     if adapter is not None or trace is not None:
         opening = _open_model(model, network, client, screen, adapter, trace, **how)
@@ -152,6 +169,14 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         else:
             said.turns.append(Turn(question))
             screen.end(generate(answerer, said.encode(), sampling, screen, continues=said.is_plain))
+
+
+def _prompt(question: str, system: str, raw: bool) -> dict[str, Any]:
+    """Return a question as an endpoint of this machine takes it."""
+    if raw:
+        return {"text": system + question}
+    told = [{"role": "system", "content": system}] if system else []
+    return {"messages": [*told, {"role": "user", "content": question}]}
 
 
 def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:

@@ -4,10 +4,11 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -30,6 +31,7 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, print_json, progress, say
+from swarmnet.resident import KEY_NAME, Resident, announced, model_id, new_key
 from swarmnet.swarm_file.keys import API_KEY, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
@@ -115,8 +117,8 @@ class EndpointOptions:
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
 
-    def access(self) -> "AccessPolicy":
-        """Return the access rules of the endpoint.
+    def access(self, own_key: str) -> "AccessPolicy":
+        """Return the access rules of the endpoint. ``own_key``: the secret of this user's commands.
 
         Raises ``ConfigError`` if other machines reach it without a key, or if a key or an origin is
         invalid.
@@ -125,6 +127,8 @@ class EndpointOptions:
 
         keys = _keys(self.api_key_file)
         check_exposed(self.host, keys)
+        if keys:
+            keys = _keys(self.api_key_file, {KEY_NAME: own_key})
         origins = [check_origin(each) for each in self.cors]
         return AccessPolicy(keys, [self.host, *self.allow_host], origins, ["/health"])
 
@@ -140,7 +144,8 @@ def serve(
     from swarmnet.web.server import listen
 
     check_draft(options.draft, speculate=options.speculate)
-    access = options.access()
+    own_key = new_key()
+    access = options.access(own_key)
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
     network = client.network(swarm)
     with progress(quiet=options.as_json) as report:
@@ -154,7 +159,7 @@ def serve(
         )
     prepare_rendering()
     allow_open_files(MAX_FILES)
-    run_until_stopped(_serve(local, network, access, options))
+    run_until_stopped(_serve(local, network, access, options, own_key))
 
 
 def check_origin(text: str) -> str:
@@ -174,12 +179,12 @@ def check_origin(text: str) -> str:
     return f"{scheme}://{host}" + (f":{port}" if port else "")
 
 
-def _keys(files: Sequence[Path]) -> "ApiKeys":
-    """Return the API keys of the environment and of ``files``. A key without a name is named after
-    its file and line."""
+def _keys(files: Sequence[Path], others: Mapping[str, str] = MappingProxyType({})) -> "ApiKeys":
+    """Return the API keys of the environment and of ``files``, and ``others``. A key without a name
+    is named after its file and line."""
     from swarmnet.web.middleware import ApiKeys
 
-    keys = {API_KEY: key} if (key := os.environ.get(API_KEY)) else {}
+    keys = dict(others) | ({API_KEY: key} if (key := os.environ.get(API_KEY)) else {})
     for path in files:
         lines = read_secret(path, MAX_KEY_FILE_BYTES).splitlines()
         named = [
@@ -206,7 +211,7 @@ def _named(line: str, place: str) -> tuple[str, str]:
 
 
 async def _serve(
-    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions
+    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
 ) -> None:
     from swarmnet.gateway.app import Gateway
     from swarmnet.gateway.quotas import Quota
@@ -233,10 +238,12 @@ async def _serve(
         served = await stack.enter_async_context(
             BatchedModel.open(local, hosts, load, limits, speculate=options.speculate)
         )
-        gateway = Gateway(served, quota)
+        gateway = Gateway(served, quota, own_key=own_key)
         stack.callback(gateway.close)
         app = protect(gateway.app(), access, max_body_bytes=gateway.parser.max_bytes)
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
+        resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
+        stack.enter_context(announced(resident))
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, access, as_json=options.as_json)
         await race(stop.wait(), hosts.transport.died(), endpoint.failed())

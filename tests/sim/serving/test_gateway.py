@@ -15,6 +15,7 @@ import torch
 from swarmnet.gateway import app as gateway_app
 from swarmnet.gateway.app import FIRST_TOKEN_S
 from swarmnet.gateway.responses import KEEP_ALIVE_S
+from swarmnet.resident import PATH
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.chain import chain
 from swarmnet_client.model.local_layers import LocalLayers
@@ -433,6 +434,29 @@ def test_blocks_without_a_host_are_a_503(tiny: Reference) -> None:
         assert (await caller.http.get("/health")).json()["missing"] == [[4, 6]]
 
     served(tiny, scenario, {"a": (0, 4)})
+
+
+def test_this_users_commands_get_tokens_and_hosts(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        caller.gateway.own_key = "a secret of this user"
+        body = {"messages": [{"role": "user", "content": "w5 w6"}], "max_new_tokens": TOKENS}
+        body |= {"temperature": 0.0}
+        for key in ("", "another", "a secret of this use"):
+            refusal = await caller.http.post(PATH, json=body, headers={"authorization": f"Bearer {key}"})
+            assert refusal.status_code == 404
+        own = {"authorization": "Bearer a secret of this user"}
+        answer = await caller.http.post(PATH, json=body, headers=own)
+        *lines, end = [json.loads(line) for line in answer.text.splitlines()]
+        usual = (await caller.chat(max_tokens=TOKENS)).json()
+        assert (
+            "".join(line["text"] for line in (*lines, end) if "text" in line)
+            == (usual["choices"][0]["message"]["content"])
+        )
+        assert len([line for line in lines if "token" in line]) == TOKENS
+        assert [hop[1:] for hop in end["report"]["route"]] == [[0, 2], [2, 4], [4, 6]]
+        assert caller.gateway._running == 0
+
+    served(tiny, scenario)
 
 
 def test_refusals_end_soon_after_a_host_has_returned(tiny: Reference) -> None:

@@ -1,0 +1,121 @@
+"""Answers for the commands of the user who runs the endpoint: with tokens, hosts and progress.
+
+`swarmnet run` asks here instead of joining the swarm itself (``swarmnet/resident.py``). The
+response is a stream of JSON lines:
+
+1. ``{"done": 256, "total": 2048}`` while a long prompt is read;
+2. ``{"token": 5, "text": " the"}`` for each token;
+3. ``{"text": "", "prompt_tokens": 9, "report": {...}}``, or ``{"error": "...", "hint": "..."}``.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from pydantic import Field
+
+from swarmnet.gateway.detokenizer import IncrementalDetokenizer
+from swarmnet.gateway.errors import ApiError
+from swarmnet.gateway.schemas import Messages, StrictModel
+from swarmnet.gateway.tokenization import PromptTokenizer
+from swarmnet_client.batching import answers
+from swarmnet_client.batching.continuous_batching import BatchedModel
+from swarmnet_client.model.sampling import Sampling, Token
+from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.machine.aio import in_background
+
+OWNER = "this user"
+"""Owner of the KV caches that these answers leave."""
+
+
+class OwnRequest(StrictModel):
+    """A prompt of `swarmnet run`: a text, or the messages of a chat."""
+
+    text: str | None = None
+    messages: Messages | None = None
+    max_new_tokens: int = Field(ge=1)
+    temperature: float = Field(ge=0, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=0)
+    speculate: bool = True
+
+
+def check_key(request: Request, key: str) -> None:
+    """Raise ``ApiError`` unless the request has the secret of this endpoint."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not key or not hmac.compare_digest(given.encode(), key.encode()):
+        raise ApiError(404, "there is nothing at this path", "not_found")
+
+
+async def answer_own(
+    served: BatchedModel, tokenizer: PromptTokenizer, body: OwnRequest, stack: AsyncExitStack
+) -> StreamingResponse:
+    """Answer a prompt; ``stack`` is closed when the stream ends. Raises ``ApiError`` if the prompt
+    does not fit, and ``Overloaded``."""
+    if body.messages is None:
+        ids = await tokenizer.encode(body.text or "", special_tokens=True)
+    else:
+        ids = await tokenizer.encode_chat(body.messages, generation_prompt=True)
+    room = served.context - len(ids)
+    if room < 1 or not ids:
+        message = f"the prompt has {len(ids)} tokens and the model takes {served.context}"
+        raise ApiError(400, message, "context_length_exceeded")
+    wanted = answers.Request(
+        tuple(ids),
+        min(body.max_new_tokens, room),
+        Sampling(
+            body.temperature,
+            served.sampling.top_p if body.top_p is None else body.top_p,
+            secrets.randbits(63) if body.seed is None else body.seed,
+        ),
+        served.end_ids,
+        owner=OWNER,
+        speculate=body.speculate and served.speculates,
+    )
+    answer = await stack.enter_async_context(served.batcher.answer(wanted))
+    lines = _lines(served, answer, ids if body.messages is None else ())
+    return StreamingResponse(_closing(lines, stack.pop_all()), media_type="application/x-ndjson")
+
+
+async def _closing(lines: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) -> AsyncIterator[bytes]:
+    async with stack:
+        async for line in lines:
+            yield json.dumps(line).encode() + b"\n"
+
+
+async def _lines(
+    served: BatchedModel, answer: answers.Answer, prompt: Sequence[int]
+) -> AsyncIterator[dict[str, Any]]:
+    total = len(answer.request.ids)
+    news: asyncio.Queue[dict[str, Any] | Token | SwarmnetError | None] = asyncio.Queue()
+    answer.prefilled = lambda done: news.put_nowait({"done": done, "total": total})
+
+    async def read() -> None:
+        try:
+            async for token in answer:
+                news.put_nowait(token)
+            news.put_nowait(None)
+        except SwarmnetError as error:
+            news.put_nowait(error)
+
+    detokenizer = IncrementalDetokenizer(served.tokenizer, prompt)
+    failovers: int | None = None
+    async with in_background(read()):
+        while (item := await news.get()) is not None:
+            if isinstance(item, SwarmnetError):
+                yield {"error": str(item), "hint": item.hint}
+                return
+            if isinstance(item, Token):
+                failovers = answer.report.failovers if failovers is None else failovers
+                item = {"token": item.id, "text": detokenizer.push(item.id)}
+            yield item
+    report = asdict(answer.report)
+    report |= {"trips": answer.trips, "failovers": report["failovers"] - (failovers or 0)}
+    yield {"text": detokenizer.flush(), "prompt_tokens": total, "report": report}
