@@ -27,7 +27,7 @@ from swarmnet_protocols.directory.dht.contacts import Contacts, contacts_in, wit
 from swarmnet_protocols.directory.records import Publisher
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.fetching.pieces import ModelFile, PieceTable
-from swarmnet_protocols.joining import mdns_record
+from swarmnet_protocols.joining import mdns_record, pairing
 from swarmnet_protocols.membership import certificates, invites, revocations, signed
 from swarmnet_protocols.membership.rules import Admission, Rules
 from swarmnet_protocols.models.checkpoints import safetensors_header
@@ -50,6 +50,7 @@ from swarmnet_protocols.training.codecs import get_codec
 from swarmnet_protocols.training.rounds import messages, reduction, terms
 from swarmnet_protocols.wire import (
     membership_pb2,
+    pairing_pb2,
     records_pb2,
     refusal_pb2,
     report_pb2,
@@ -319,6 +320,18 @@ def redemption_seeds() -> list[bytes]:
     return [invites.redemption(invite, _PEER, each).SerializeToString() for each in (None, machine)]
 
 
+def read_pairing(data: bytes) -> None:
+    request = parse(pairing_pb2.PairingRequest, data)
+    side = pairing.house_side("123456", newcomer=_PEER, house=_PEER)
+    side.start()
+    pairing.finished(side, request.attempt)
+
+
+def pairing_seeds() -> list[bytes]:
+    side = pairing.newcomer_side("123456", newcomer=_PEER, house=_PEER)
+    return [pairing_pb2.PairingRequest(attempt=side.start()).SerializeToString()]
+
+
 def mdns_seeds() -> list[bytes]:
     addresses = [f"/ip4/192.168.7.5/{each}/p2p/{_PEER}" for each in ("tcp/4001", "udp/4001/quic-v1")]
     return [mdns_record.make_record(SWARM, addresses)]
@@ -509,6 +522,7 @@ TARGETS: dict[str, Target] = {
         mdns_seeds,
         ("joining.mdns_record.read_record",),
     ),
+    "pairing": Target(read_pairing, pairing_seeds, (), max_bytes=256),
     "redemption": Target(read_redemption, redemption_seeds, ("membership.invites.open_redemption",)),
     "revocations": Target(
         read_revocations, lambda: statement("RevocationList"), ("membership.revocations.open_list",)
@@ -570,7 +584,7 @@ PLANTED = {"planted": Target(lambda data: 1 // (data[:1] != b"!"), lambda: [b"?"
 
 def believe_signatures(set_attribute: Callable[[object, str, object], None]) -> None:
     """Count every signature as valid, from now on or for as long as ``set_attribute`` lets it."""
-    for module in (records, signed, invites, jobs):
+    for module in (records, signed, certificates, invites, jobs):
         if hasattr(module, "verify"):
             set_attribute(module, "verify", yes)
     set_attribute(mdns_record, "_is_of", yes)

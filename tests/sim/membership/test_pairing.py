@@ -306,7 +306,12 @@ def test_a_house_talks_to_a_few_newcomers_at_once() -> None:
     run(scenario)
 
 
-@pytest.mark.parametrize("element", [b"", b"A", b"A" + bytes(32), b"A" + b"\xff" * 32, b"B" * 33, b"A" * 99])
+OFF_CURVE = bytes.fromhex("41d7cf210374e04ef3f8ab2bb1d051f0d4efae46d2ae375d25e1305aa0c8cb09d8")
+
+
+@pytest.mark.parametrize(
+    "element", [OFF_CURVE, b"", b"A", b"A" + bytes(32), b"A" + b"\xff" * 32, b"B" * 33, b"A" * 99]
+)
 def test_an_element_that_is_no_point_is_a_wrong_code(element: bytes) -> None:
     side = pairing.house_side(CODE, newcomer=PeerId("n"), house=PeerId("h"))
     side.start()
