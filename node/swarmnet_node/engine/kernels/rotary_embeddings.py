@@ -34,7 +34,8 @@ def rotary_embedding(
 ) -> RotaryEmbedding:
     """Return the embedding of a model that was trained with up to ``positions`` positions.
 
-    Raises ``KeyError`` for settings of another kind, or if one is missing.
+    Raises ``KeyError`` for settings of another kind, or if one is missing, and ``ValueError`` if
+    they do not fit the size of heads.
     """
     kind = settings.get("rope_type", "default")
     if kind == "proportional":
@@ -44,6 +45,8 @@ def rotary_embedding(
         frequencies, scale = [*turning, *[0.0] * (head_size // 2 - rotated)], 1.0
     else:
         size = int(head_size * settings.get("partial_rotary_factor", 1.0))
+        if not 0 < size <= head_size:
+            raise ValueError(f"a rotary embedding of {size} of {head_size} components")
         frequencies, scale = _KINDS[kind](settings, _powers(settings["rope_theta"], size), positions)
     return RotaryEmbedding(tuple(map(_float32, frequencies)), float(scale), is_interleaved)
 

@@ -53,3 +53,10 @@ def test_frequencies_are_those_of_transformers(name: str, theta: float) -> None:
 def test_settings_of_an_unknown_kind_are_refused() -> None:
     with pytest.raises(KeyError):
         rotary_embedding({"rope_type": "spiral", "rope_theta": 1e4}, 128, 2048, is_interleaved=False)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1.5, 1e12])
+def test_more_components_than_a_head_has_are_refused(factor: float) -> None:
+    settings = {"rope_theta": 1e4, "partial_rotary_factor": factor}
+    with pytest.raises(ValueError, match="of 128 components"):
+        rotary_embedding(settings, 128, 2048, is_interleaved=False)
