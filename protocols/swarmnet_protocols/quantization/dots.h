@@ -50,8 +50,41 @@ ALWAYS ints nearest(floats x) {
 #endif
 }
 
-/* Adds the sums of products of codes with signed bytes to sums, exactly: lane i of sums[v] grows by the sum over u < units and j < 4 of byte j of codes[u][i] times values[v][4 * u + j]. count, units and bits, the width of a code, are
- * compile-time constants; units is at most 8. */
+#if defined __AVX2__ && !defined __AVX512F__
+/* As dots(), for 8 units and codes of 8 bits, for which maddubs would saturate: values and codes take 16 bits. values are
+ * the three planes of each row (product.h). The first two become one number, whose sum is that of the second plane: split()
+ * leaves room for it in 16 bits. */
+ALWAYS void wide_dots(const words *codes, const int8_t *const *values, const int count, ints *sums) {
+    const __m256i low_bytes = _mm256_set1_epi16(255);
+    /* Of each row and unit: values 0 and 2, then 1 and 3, of the first two planes; and so of the third. */
+    int32_t pairs[4][4][8];
+#pragma GCC unroll 4
+    for (int v = 0; v < count; v += 3) {
+        __m256i plane[3], wide[4];
+        for (int i = 0; i < 3; i++) plane[i] = _mm256_loadu_si256((const __m256i *)values[v + i]);
+        wide[0] = _mm256_add_epi16(_mm256_slli_epi16(plane[0], 8), _mm256_srai_epi16(_mm256_slli_epi16(plane[1], 8), 8));
+        wide[1] = _mm256_add_epi16(_mm256_andnot_si256(low_bytes, plane[0]), _mm256_srai_epi16(plane[1], 8));
+        wide[2] = _mm256_srai_epi16(_mm256_slli_epi16(plane[2], 8), 8);
+        wide[3] = _mm256_srai_epi16(plane[2], 8);
+        memcpy(pairs[v / 3], wide, sizeof wide);
+    }
+#pragma GCC unroll 1
+    for (int u = 0; u < 8; u++) {
+        __m256i even = _mm256_and_si256((__m256i)codes[u], low_bytes), odd = _mm256_srli_epi16((__m256i)codes[u], 8);
+#pragma GCC unroll 4
+        for (int v = 0; v < count; v += 3) {
+            sums[v + 1] += (ints)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[v / 3][0][u]));
+            sums[v + 2] += (ints)_mm256_madd_epi16(even, _mm256_set1_epi32(pairs[v / 3][2][u]));
+            sums[v + 1] += (ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[v / 3][1][u]));
+            sums[v + 2] += (ints)_mm256_madd_epi16(odd, _mm256_set1_epi32(pairs[v / 3][3][u]));
+        }
+    }
+}
+#endif
+
+/* Sums of products of codes with signed bytes, exact: lane i of sums[v] is the sum over u < units and j < 4 of byte j of
+ * codes[u][i] times values[v][4 * u + j]. count, units and bits, the width of a code, are compile-time constants; units is
+ * at most 8. */
 ALWAYS void dots(const words *codes, const int8_t *const *values, const int count, const int units, const int bits, ints *sums) {
     for (int v = 0; v < count; v++) sums[v] = (ints){0};
 #if defined __AVX512VNNI__ || (defined __AVXVNNI__ && !defined __AVX512F__)
@@ -69,25 +102,23 @@ ALWAYS void dots(const words *codes, const int8_t *const *values, const int coun
 #endif
         }
 #elif defined __AVX2__ && !defined __AVX512F__
-    /* maddubs adds two products in 16 bits, and saturates. So many units fit: 2 * units * 128 * (2 ** bits - 1) < 2 ** 15.
-     * Codes of 8 bits are taken as 16 times their high four bits, plus their low ones. */
+    if (bits == 8) {
+        wide_dots(codes, values, count, sums);
+        return;
+    }
+    /* maddubs adds two products in 16 bits, and saturates. So many units fit: 2 * units * 128 * (2 ** bits - 1) < 2 ** 15. */
     const int fit = bits == 5 ? 4 : bits == 6 ? 2 : 8;
-    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    const __m256i ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 12
     for (int v = 0; v < count; v++)
         for (int u = 0; u < units; u += fit) {
-            __m256i sum = _mm256_setzero_si256(), high = sum;
+            __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 8
             for (int i = u; i < (units < u + fit ? units : u + fit); i++) {
-                __m256i code = (__m256i)codes[i], four = _mm256_set1_epi32((int)*(const four_bytes *)(values[v] + 4 * i));
-                if (bits == 8) {
-                    high = _mm256_add_epi16(high, _mm256_maddubs_epi16(_mm256_and_si256(_mm256_srli_epi16(code, 4), low), four));
-                    code = _mm256_and_si256(code, low);
-                }
-                sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(code, four));
+                __m256i four = _mm256_set1_epi32((int)*(const four_bytes *)(values[v] + 4 * i));
+                sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)codes[i], four));
             }
             sums[v] += (ints)_mm256_madd_epi16(sum, ones);
-            if (bits == 8) sums[v] += (ints)_mm256_slli_epi32(_mm256_madd_epi16(high, ones), 4);
         }
 #elif defined __ARM_FEATURE_DOTPROD
     (void)bits;
