@@ -120,7 +120,8 @@ llama-bench: $(LLAMA_CPP)/.built
 sanitized: $(INSTALLED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=detect_leaks=0 \
 		XDG_CACHE_HOME=$(CURDIR)/.pytest_cache/sanitized OMP_NUM_THREADS=2 $(BIN)/python -m pytest -p tests.support.plugins.sanitized \
-		--timeout 600 tests/unit/node/engine/kernels/test_native_backend.py tests/unit/protocols/quantization/test_packed_experts.py \
+		--timeout 600 tests/unit/node/engine/kernels/test_native_backend.py tests/unit/node/engine/kernels/test_equal_bits.py \
+		tests/unit/protocols/quantization/test_packed_experts.py \
 		tests/unit/protocols/quantization/test_packed_products.py tests/unit/protocols/quantization/test_exact_products.py \
 		tests/unit/protocols/quantization/test_quantize.py tests/unit/protocols/quantization/test_packed_head.py $(PYTEST_ARGS) $(OR_NONE)
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
 
-from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, Format
+from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, WHOLE_ROWS, Format
 from swarmnet_protocols.quantization.unpack import unpack
 
 GROUP = 16
@@ -38,6 +38,8 @@ class Segment:
             raise ValueError(f"rows of {self.row_bytes} bytes in blocks of {block_bytes}")
         if self.is_interleaved and self.data.shape != (-(-self.rows // GROUP), GROUP * self.row_bytes):
             raise ValueError(f"bytes {tuple(self.data.shape)} for groups of {self.rows} rows")
+        if self.is_interleaved and (self.format in WHOLE_ROWS or self.rows < 0):
+            raise ValueError(f"bytes of {self.rows} interleaved rows of {self.format.name}")
 
     @property
     def is_interleaved(self) -> bool:

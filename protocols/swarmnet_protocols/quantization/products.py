@@ -152,9 +152,12 @@ class Products:
         """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [...,
         rows], in the dtype of the inputs.
 
-        No gradients flow through it; ``packed_linear.linear`` adds them.
+        No gradients flow through it; ``packed_linear.linear`` adds them. Raises ``ValueError`` if
+        the inputs have another number of columns.
         """
         rows, columns = weight.shape
+        if inputs.shape[-1] != columns:
+            raise ValueError(f"inputs with {inputs.shape[-1]} columns for {columns}")
         flat = inputs.reshape(-1, columns)
         if weight.inputs is not None:
             flat, weight = flat.index_select(1, weight.inputs), PackedTensor(weight.segments)

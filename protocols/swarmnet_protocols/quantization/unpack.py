@@ -134,7 +134,7 @@ def _fp8(blocks: torch.Tensor) -> torch.Tensor:
 
 def _int4(blocks: torch.Tensor) -> torch.Tensor:
     codes = _digits(blocks[:, 5:], 4, 32).float() - blocks[:, 4:5].float()
-    return codes * blocks[:, :4].contiguous().view(torch.float32)
+    return codes * blocks[:, :4].flatten().view(torch.float32)[:, None]
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization import products as products_module
-from swarmnet_protocols.quantization.formats import BLOCKS, Format
+from swarmnet_protocols.quantization.formats import BLOCKS, WHOLE_ROWS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
 from swarmnet_protocols.quantization.products import Products, load_products
 from swarmnet_protocols.quantization.unpack import unpack
@@ -207,6 +207,46 @@ def test_selected_rows_are_copied_as_they_are_packed() -> None:
 def test_bytes_that_are_no_whole_blocks_are_refused(format: Format, data: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="bytes"):
         Segment(format, data)
+
+
+@pytest.mark.parametrize(
+    ("format", "groups", "rows"),
+    [
+        (Format.Q4_0, 2, 33),
+        (Format.Q4_0, 2, 16),
+        (Format.Q4_0, 0, -1),
+        (Format.F16, 1, 16),
+        (Format.FP8, 1, 3),
+    ],
+)
+def test_groups_that_hold_other_rows_are_refused(format: Format, groups: int, rows: int) -> None:
+    data = torch.zeros(groups, 16 * BLOCKS[format][1], dtype=torch.uint8)
+    with pytest.raises(ValueError, match="bytes"):
+        Segment(format, data, rows)
+
+
+@pytest.mark.parametrize("outputs", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize("format", list(Format), ids=lambda format: format.name)
+def test_any_number_of_rows_and_blocks_is_multiplied(
+    products: Products, format: Format, outputs: int
+) -> None:
+    for blocks in (1, 3):
+        columns = 32 * blocks if format in WHOLE_ROWS - {Format.FP8} else BLOCKS[format][0] * blocks
+        matrix = random_matrix(format, outputs, columns)
+        weight = matrix.dequantize()
+        for each in (matrix, loaded_copy(matrix, products)):
+            for rows in (0, 1, 5):
+                inputs = torch.randn(rows, columns)
+                assert_product(products.linear(inputs, each), inputs, weight)
+            assert torch.equal(products.dequantize(each), weight)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("columns", [0, 32, 255, 512])
+def test_inputs_of_another_width_are_refused(products: Products, native: bool, columns: int) -> None:
+    used = products if native else Products(None)
+    with pytest.raises(ValueError, match=f"{columns} columns for 256"):
+        used.linear(torch.zeros(8, columns), random_matrix(Format.Q4_0, 3, 256))
 
 
 def test_memory_that_c_cannot_read_is_refused(products: Products, tmp_path: Path) -> None:
