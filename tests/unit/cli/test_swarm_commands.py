@@ -14,6 +14,7 @@ from swarmnet_protocols.fetching.hub_files import HEAD_BYTES
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.invites import read_invite, redemption
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
+from swarmnet_protocols.membership.membership import Membership
 from swarmnet_protocols.membership.revocations import KEPT_S, Revocations, open_list
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
@@ -316,3 +317,24 @@ def test_a_model_that_is_partly_here_is_listed_without_its_pieces(
         again = owner.swarm("create", "lab", "--model", NAME, "--force", *where)
         assert again["models"] == made["models"]
         assert again["pieces"].keys() == {NAME}
+
+
+def test_a_lost_list_of_revocations_is_restored_from_a_member(
+    owner: Owner, sent_lists: list[bytes], tmp_path: Path
+) -> None:
+    """As docs/guides/upgrading.md says. Without that, the next list lacks the earlier entries."""
+    bob = Identity.from_seed(b"bob").peer_id
+    owner.swarm("revoke", ALICE)
+    file, kept = swarm_file.load(owner.directory), owner.directory / "revocations"
+    member = Membership(file.rules(), bob, wall_clock, folder=tmp_path)
+    member.add_revocations(sent_lists)
+    ((name, restored),) = [(each.name, each.read_bytes()) for each in (tmp_path / "revocations").iterdir()]
+    assert bytes.fromhex(name) == load_key(owner.directory / "authority.key").public_key
+    assert restored == kept.read_bytes()
+
+    kept.unlink()
+    owner.swarm("revoke", bob)
+    assert open_list(sent_lists[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {bob}
+    kept.write_bytes(restored)
+    owner.swarm("revoke", bob)
+    assert open_list(sent_lists[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {ALICE, bob}

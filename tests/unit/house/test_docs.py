@@ -100,6 +100,11 @@ def test_guides_are_one_page() -> None:
     assert [guide.stem for guide in GUIDES if len(guide.read_text().split()) > MOST_WORDS] == []
 
 
+def test_every_guide_begins_with_how_to_install() -> None:
+    first = {guide.stem: guide.read_text().split("\n\n")[1] for guide in GUIDES}
+    assert [name for name, text in first.items() if "(install.md)" not in text] == ["install"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_the_files_that_a_page_names_exist(page: Path) -> None:
     """A path begins at the root, or is the end of one. In place of a package's own folder a page
