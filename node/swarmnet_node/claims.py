@@ -7,10 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from statistics import median
 
-import torch
-
 from swarmnet_node.host_checks import Asked, Compute, HostChecker, MakeTrial
 from swarmnet_node.running_node import Dependencies
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import INCOMPATIBLE, HostInfo
@@ -96,9 +95,7 @@ class ClaimReader:
         hosts = {claim: self._infos[claim.peer] for claim in claims if claim.peer in self._infos}
         return await self._checker.computing(hosts, asked, make)
 
-    async def prove(
-        self, claims: Sequence[Claim], block: int, inputs: torch.Tensor, compute: Compute
-    ) -> None:
+    async def prove(self, claims: Sequence[Claim], block: int, inputs: Array, compute: Compute) -> None:
         """Ask the hosts of the last reading that claim ``block`` to compute it."""
         asked = Asked(self._swarm, self._manifest, frozenset({block}), 1)
         there = {claim.peer: claim for claim in claims if claim.start <= block < claim.end}

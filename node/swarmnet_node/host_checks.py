@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import ip_address
 
-import torch
+import numpy as np
 
+from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
@@ -32,8 +33,7 @@ from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim, holders
-from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of, tensor_of
+from swarmnet_protocols.session.arrays import Array, ElementType, as_float32
 from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.session.pings import ping
 from swarmnet_protocols.timing import Timing
@@ -61,14 +61,14 @@ class Trial:
     """Random inputs [P, D] of blocks [start, end), and the outputs that this node computed."""
 
     span: Span
-    inputs: torch.Tensor
-    outputs: torch.Tensor
+    inputs: Array
+    outputs: Array
 
-    def agrees(self, outputs: torch.Tensor) -> bool:
+    def agrees(self, outputs: Array) -> bool:
         """Return whether another host's ``outputs``, of any precision, may come from the same
         blocks."""
-        change = torch.linalg.vector_norm(self.outputs - self.inputs, dim=1)
-        return bool((torch.linalg.vector_norm(outputs - self.outputs, dim=1) <= TOLERANCE * change).all())
+        change = np.linalg.norm(self.outputs - self.inputs, axis=1)
+        return bool((np.linalg.norm(outputs - self.outputs, axis=1) <= TOLERANCE * change).all())
 
 
 @dataclass(frozen=True)
@@ -86,14 +86,14 @@ class Asked:
 
 MakeTrial = Callable[[Span], Awaitable[Trial]]
 """Makes a trial of blocks [start, end) that this node serves."""
-Compute = Callable[[int, torch.Tensor], Awaitable[torch.Tensor | None]]
+Compute = Callable[[int, Array], Awaitable[Array | None]]
 """Computes the outputs of one block that this node lacks. None if it has no room for the block."""
 
 
-def trial_inputs(hidden_size: int, rng: random.Random) -> torch.Tensor:
+def trial_inputs(hidden_size: int, rng: random.Random) -> Array:
     """Return the inputs of a trial [P, D]."""
-    generator = torch.Generator().manual_seed(rng.getrandbits(63))
-    return torch.randn(TRIAL_POSITIONS, hidden_size, generator=generator)
+    generator = np.random.default_rng(rng.getrandbits(63))
+    return generator.standard_normal((TRIAL_POSITIONS, hidden_size), np.float32)
 
 
 async def make_trial(blocks: ServedBlocks, rng: random.Random, span: Span) -> Trial:
@@ -107,7 +107,7 @@ async def make_trial(blocks: ServedBlocks, rng: random.Random, span: Span) -> Tr
     inputs = trial_inputs(stage.hidden_size, rng)
     compute = partial(stage.run_sequences, inputs, (len(inputs),))
     outputs = await blocks.engine.compute_pass(lambda: compute, len(inputs))
-    return Trial(span, inputs, outputs.float())
+    return Trial(span, inputs, as_float32(in_array(outputs)))
 
 
 class HostChecker:
@@ -191,7 +191,7 @@ class HostChecker:
         self,
         hosts: Mapping[Claim, HostInfo],
         asked: Asked,
-        inputs: torch.Tensor,
+        inputs: Array,
         compute: Compute,
     ) -> None:
         """Ask some hosts of the one block of ``asked`` to compute it, and note who does.
@@ -217,9 +217,7 @@ class HostChecker:
             _log.info("none of %d hosts computes block %d, which they claim", len(called), block)
         self.sightings.asked(asked.manifest, block, right, now=_now())
 
-    async def _outputs(
-        self, host: HostInfo, asked: Asked, span: Span, inputs: torch.Tensor
-    ) -> torch.Tensor | None:
+    async def _outputs(self, host: HostInfo, asked: Asked, span: Span, inputs: Array) -> Array | None:
         """Return what ``host`` computes from ``inputs`` with blocks ``span``; None if it does
         not."""
         request = pb.Begin(
@@ -234,17 +232,16 @@ class HostChecker:
                 if not await self.call(host):
                     return None
                 stream = await PASS.open(self._transport, host.peer, self._timing, addresses=host.addresses)
-                sent = array_of(inputs)
-                [outputs] = await request_pass(stream, request, [sent], [sent.shape], self._timing)
+                [outputs] = await request_pass(stream, request, [inputs], [inputs.shape], self._timing)
         except PeerUnreachable:
             self.sightings.failed(host.peer, now=_now())
             return None
         except (SwarmnetError, TimeoutError) as error:  # the host may be busy, or have moved
             _log.debug("%s does not compute: %s", host.peer, error)
             return None
-        return tensor_of(outputs).float()
+        return as_float32(outputs)
 
-    def _is_right(self, peer: PeerId, trial: Trial, outputs: torch.Tensor) -> bool:
+    def _is_right(self, peer: PeerId, trial: Trial, outputs: Array) -> bool:
         if trial.agrees(outputs):
             return True
         _log.warning("%s claims blocks %d:%d and computes something else", peer, *trial.span)

@@ -19,13 +19,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-import torch
+import numpy as np
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.engine.counters import EngineCounters
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_cache import CacheCounters
 from swarmnet_node.experts.trunk import Trunk
 from swarmnet_node.host_checks import HostChecker
 from swarmnet_node.hosted_blocks import Hosting, Placed
@@ -334,7 +333,7 @@ class Node(RunningNode):
 
         The best of three forwards after a warm-up counts. Sessions compute between the forwards.
         """
-        inputs = torch.zeros(1, stage.hidden_size)
+        inputs = np.zeros((1, stage.hidden_size), np.float32)
         now = self.dependencies.stopwatch
 
         def forward() -> float:
@@ -369,16 +368,17 @@ class Node(RunningNode):
         return report
 
     def status(self) -> NodeStatus:
-        cached = self.experts.cache.counters if self.experts.cache else CacheCounters()
         status = super().status()
         status.blocks_reason = self.placed.reason
         status.moved_from.extend(self.placed.moved_from or ())
         status.former_model = self.hosting.former_model
         status.model_reason = self.hosting.model_reason
         status.switching_to = self.relocation.model if self.relocation and self._leaving else ""
-        status.experts_needed = cached.needed
-        status.expert_hit_rate = cached.hit_rate
-        status.expert_prediction_rate = cached.prediction_rate
+        if self.experts.cache is not None:
+            cached = self.experts.cache.counters
+            status.experts_needed = cached.needed
+            status.expert_hit_rate = cached.hit_rate
+            status.expert_prediction_rate = cached.prediction_rate
         return status
 
     def report(self) -> report_pb2.NodeReport:

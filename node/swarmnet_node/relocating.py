@@ -26,10 +26,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
+from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.node import Node
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
@@ -47,6 +46,7 @@ from swarmnet_protocols.routing.relocation import (
 )
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.session.arrays import Array, as_float32
 
 _log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Relocator:
             ]
         )
 
-    async def _compute(self, block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+    async def _compute(self, block: int, inputs: Array) -> Array | None:
         """Return the outputs of a block that the node lacks, loaded for this alone.
 
         None if the memory has no room for it, or if it cannot be fetched.
@@ -155,9 +155,9 @@ class Relocator:
         if not self._has_room_for(1, on_cpu=True):
             return None
 
-        def outputs() -> torch.Tensor:
+        def outputs() -> Array:
             loaded = (hosting.load_on_cpu or hosting.load)(block, block + 1)
-            return loaded.run_sequences(inputs, (len(inputs),)).float()
+            return as_float32(in_array(loaded.run_sequences(inputs, (len(inputs),))))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(None, outputs)

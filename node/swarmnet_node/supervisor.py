@@ -20,10 +20,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from swarmnet_node.engine.engine import Engine
-from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosted_blocks import Hosting, OtherModels
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.loading.memory_limit import MemoryLimit
@@ -36,6 +35,9 @@ from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import control_pb2, report_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
+
+if TYPE_CHECKING:
+    from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +54,7 @@ class Supervisor(Ending):
     def __init__(
         self,
         dependencies: Dependencies,
-        hosting: Hosting | ExpertHosting,
+        hosting: "Hosting | ExpertHosting",
         machine: Machine,
         limits: OwnerLimits,
     ) -> None:
@@ -88,7 +90,7 @@ class Supervisor(Ending):
     async def run(
         cls,
         dependencies: Dependencies,
-        hosting: Hosting | ExpertHosting,
+        hosting: "Hosting | ExpertHosting",
         machine: Machine,
         limits: OwnerLimits,
     ) -> AsyncIterator["Supervisor"]:
@@ -258,7 +260,7 @@ class Supervisor(Ending):
         else:
             node.relocation = None
 
-    def _beside(self, node: Node | ExpertNode) -> Iterator[Coroutine[Any, Any, object]]:
+    def _beside(self, node: "Node | ExpertNode") -> Iterator[Coroutine[Any, Any, object]]:
         """Yield what runs while ``node`` serves."""
         if isinstance(node, Node):
             yield persist("the watch over limits", partial(self._memory.govern, node))
@@ -369,5 +371,9 @@ class Supervisor(Ending):
             listener(self.status())
 
 
-def _node(dependencies: Dependencies, hosting: Hosting | ExpertHosting) -> Node | ExpertNode:
-    return Node(dependencies, hosting) if isinstance(hosting, Hosting) else ExpertNode(dependencies, hosting)
+def _node(dependencies: Dependencies, hosting: "Hosting | ExpertHosting") -> "Node | ExpertNode":
+    if isinstance(hosting, Hosting):
+        return Node(dependencies, hosting)
+    from swarmnet_node.expert_node import ExpertNode
+
+    return ExpertNode(dependencies, hosting)

@@ -24,6 +24,7 @@ import torch
 
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
 from tests.support.models.peft_oracle import random_tensors
 
@@ -71,8 +72,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
         options = {"dtype": torch.float32, "device": torch.device("cpu")}
-        native = Stage.load(model, 0, arguments.blocks, backend=load_backend(Path(folder)), **options)
-        fused = Stage.load(model, 0, arguments.blocks, **options)
+        native = load_stage(model, 0, arguments.blocks, backend=load_backend(Path(folder)), **options)
+        fused = load_stage(model, 0, arguments.blocks, **options)
         size = native.hidden_size
         modules = [("self_attn.q_proj", size, size), ("self_attn.v_proj", size // 3, size)]
         pairs = [

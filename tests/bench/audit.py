@@ -44,10 +44,12 @@ from swarmnet_client.audit.verdict import (
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_stage import TORCH
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
-from swarmnet_protocols.quantization.quantize import PRECISIONS
+from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.session.arrays import Array, ElementType, as_float32
 from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -96,7 +98,7 @@ def stages(local: LocalModel, start: int, end: int, weights: list[str]) -> dict[
             ("float16", FLOAT16, TORCH),
         ):
             if backend is not None:
-                found[f"{packed}/{name}"] = Stage.load(
+                found[f"{packed}/{name}"] = load_stage(
                     local, start, end, dtype=dtype, device=CPU, backend=backend, **options
                 )
     if "float32" in weights:

@@ -35,6 +35,7 @@ import torch
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.owner import control
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.quantization.formats import Format
@@ -54,7 +55,7 @@ def stage_of(
 ) -> Stage:
     """All blocks on one device."""
     blocks, backend = local.manifest.blocks, TorchBackend(load_products(local.cache_dir))
-    stage = Stage.load(local, 0, blocks, dtype=dtype, device=device, backend=backend, packed=packed)
+    stage = load_stage(local, 0, blocks, dtype=dtype, device=device, backend=backend, packed=packed)
     if arena:
         stage.preallocate(CACHE_BYTES)
     return stage
@@ -68,7 +69,7 @@ def exact(local: LocalModel, device: torch.device) -> dict[str, Any]:
     same_bits = {
         format.name: all(
             torch.equal(
-                unpack(format, segment.data.to(device)).cpu().view(torch.int32),
+                unpack(format, segment.tensor.to(device)).cpu().view(torch.int32),
                 segment.dequantize().view(torch.int32),
             )
             for segment in random_matrix(format, 64, 1024).segments

@@ -61,7 +61,7 @@ def main() -> None:
     for name in options.formats:
         [segment] = random_matrix(Format[name], size, size).segments
         packed = [loaded_copy(PackedTensor((segment,)), products) for _ in range(copies)]
-        numbers = [segment.data.clone().view(torch.int64) for _ in range(copies)]
+        numbers = [segment.tensor.clone().view(torch.int64) for _ in range(copies)]
         result: dict[str, object] = {
             "bench": "products",
             "machine": results.machine(),

@@ -22,7 +22,9 @@ os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 import torch
 
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_stage import TORCH
 from swarmnet_protocols.models import resolve
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)
@@ -71,7 +73,7 @@ def main() -> None:
         if native is None:
             raise SystemExit("there is no C compiler here, so nothing to compare")
         stages = {
-            name: Stage.load(
+            name: load_stage(
                 model, 0, arguments.blocks, dtype=torch.float32, device=torch.device("cpu"), backend=backend
             )
             for name, backend in (("native", native), ("torch", TORCH))

@@ -18,6 +18,7 @@ import torch
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.owner.machine import release_memory
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf.header import read_header
@@ -26,7 +27,7 @@ from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 def load(model: LocalModel, start: int, end: int) -> Stage:
     backend = load_backend(default_cache_dir())
     cpu = torch.device("cpu")
-    return Stage.load(model, start, end, dtype=torch.float32, device=cpu, backend=backend, packed=True)
+    return load_stage(model, start, end, dtype=torch.float32, device=cpu, backend=backend, packed=True)
 
 
 def resident_bytes() -> int:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import STATES, Read, Verdict, differences, distances, judge, nudged
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
@@ -94,7 +94,7 @@ def inputs_of(reference: Reference, span: tuple[int, int]) -> torch.Tensor:
 def computed(
     reference: Reference, span: tuple[int, int], inputs: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    stage = Stage.load(reference.local, *span, dtype=dtype, device=torch.device("cpu"))
+    stage = load_stage(reference.local, *span, dtype=dtype, device=torch.device("cpu"))
     return stage.run_sequences(inputs, (len(inputs),)).float()
 
 

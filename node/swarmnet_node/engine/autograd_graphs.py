@@ -12,14 +12,15 @@ import asyncio
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from typing import TYPE_CHECKING, NamedTuple
 
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceManager
+
+if TYPE_CHECKING:
+    import torch
+    from torch.autograd.graph import GradientEdge
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,19 @@ class AutogradGraph:
     It leads from ``inputs`` and the adapter's tensors ``adapter`` to ``outputs``.
     """
 
-    inputs: torch.Tensor
-    adapter: Mapping[str, torch.Tensor]
-    outputs: GradientEdge
+    inputs: "torch.Tensor"
+    adapter: "Mapping[str, torch.Tensor]"
+    outputs: "GradientEdge"
     nbytes: int
     """Bytes of all tensors that the graph keeps alive, without weights."""
 
-    def gradients(self, grad_outputs: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def gradients(self, grad_outputs: "torch.Tensor") -> "tuple[torch.Tensor, dict[str, torch.Tensor]]":
         """Return the gradients at the inputs and at the adapter's tensors. Uses the graph up.
 
         ``grad_outputs``: the gradients at the outputs.
         """
+        import torch
+
         gradients, *adapter = torch.autograd.grad(
             self.outputs, (self.inputs, *self.adapter.values()), grad_outputs
         )
@@ -47,16 +50,19 @@ class AutogradGraph:
 
 
 def record_forward(
-    forward: Callable[[torch.Tensor], torch.Tensor],
-    inputs: torch.Tensor,
-    adapter: Mapping[str, torch.Tensor],
-    weights: Iterable[torch.Tensor],
-) -> tuple[torch.Tensor, AutogradGraph]:
+    forward: "Callable[[torch.Tensor], torch.Tensor]",
+    inputs: "torch.Tensor",
+    adapter: "Mapping[str, torch.Tensor]",
+    weights: "Iterable[torch.Tensor]",
+) -> "tuple[torch.Tensor, AutogradGraph]":
     """Call ``forward`` on ``inputs``. Return its outputs and its graph.
 
     ``inputs`` and ``adapter`` are leaves that require gradients. Memory of ``weights`` does not
     count as the graph's.
     """
+    import torch
+    from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
     saved: list[weakref.ref[torch.Tensor]] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,15 +8,17 @@ packed, so that more blocks fit.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from swarmnet_node.engine.memory_account import GIB, MIB, activation_bytes
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card, allowed_bytes
-from swarmnet_protocols.models.partial_model import LayerWidths
+from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.quantization.products import ACCELERATOR_PANEL_BYTES
 from swarmnet_protocols.session.passes import MAX_POSITIONS
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARY_BYTES = 256 * MIB
 """Bytes for workspaces of libraries, recorded graphs, and fragmentation."""
@@ -67,7 +69,7 @@ class DeviceLayout:
     def total(self) -> int:
         return sum(self.blocks)
 
-    def devices(self, blocks: int) -> list[torch.device]:
+    def devices(self, blocks: int) -> "list[torch.device]":
         """Return the device of each of the first ``blocks`` blocks, card by card.
 
         ``blocks`` is ``total``, or 1 for a block to be measured.

@@ -17,7 +17,6 @@ and make room for caches.
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import deque
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
+import numpy as np
 
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
@@ -45,6 +44,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
 from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.devices import is_out_of_memory
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import RETRY_S, ResourceLimitReached, ResourceManager, Scope
 from swarmnet_protocols.timing import Timing
@@ -81,15 +81,15 @@ class _StepWork:
     sequence: SequenceCache
     scope: Scope
     """The scope of its session."""
-    inputs: torch.Tensor
+    inputs: Any
     stage: Stage
     since: float
     """Time of the engine's stopwatch when the work arrived."""
     behind: int
     started: Callable[[], None]
     """Called when its first forward begins."""
-    done: "asyncio.Future[torch.Tensor]" = field(default_factory=_future)
-    outputs: list[torch.Tensor] = field(default_factory=list)
+    done: "asyncio.Future[Any]" = field(default_factory=_future)
+    outputs: list[Any] = field(default_factory=list)
     computed: int = 0
 
     @property
@@ -113,10 +113,10 @@ class _Part:
 
     work: _StepWork
     again: int
-    inputs: torch.Tensor
+    inputs: Any
 
 
-def _compute(parts: Sequence[_Part]) -> list[torch.Tensor]:
+def _compute(parts: Sequence[_Part]) -> list[Any]:
     """Compute the parts on the torch thread. Return the outputs of parts with inputs."""
     stage = parts[0].work.stage
     for part in parts:
@@ -271,8 +271,11 @@ class Engine:
 
         Raises ``ResourceLimitReached`` if the device runs out of memory.
         """
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
         # Not in an except clause: there, the error's frames would keep the tensors of the failed
         # work alive.
         self.graph_cache.shrink(0)
@@ -301,9 +304,9 @@ class Engine:
     async def compute(
         self,
         stage: Stage,
-        rows: Sequence[tuple[SequenceCache, torch.Tensor]],
+        rows: Sequence[tuple[SequenceCache, Any]],
         started: Callable[[], None] = lambda: None,
-    ) -> list[torch.Tensor]:
+    ) -> list[Any]:
         """Compute outputs [count, D] for rows of (sequence, inputs [count, D]) on ``stage``.
 
         ``stage`` is this engine's stage or a part of it. Each sequence grows by ``count``.
@@ -492,7 +495,18 @@ class Engine:
         if work.sequence.reservation is not None:  # not released meanwhile
             self._last_work[work.sequence] = _now()
         if not work.done.done():
-            work.done.set_result(work.outputs[0] if len(work.outputs) == 1 else torch.cat(work.outputs))
+            work.done.set_result(_joined(work.outputs))
+
+
+def _joined(outputs: Sequence[Any]) -> Any:
+    """Return the outputs of all parts of a sequence, arrays or tensors."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], np.ndarray):
+        return np.concatenate(outputs)
+    import torch
+
+    return torch.cat([*outputs])
 
 
 def _fail(done: "asyncio.Future[Any]", error: Exception) -> None:

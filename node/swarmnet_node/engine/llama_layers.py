@@ -7,6 +7,7 @@ operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -39,6 +40,19 @@ class LlamaLayers:
     def part(self, start: int, end: int) -> "LlamaLayers":
         """Return layers [start, end) of these, on the same weights."""
         return LlamaLayers(self.layers[start:end], self._rotary, self._backend, self._devices[start:end])
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the weights that are not packed."""
+        found: list[torch.Tensor] = []
+
+        def note(weight: Any) -> Any:
+            if isinstance(weight, torch.Tensor):
+                found.append(weight)
+            return weight
+
+        for layer in self.layers:
+            layer.mapped(note)
+        return tuple(found)
 
     def __call__(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.models.partial_model import LayerWidths
+from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.session.activation_log import REPLAY_POSITIONS
 from swarmnet_protocols.session.passes import MAX_POSITIONS

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 
-from swarmnet_protocols.quantization.packed_experts import (
-    Elsewhere,
-    ExpertsModule,
-    Outputs,
-    compute_elsewhere,
-    experts_modules,
-    has_expert,
-)
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from swarmnet_protocols.quantization.packed_experts import Elsewhere, ExpertsModule, Outputs
 
 
 class RoutedExperts:
@@ -33,18 +29,24 @@ class RoutedExperts:
     def missing(self) -> dict[int, set[int]]:
         """The experts that are not in memory, by number of the layer. Layers with all experts are
         left out."""
+        if not self.modules:
+            return {}
+        from swarmnet_protocols.quantization.packed_experts import has_expert
+
         found = {
             layer: {each for each in range(module.num_experts) if not has_expert(module, each)}
             for layer, module in self.modules.items()
         }
         return {layer: experts for layer, experts in found.items() if experts}
 
-    def compute_elsewhere(self, elsewhere: Callable[[int], Elsewhere]) -> None:
+    def compute_elsewhere(self, elsewhere: "Callable[[int], Elsewhere]") -> None:
         """Compute the missing experts of each layer by ``elsewhere(layer)``.
 
         Without this, a forward that needs a missing expert fails.
         """
         for layer in self.missing:
+            from swarmnet_protocols.quantization.packed_experts import compute_elsewhere
+
             compute_elsewhere(self.modules[layer], elsewhere(layer))
 
     @contextmanager
@@ -53,6 +55,8 @@ class RoutedExperts:
 
         Trials compare ways to compute everything else.
         """
+        from swarmnet_protocols.quantization.packed_experts import compute_elsewhere
+
         for module in self.modules.values():
             compute_elsewhere(module, _zeros)
         yield
@@ -60,5 +64,7 @@ class RoutedExperts:
             compute_elsewhere(module, None)
 
 
-def _zeros(hidden: torch.Tensor, rows: Mapping[int, torch.Tensor]) -> Callable[[], Outputs]:
+def _zeros(hidden: "torch.Tensor", rows: "Mapping[int, torch.Tensor]") -> "Callable[[], Outputs]":
+    import torch
+
     return lambda: {expert: torch.zeros_like(hidden[indexes]) for expert, indexes in rows.items()}

@@ -15,6 +15,11 @@ from dataclasses import dataclass
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits
 from swarmnet_protocols.net import PeerId
 
+MAX_ROUND_TRIP_S = 0.02
+"""Longest round trip in seconds to peers with experts, unless the owner allows more. Each block of
+a token waits for one round trip. A longer limit slows every token; a shorter one leaves fewer
+peers."""
+
 ARRANGER_S = 600.0
 """Seconds after its last request during which one host decides alone which experts a peer holds. A
 host that sends more rows takes over sooner. With less, two hosts could undo each other's moves."""

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from swarmnet_node.experts.expert_choice import MAX_ROUND_TRIP_S
 from swarmnet_node.experts.expert_link import ExpertLink, ExpertModel
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.expert_announcements import (
@@ -33,10 +34,6 @@ from swarmnet_protocols.timing import Timing
 
 _log = logging.getLogger(__name__)
 
-MAX_ROUND_TRIP_S = 0.02
-"""Longest round trip in seconds to peers with experts, unless the owner allows more. Each block of
-a token waits for one round trip. A longer limit slows every token; a shorter one leaves fewer
-peers."""
 MAX_LINKS = 64
 """Most open links. Beyond this, the host closes a link that no expert depends on, in the most
 crowded subnet."""

@@ -11,25 +11,26 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.engine.stage import Stage
-from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
-from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher, StartOnLoop
-from swarmnet_node.experts.expert_link import ExpertModel
-from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S, ExpertLinks
-from swarmnet_node.experts.expert_planner import ExpertPlanner
-from swarmnet_node.experts.expert_service import ExpertService
+from swarmnet_node.experts.expert_choice import MAX_ROUND_TRIP_S
 from swarmnet_node.running_node import Dependencies, Services
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertBits
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.machine.aio import in_background, persist, start_on_loop
 from swarmnet_protocols.machine.threads import stay_serial
 from swarmnet_protocols.net.protocol_ids import EXPERTS
-from swarmnet_protocols.quantization.packed_experts import Elsewhere, ExpertsModule, expert_bytes, has_expert
 from swarmnet_protocols.wire import report_pb2
 
-LoadExperts = Callable[[int, Collection[int]], ExpertsModule]
-"""Loads some experts of a block, on any thread."""
+if TYPE_CHECKING:
+    from swarmnet_node.experts.expert_cache import ExpertCache, ReadExperts
+    from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher, StartOnLoop
+    from swarmnet_node.experts.expert_service import ExpertService
+    from swarmnet_protocols.quantization.packed_experts import Elsewhere, ExpertsModule
+
+LoadExperts = Callable[[int, Collection[int]], Any]
+"""Loads some experts of a block as an ``ExpertsModule``, on any thread."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class CacheOptions:
     memory."""
 
     own: BlockExperts
-    reader: Callable[[int], ReadExperts]
+    reader: "Callable[[int], ReadExperts]"
     """Returns the function that reads experts of a block."""
     capacity: int
     max_bytes: int
@@ -54,13 +55,15 @@ class ExpertOptions:
     """Longest round trip to these peers in seconds."""
     notice: Callable[[str], None] = lambda _: None
     """Receives messages for the owner, such as the experts that no peer has."""
-    start_on_loop: StartOnLoop = start_on_loop
+    start_on_loop: "StartOnLoop" = start_on_loop
     cache: CacheOptions | None = None
 
 
-def open_cache(stage: Stage, start: int, options: CacheOptions) -> ExpertCache:
+def open_cache(stage: Stage, start: int, options: CacheOptions) -> "ExpertCache":
     """Return a cache of experts for a stage that begins with block ``start``. Call ``install`` to
     use it."""
+    from swarmnet_node.experts.expert_cache import ExpertCache
+
     blocks = stage.experts.blocks
     return ExpertCache(
         blocks,
@@ -75,11 +78,11 @@ class Trunk:
     """The routed experts of a node's blocks. All of a node that has every expert of its blocks are
     None."""
 
-    service: ExpertService | None = None
+    service: "ExpertService | None" = None
     """Computes own experts for other hosts."""
-    dispatcher: ExpertDispatcher | None = None
+    dispatcher: "ExpertDispatcher | None" = None
     """Has peers compute the experts that the node lacks."""
-    cache: ExpertCache | None = None
+    cache: "ExpertCache | None" = None
     """Reads own experts from disk when a token needs them."""
 
     @classmethod
@@ -100,9 +103,20 @@ class Trunk:
 
         ``has_room`` returns whether this many bytes of further experts fit into the memory.
         """
+        from swarmnet_node.experts.expert_dispatcher import ExpertDispatcher
+        from swarmnet_node.experts.expert_link import ExpertModel
+        from swarmnet_node.experts.expert_links import ExpertLinks
+        from swarmnet_node.experts.expert_planner import ExpertPlanner
+        from swarmnet_node.experts.expert_service import ExpertService
+        from swarmnet_protocols.machine.devices import torch_dtype
+
         system = dependencies.transport.resources.system
         model = ExpertModel(
-            dependencies.directory.swarm, manifest, stage.hidden_size, stage.dtype, stage.precision
+            dependencies.directory.swarm,
+            manifest,
+            stage.hidden_size,
+            torch_dtype(stage.dtype),
+            stage.precision,
         )
         service = dispatcher = cache = None
         async with AsyncExitStack() as stack:
@@ -150,9 +164,11 @@ class Trunk:
             report.trunk.CopyFrom(_describe(self.dispatcher))
 
 
-def _own_experts(stage: Stage, start: int) -> dict[int, ExpertsModule]:
+def _own_experts(stage: Stage, start: int) -> "dict[int, ExpertsModule]":
     """Return the modules that have some of their experts, by block. The stage begins with block
     ``start``."""
+    from swarmnet_protocols.quantization.packed_experts import has_expert
+
     return {
         start + layer: module
         for layer, module in stage.experts.modules.items()
@@ -170,11 +186,11 @@ def _missing_experts(stage: Stage, start: int, cache: CacheOptions | None) -> di
     return {block: ExpertBits.of(experts) for block, experts in missing.items() if experts}
 
 
-def _elsewhere(dispatcher: ExpertDispatcher, start: int, layer: int) -> Elsewhere:
+def _elsewhere(dispatcher: "ExpertDispatcher", start: int, layer: int) -> "Elsewhere":
     return dispatcher.elsewhere(start + layer)
 
 
-def _describe(dispatcher: ExpertDispatcher) -> report_pb2.TrunkReport:
+def _describe(dispatcher: "ExpertDispatcher") -> report_pb2.TrunkReport:
     """Report the experts that peers compute for a trunk."""
     counters, links = dispatcher.counters, dispatcher.links
     return report_pb2.TrunkReport(
@@ -201,6 +217,8 @@ def _load_more(
 
     Raises ``SwarmnetError`` if the experts cannot be fetched.
     """
+    from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
     one_bytes = max((expert_bytes(module) for module in stage.experts.modules.values()), default=0)
     if not has_room(one_bytes * len(experts)):
         return False

@@ -11,8 +11,8 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosting.adapter_store import HASH_BYTES, AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
@@ -20,8 +20,10 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import ADAPTER
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.adapters import read_part
 from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.adapters import StageAdapter
 
 AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 
@@ -64,7 +66,7 @@ class AdapterReceiver:
             self.store.put(owner, scope, digest, adapter)
         await self.stream.send(pb.AdapterReply(stored=pb.Stored()))
 
-    async def _receive(self, grow: Callable[[int], None]) -> StageAdapter:
+    async def _receive(self, grow: Callable[[int], None]) -> "StageAdapter":
         await self.stream.send(pb.AdapterReply(wanted=pb.Wanted()))
         chunks: list[Buffer] = []
         left = self.upload.size_bytes
@@ -86,7 +88,9 @@ class AdapterReceiver:
             raise ProtocolViolation("the bytes of an adapter do not have its hash")
         return data
 
-    def _adapt(self, data: bytes) -> StageAdapter:
+    def _adapt(self, data: bytes) -> "StageAdapter":
+        from swarmnet_protocols.session.adapters import read_part
+
         adapter = self.engine.stage.load_adapter(read_part(data), self.start)
         adapter.check_span(self.upload.span.start, self.upload.span.end)
         return adapter

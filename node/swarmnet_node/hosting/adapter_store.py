@@ -7,14 +7,17 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceLimitReached, Scope
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.wire import refusal_pb2
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.adapters import StageAdapter
 
 HASH_BYTES = 32
 
@@ -49,7 +52,7 @@ class _Reservation:
 
 @dataclass(eq=False)
 class _Kept:
-    adapter: StageAdapter
+    adapter: "StageAdapter"
     reservation: _Reservation
     users: int = 0
     expiry: asyncio.TimerHandle | None = None
@@ -109,7 +112,7 @@ class AdapterStore:
         finally:
             reservation.release()
 
-    def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: StageAdapter) -> None:
+    def put(self, owner: PeerId, scope: Scope, digest: bytes, adapter: "StageAdapter") -> None:
         """Store an adapter. Raises ``Refusal`` like ``reserve``, because it may be larger than its
         upload."""
         if self.renew(owner, digest):
@@ -118,7 +121,7 @@ class AdapterStore:
         self._mark_idle((owner, digest))
 
     @contextmanager
-    def use(self, owner: PeerId, digest: bytes) -> Iterator[StageAdapter | None]:
+    def use(self, owner: PeerId, digest: bytes) -> "Iterator[StageAdapter | None]":
         """Yield the adapter with this hash, or None for an empty hash.
 
         The adapter stays while the context is open. Raises ``ProtocolViolation`` for bytes that are

@@ -26,9 +26,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.scheduler import expected_wait_s
 from swarmnet_node.hosting.adapter_receiver import AdapterReceiver, AdapterStream
@@ -68,6 +67,10 @@ from swarmnet_protocols.wire import session_pb2 as pb
 SESSION_ID_BYTES = 16
 LEAVE_LOOK_S = 1.0
 """Seconds between two checks for remaining sessions while the host leaves."""
+
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.adapters import StageAdapter
 
 
 class Host:
@@ -316,7 +319,7 @@ class Host:
 
     def _use_adapter(
         self, wanted: pb.Open | pb.Begin, client: PeerId, adapters: ExitStack
-    ) -> StageAdapter | None:
+    ) -> "StageAdapter | None":
         """Return the adapter that the client names. It stays in the store while ``adapters`` is
         open."""
         adapter = adapters.enter_context(self.adapters.use(client, wanted.adapter))

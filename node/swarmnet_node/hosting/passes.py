@@ -5,11 +5,10 @@ A pass sends whole sequences through some blocks, forward or backward.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
+import numpy as np
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
@@ -19,8 +18,7 @@ from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.arrays import Array, are_finite
-from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
+from swarmnet_protocols.session.arrays import Array, are_finite, rounded
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
     check_counts,
@@ -32,6 +30,11 @@ from swarmnet_protocols.session.wire_tensors import wire_type
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarmnet_node.engine.adapters import StageAdapter
 
 GRAPH_ID_BYTES = 16
 
@@ -53,7 +56,7 @@ class HostedPass:
         engine: Engine,
         stream: PassStream,
         timing: Timing,
-        adapter: StageAdapter | None = None,
+        adapter: "StageAdapter | None" = None,
     ) -> None:
         """Raises ``ProtocolViolation`` for invalid lengths.
 
@@ -68,7 +71,7 @@ class HostedPass:
             raise Refusal(refusal_pb2.REASON_TOO_LONG, f"{attended} positions, {MAX_POSITIONS} is the most")
         self._adapter = adapter
         self._backward = wanted.backward
-        self._wire = torch_dtype(wire_type(wanted.wire))
+        self._wire = wire_type(wanted.wire)
         self._stage = stage
         self._engine = engine
         self._stream = stream
@@ -129,13 +132,13 @@ class HostedPass:
 
         return await self._compute(compute)
 
-    def _differentiate(self, graph: AutogradGraph, grad_outputs: torch.Tensor) -> list[Array]:
+    def _differentiate(self, graph: AutogradGraph, grad_outputs: Array) -> list[Array]:
         gradients, of_adapter = self._stage.gradients(graph, grad_outputs)
-        arrays = {name: array_of(values) for name, values in of_adapter.items()}
+        arrays = {name: in_array(values) for name, values in of_adapter.items()}
         return [self._sent(gradients), *([finite(pack_tensors(arrays))] if arrays else [])]
 
-    def _sent(self, values: torch.Tensor) -> Array:
-        return finite(array_of(values.to(self._wire)))
+    def _sent(self, values: "Array | torch.Tensor") -> Array:
+        return finite(rounded(in_array(values), self._wire))
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await self._start(lambda: work)
@@ -156,11 +159,9 @@ class HostedPass:
             raise _graph_gone()
         return graph
 
-    async def _receive(self) -> torch.Tensor:
-        return tensor_of(
-            await receive_tensor(
-                self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
-            )
+    async def _receive(self) -> Array:
+        return await receive_tensor(
+            self._next_part, positions=self._positions, hidden_size=self._stage.hidden_size
         )
 
     async def _next_part(self) -> tuple[pb.Part, Buffer]:
@@ -182,6 +183,15 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
         raise ProtocolViolation("a graph's id is 16 bytes")
     span = wanted.span.start, wanted.span.end
     return GraphKey(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
+
+
+def in_array(values: "Array | torch.Tensor") -> Array:
+    """Return what a stage computed as an array."""
+    if isinstance(values, np.ndarray):
+        return values
+    from swarmnet_protocols.session.as_torch import array_of
+
+    return array_of(values)
 
 
 def finite(values: Array) -> Array:

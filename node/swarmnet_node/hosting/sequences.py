@@ -4,14 +4,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.steps import Row
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.adapters import StageAdapter
 
 
 @dataclass(eq=False)
@@ -23,7 +26,7 @@ class SessionSequences:
 
     engine: Engine
     stage: Stage
-    adapter: StageAdapter | None
+    adapter: "StageAdapter | None"
     scope: Scope
     freed: asyncio.Event
     caches: dict[int, SequenceCache] = field(default_factory=dict)

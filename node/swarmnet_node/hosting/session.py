@@ -27,14 +27,14 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.downstream import Downstream
-from swarmnet_node.hosting.passes import finite
+from swarmnet_node.hosting.passes import finite, in_array
 from swarmnet_node.hosting.sequences import SessionSequences
 from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.hosting.slots import Slot, idle
@@ -55,8 +55,7 @@ from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitRe
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog
-from swarmnet_protocols.session.arrays import Array, ElementType
-from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
+from swarmnet_protocols.session.arrays import Array, ElementType, rounded
 from swarmnet_protocols.session.hop_times import Moment, encode_times
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, log_id
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests
@@ -65,6 +64,9 @@ from swarmnet_protocols.session.wire_tensors import encode_tensor, is_slow, wire
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
+
+if TYPE_CHECKING:
+    from swarmnet_node.engine.adapters import StageAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -114,7 +116,7 @@ class HostedSession:
         blocks: ServedBlocks,
         wanted: pb.Open,
         client: SessionStream,
-        adapter: StageAdapter | None,
+        adapter: "StageAdapter | None",
     ) -> None:
         """Raises ``ProtocolViolation`` for an invalid ``wanted``. No slot is taken yet."""
         if wanted.standby and wanted.HasField("next"):
@@ -521,17 +523,17 @@ class HostedSession:
         await self._parts.make_room(self._scope, self._sequences.new_bytes(step.rows))
         await self._sequences.place(step.rows)
         rows = [
-            (self._sequences.caches[row.sequence], tensor_of(values))
+            (self._sequences.caches[row.sequence], values)
             for row, values in zip(step.rows, step.split(), strict=True)
         ]
         now = asyncio.get_running_loop().time()
         if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(rows), now):
             await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)
-        outputs = torch.cat(await self.engine.compute(self._stage, rows, started))
-        return finite(array_of(outputs.to(torch_dtype(self.wire))))
+        outputs = np.concatenate([*map(in_array, await self.engine.compute(self._stage, rows, started))])
+        return finite(rounded(outputs, self.wire))
 
-    def _behind(self, rows: Sequence[tuple[SequenceCache, torch.Tensor]]) -> int:
+    def _behind(self, rows: Sequence[tuple[SequenceCache, Array]]) -> int:
         """Return the positions that recurrent layers compute again because the client went back."""
         return sum(sequence.behind for sequence, _ in rows)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.loading.reading import check_quantizable
 from swarmnet_protocols.machine.devices import pick_devices, pick_dtype
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.quantization.quantize import PRECISIONS
+from swarmnet_protocols.quantization.precisions import PRECISIONS
 
 PROMPT_POSITIONS = 512
 """Positions of the timed prompt. A prompt reaches a host in chunks of about this length."""
@@ -49,7 +49,7 @@ def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, c
     quantized = PRECISIONS.get(dtype)
     if quantized is not None:
         check_quantizable(model)
-    stage = Stage.load(
+    stage = load_stage(
         model,
         0,
         blocks,

@@ -10,19 +10,15 @@ from dataclasses import replace
 from functools import partial
 
 import psutil
-import torch
 
 from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards
 from swarmnet_node.engine.memory_account import Footprint
-from swarmnet_node.experts.expert_cache import MIN_CAPACITY
 from swarmnet_node.experts.trunk import CacheOptions
 from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.owner.machine import release_memory
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.devices import cards_of
-from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
-from swarmnet_protocols.quantization.packed_experts import expert_bytes
 
 EXPERTS_MEMORY_SHARE = 0.75
 """Share for routed experts of the memory that blocks and a first client leave of ``--max-ram``. The
@@ -62,6 +58,9 @@ def _with_cache(loaded: LoadedModel, memory_bytes: int) -> LoadedModel:
         raise ConfigError(
             f"no routed experts in {where}{loaded.model.name}", hint="leave out --expert-memory"
         )
+    from swarmnet_node.experts.expert_cache import MIN_CAPACITY
+    from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
     counts, own = loaded.model.expert_counts(), loaded.experts
     if own is None:
         own = {block: frozenset(range(count)) for block, count in counts.items()}
@@ -153,7 +152,7 @@ def footprints(loaded: LoadedModel) -> tuple[Footprint, Footprint]:
     whole = Footprint(
         psutil.Process().memory_info().rss,
         whole_bytes,
-        LayerWidths.of(loaded.model.config),
+        loaded.model.widths,
         loaded.dtype.itemsize,
     )
     return whole, replace(whole, block_bytes=bare_bytes)
@@ -170,6 +169,9 @@ def _block_bytes(loaded: LoadedModel) -> tuple[int, int]:
         largest = loaded.model.largest_block(*(loaded.blocks or (0, loaded.model.manifest.blocks)))
         dense_bytes = loaded.load(largest, largest + 1).weight_bytes
         return dense_bytes, dense_bytes
+    from swarmnet_protocols.models.partial_model import build_span
+    from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
     counts = loaded.model.expert_counts()
     bare = replace(loaded, experts={block: frozenset() for block in counts})
     bare_bytes = bare.load(routed, routed + 1).weight_bytes
@@ -184,6 +186,10 @@ def block_needs(loaded: LoadedModel) -> BlockNeeds:
 
     If weights may stay packed, the largest block counts, and is read.
     """
+    import torch
+
+    from swarmnet_protocols.models.partial_model import build_span, weight_bytes
+
     config = loaded.model.config
     start, end = loaded.blocks or (0, loaded.model.manifest.blocks)
     some = {start, (start + end) // 2, end - 1}
@@ -201,7 +207,7 @@ def block_needs(loaded: LoadedModel) -> BlockNeeds:
                 quantized=loaded.quantized,
             )
         )
-    return BlockNeeds(packed, expanded, LayerWidths.of(config), loaded.dtype.itemsize)
+    return BlockNeeds(packed, expanded, loaded.model.widths, loaded.dtype.itemsize)
 
 
 def _first_routed(loaded: LoadedModel) -> int | None:

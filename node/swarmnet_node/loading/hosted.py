@@ -2,20 +2,23 @@
 
 from collections.abc import Callable
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import psutil
 
 from swarmnet_node.config import NodeConfig
-from swarmnet_node.engine.stage import precision_of
-from swarmnet_node.expert_node import ExpertHosting
-from swarmnet_node.experts.expert_links import MAX_ROUND_TRIP_S
+from swarmnet_node.engine.stage_loading import precision_of
+from swarmnet_node.experts.expert_choice import MAX_ROUND_TRIP_S
 from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.running_node import Hosted
 from swarmnet_protocols.errors import OutOfResources
-from swarmnet_protocols.quantization.packed_experts import expert_bytes
+from swarmnet_protocols.machine.devices import torch_dtype
+
+if TYPE_CHECKING:
+    from swarmnet_node.expert_node import ExpertHosting
 
 FREE_MEMORY_SHARE = 0.5
 """Largest share of the free memory for experts, unless the owner limits the memory. More would make
@@ -24,7 +27,7 @@ the machine swap when other programs start."""
 
 def hosting_of(
     loaded: LoadedModel, config: NodeConfig, notice: Callable[[str], None]
-) -> Hosting | ExpertHosting:
+) -> "Hosting | ExpertHosting":
     """Return the blocks, or only the experts, that the node hosts.
 
     Raises ``OutOfResources`` if the experts do not fit into the memory.
@@ -66,8 +69,11 @@ def hosting_of(
     )
 
 
-def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: Hosted) -> ExpertHosting:
+def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: Hosted) -> "ExpertHosting":
     """Return how a node hosts experts only."""
+    from swarmnet_node.expert_node import ExpertHosting
+    from swarmnet_protocols.quantization.packed_experts import expert_bytes
+
     counts = loaded.model.expert_counts()
     one_bytes = expert_bytes(loaded.load_experts(min(counts), [0]))
     limit_bytes = config.limits.max_ram_bytes or int(psutil.virtual_memory().available * FREE_MEMORY_SHARE)
@@ -83,7 +89,7 @@ def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: Hosted) -> 
     return ExpertHosting(
         **vars(hosted),
         hidden_size=loaded.model.manifest.hidden_size,
-        dtype=loaded.dtype,
+        dtype=torch_dtype(loaded.dtype),
         precision=precision_of(loaded.model, loaded.quantized, loaded.dtype),
         load=loaded.load_experts,
         experts=loaded.experts or None,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.machine.devices import CPU, is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.directory.expert_announcements import BlockExperts
     from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.quantization.packed_experts import ExpertsModule
-    from swarmnet_protocols.quantization.quantize import Precision
+    from swarmnet_protocols.quantization.precisions import Precision
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class LoadedModel:
     limits."""
 
     model: "LocalModel"
-    dtype: "torch.dtype"
+    dtype: Any
+    """float32 of numpy, or a dtype of torch."""
     devices: "tuple[torch.device, ...]"
     """One device, or several GPUs that share the blocks."""
     backend: "Backend"
@@ -50,14 +52,12 @@ class LoadedModel:
 
     def load(self, start: int, end: int) -> "Stage":
         """Load blocks [start, end). Raises ``OutOfResources`` if a device has no room."""
-        import torch
-
-        from swarmnet_node.engine.stage import Stage
+        from swarmnet_node.engine.stage_loading import load_stage
 
         if self.preloaded:
             return self.preloaded.pop()
         try:
-            stage = Stage.load(
+            stage = load_stage(
                 self.model,
                 start,
                 end,
@@ -72,7 +72,9 @@ class LoadedModel:
             )
             if self.layout is not None:
                 stage.preallocate(self.layout.cache_bytes)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             raise OutOfResources(
                 f"blocks {start}:{end} do not fit into the memory of {', '.join(map(str, self.devices))}",
                 hint="host fewer blocks: --num-blocks, or allow more: --max-gpu-mem",
@@ -81,11 +83,9 @@ class LoadedModel:
 
     def on_cpu(self) -> "LoadedModel":
         """Return the model with blocks in the machine's memory, whatever the node computes on."""
-        import torch
-
         if self.devices[0].type == "cpu":
             return self
-        return replace(self, devices=(torch.device("cpu"),), layout=None, preloaded=[])
+        return replace(self, devices=(CPU,), layout=None, preloaded=[])
 
     def load_experts(self, block: int, experts: "Collection[int]") -> "ExpertsModule":
         """Load some experts of a block, on any thread."""

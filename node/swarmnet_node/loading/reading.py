@@ -99,14 +99,14 @@ def read_model(
     ``notice`` hears, before any weight is loaded, which formats are expanded and how much
     memory that takes.
     """
-    from swarmnet_protocols.machine.lean_imports import import_transformers
+    from swarmnet_protocols.machine import lean_imports
 
-    import_transformers()
+    lean_imports.use()
     from swarmnet_node.engine.kernels.native_backend import load_backend
     from swarmnet_node.loading.fitting import fit
     from swarmnet_protocols.machine.devices import limit_memory, pick_devices, pick_dtype
     from swarmnet_protocols.models import resolve
-    from swarmnet_protocols.quantization.quantize import PRECISIONS
+    from swarmnet_protocols.quantization.precisions import PRECISIONS
 
     devices = pick_devices(config.device)
     quantized = PRECISIONS.get(config.dtype)
@@ -195,7 +195,7 @@ def chosen_experts(text: str, counts: "Mapping[int, int]", model: str, *, has_bl
 
 def check_quantizable(model: "LocalModel") -> None:
     """Raise ``ConfigError`` unless the weights of ``model`` can be quantised."""
-    from swarmnet_protocols.quantization.quantize import UNQUANTIZED
+    from swarmnet_protocols.quantization.precisions import UNQUANTIZED
 
     if model.precision.upper() not in {format.name for format in UNQUANTIZED}:
         raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from swarmnet_protocols.quantization.packed_experts import experts_modules
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 
 BIAS = "e_score_correction_bias"
 """The name of a router's biases in transformers."""

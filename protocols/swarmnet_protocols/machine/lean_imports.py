@@ -28,6 +28,7 @@ Hidden on machines without an accelerator.
 """
 
 _COMPILER = "torch._dynamo"
+_state = {"is_used": False}
 
 
 class _Package(types.ModuleType):
@@ -80,6 +81,20 @@ def prepare_package(name: str, **stand_ins: object) -> None:
     above, _, child = name.rpartition(".")
     if isinstance(sys.modules.get(above), _Package):
         setattr(sys.modules[above], child, package)
+
+
+def use() -> None:
+    """Import transformers this way when a checkpoint first needs it, in this process.
+
+    Only programs of swarmnet call this: others may use more of the library.
+    """
+    _state["is_used"] = True
+
+
+def import_transformers_if_used() -> None:
+    """Call ``import_transformers`` if ``use`` was called."""
+    if _state["is_used"]:
+        import_transformers()
 
 
 def import_transformers() -> None:

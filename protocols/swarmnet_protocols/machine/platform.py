@@ -8,6 +8,7 @@ only where no other module needs the same branch.
 import asyncio
 import contextlib
 import ctypes
+import mmap
 import os
 import signal
 import socket
@@ -16,7 +17,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
 
 if sys.platform == "win32":
     import msvcrt
@@ -177,6 +181,19 @@ def return_freed_memory() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def fresh_memory(size: int) -> "np.ndarray[Any, Any]":
+    """Return uint8 [size] of zeros in pages of its own, which go back to the system with it.
+
+    numpy's own memory asks the kernel for huge pages, which take longer to clear than to read into.
+    """
+    import numpy as np
+
+    if not size:
+        return np.empty(0, np.uint8)
+    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -21,9 +21,12 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     WeightSizes,
     sha256_of,
 )
+from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor
+from swarmnet_protocols.models.llama_shape import EmptyStack, LlamaShape
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
+from swarmnet_protocols.models.sizes import LayerWidths, max_positions
 from swarmnet_protocols.models.vocabulary import Vocabulary, cached_vocabulary
 
 if TYPE_CHECKING:
@@ -31,11 +34,13 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from swarmnet_protocols.arrays import Array
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
     from swarmnet_protocols.models.partial_model import ModelBuilder
     from swarmnet_protocols.quantization.packed_experts import ExpertMatrices
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.precisions import Precision
     from swarmnet_protocols.quantization.products import Products
-    from swarmnet_protocols.quantization.quantize import Precision
 
 CHECKS = 1
 """Version of the checks in ``make_manifest``. Raise it with every change that refuses more files.
@@ -75,12 +80,21 @@ class LocalModel:
         self._check(self._checkpoint.config_tensors)
         return self._checkpoint.config()
 
+    @cached_property
+    def llama_shape(self) -> LlamaShape | None:
+        """The sizes of a model of the Llama shape, known without transformers. None for others."""
+        self._check(self._checkpoint.config_tensors)
+        return LlamaShape.of(self._checkpoint.settings())
+
     @property
     def max_positions(self) -> int:
         """Positions that a sequence may have."""
-        from swarmnet_protocols.models.partial_model import max_positions
+        return max_positions(self.llama_shape or self.config)
 
-        return max_positions(self.config)
+    @property
+    def widths(self) -> LayerWidths:
+        """Widths of the layers."""
+        return LayerWidths.of(self.llama_shape or self.config)
 
     @property
     def precision(self) -> str:
@@ -174,7 +188,7 @@ class LocalModel:
         return self._checkpoint.holders(self._checkpoint.tensor_names)
 
     def _state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
     ) -> dict[str, Any]:
         slices: Slices = {}
         if form.experts:
@@ -220,15 +234,43 @@ class LocalModel:
         """
         from swarmnet_protocols.models.partial_model import build_span
 
-        if not 0 <= start < end <= self.manifest.blocks:
-            raise ConfigError(
-                f"{self.name} has no blocks {start}:{end}", hint=f"its blocks are 0:{self.manifest.blocks}"
-            )
-        names = [name for block in range(start, end) for name in self.manifest.tensors[block]]
+        names = self._tensors_of(start, end)
         form = WeightForm(device, packed, quantized, experts or {})
         builder = build_span(self.config, start, end)
         span: nn.Module = self._load(builder, lambda _: names, start, form, dtype)
         return span
+
+    def load_layers(
+        self, start: int, end: int, *, device: "torch.device", quantized: "Precision | None" = None
+    ) -> "Mapping[str, PackedTensor | Array]":
+        """Load the weights of blocks [start, end) of a model with a ``llama_shape``.
+
+        Names are those of transformers' decoder stack, with layers numbered from 0. Matrices stay
+        packed, as in ``load_span``; norms and biases are float32. Raises ``ConfigError`` if the
+        model has no such blocks or a tensor is not used, and ``IntegrityError`` if a weight is
+        missing or has another shape.
+        """
+        shape = self.llama_shape
+        if shape is None:
+            raise ConfigError(f"the layers of {self.name} have another shape")
+        form = WeightForm(device, packed=True, quantized=quantized)
+        stack = EmptyStack(shape, end - start)
+        weights = self._state_dict(self._tensors_of(start, end), start, stack, form)
+        found = {
+            name.removeprefix("model."): each.float32() if isinstance(each, StoredTensor) else each
+            for name, each in weights.items()
+        }
+        stack.check(found, f"blocks {start}:{end} of {self.name}")
+        return {name: found[name] for name in stack.state_dict().keys() & found.keys()}
+
+    def _tensors_of(self, start: int, end: int) -> list[str]:
+        """Return the tensors of blocks [start, end). Raises ``ConfigError`` if the model has no
+        such blocks."""
+        if not 0 <= start < end <= self.manifest.blocks:
+            raise ConfigError(
+                f"{self.name} has no blocks {start}:{end}", hint=f"its blocks are 0:{self.manifest.blocks}"
+            )
+        return [name for block in range(start, end) for name in self.manifest.tensors[block]]
 
     def load_experts(
         self,
@@ -245,8 +287,8 @@ class LocalModel:
         No other tensor of the block is fetched or loaded. Matrices stay as they are stored, or are
         rounded as in ``load_span``. Raises ``ConfigError`` if the block has no such experts.
         """
+        from swarmnet_protocols.models.checkpoints.conversion import experts_modules
         from swarmnet_protocols.models.partial_model import build_experts
-        from swarmnet_protocols.quantization.packed_experts import experts_modules
 
         if not 0 <= block < self.manifest.blocks:
             raise ConfigError(
@@ -291,6 +333,8 @@ class LocalModel:
 
     def expert_counts(self) -> dict[int, int]:
         """Return the number of routed experts of each block that has some."""
+        if self.llama_shape is not None:
+            return {}
         from swarmnet_protocols.models.partial_model import expert_counts
 
         return expert_counts(self.config)

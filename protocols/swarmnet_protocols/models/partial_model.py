@@ -10,23 +10,24 @@ them.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.machine.devices import torch_device, torch_dtype
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
-from swarmnet_protocols.models.checkpoints.conversion import Conversion
+from swarmnet_protocols.models.checkpoints.conversion import Conversion, experts_modules
 from swarmnet_protocols.models.checkpoints.language_model import headed_class
 from swarmnet_protocols.models.checkpoints.unread import UNUSED, obstacle_in
 from swarmnet_protocols.quantization.packed_experts import (
     ExpertMatrices,
-    experts_modules,
     install_experts,
     packed_experts_bytes,
 )
@@ -108,36 +109,6 @@ def architecture_of(config: "PretrainedConfig") -> str:
     return str((config.architectures or [config.model_type])[0])
 
 
-@dataclass(frozen=True)
-class LayerWidths:
-    """Widths of a decoder layer: its hidden states, its query heads together, and its MLP.
-
-    In a mixture of experts, ``intermediate`` counts all experts that compute one position.
-    """
-
-    hidden: int
-    attention: int
-    intermediate: int
-
-    @classmethod
-    def of(cls, config: "PretrainedConfig") -> "LayerWidths":
-        """Return the widths in a config. Where layers differ, the largest counts."""
-        heads = getattr(config, "num_attention_heads", None) or 1
-        head_size = max(_of_layers(config, "head_dim")) or config.hidden_size // heads
-        widths = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-        widest = max(widths) if isinstance(widths, list | tuple) else int(widths)
-        experts = getattr(config, "num_experts_per_tok", None) or 1
-        of_experts = experts * int(getattr(config, "moe_intermediate_size", None) or widest)
-        return cls(config.hidden_size, heads * head_size, max(widest, of_experts))
-
-
-def _of_layers(config: "PretrainedConfig", name: str) -> set[int]:
-    """Return the values of a setting in all layers. 0 stands for a missing value."""
-    layers = getattr(config, "per_layer_config", None)
-    configs = [config] if layers is None else [layers[index] for index in range(config.num_hidden_layers)]
-    return {getattr(each, name, None) or 0 for each in configs or [config]}
-
-
 def decoder_stack(config: "PretrainedConfig") -> tuple[type, tuple[str, str]]:
     """Return the class of an architecture's decoder stack, and the names of its embeddings and its
     final norm.
@@ -174,22 +145,6 @@ def _ends_of(base: Any) -> tuple[str, str] | None:
     embeddings = [name for name, child in children.items() if isinstance(child, nn.Embedding)]
     norms = [name for name, child in children.items() if type(child).__name__.endswith("Norm")]
     return (embeddings[0], norms[0]) if len(embeddings) == len(norms) == 1 else None
-
-
-def max_positions(config: "PretrainedConfig") -> int:
-    """Return the most positions of a sequence.
-
-    In some models the rotary embedding of all positions changes at a certain length (LongRoPE, Ding
-    et al., 2024; dynamic NTK). There every host would have to compute all earlier positions again,
-    so sequences end before that length.
-    """
-    longest = int(config.max_position_embeddings)
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    for each in by_layer_type or [parameters]:
-        if each.get("rope_type") == "longrope":
-            longest = min(longest, int(each.get("original_max_position_embeddings") or longest))
-    return longest
 
 
 def embed(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -388,7 +343,11 @@ class ModelBuilder:
         Raises ``IntegrityError`` if a weight is missing or has another shape, and ``ConfigError``
         if a weight is not used.
         """
-        weights = state_dict(self.empty())
+        device, dtype = torch_device(device), torch_dtype(dtype)
+        weights = {
+            name: as_tensor(each) if isinstance(each, np.ndarray) else each
+            for name, each in state_dict(self.empty()).items()
+        }
         packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
         cls: Any = self._cls
         if (packed or experts) and products is not None:

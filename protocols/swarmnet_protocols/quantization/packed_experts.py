@@ -8,7 +8,7 @@ shared experts and norms stay the model's own.
 Shapes: T rows of hidden size D, k experts of each row.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -204,14 +204,6 @@ def compute_elsewhere(module: ExpertsModule, elsewhere: Elsewhere | None) -> Non
         module.elsewhere = elsewhere
     elif hasattr(module, "elsewhere"):
         del module.elsewhere
-
-
-def experts_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The modules of experts (``ExpertsModule``) in a model that a registered function computes,
-    with their paths."""
-    for path, module in model.named_modules():
-        if hasattr(module, "_is_expert_parallel") and hasattr(module, "down_proj"):
-            yield path, module
 
 
 def install_experts(model: nn.Module, weights: Mapping[str, ExpertMatrices], products: Products) -> None:

@@ -2,7 +2,7 @@
 gradients."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -10,9 +10,6 @@ from torch.autograd.function import once_differentiable
 
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def linear(
@@ -96,17 +93,6 @@ def can_be_packed(module: nn.Module | None) -> TypeGuard[nn.Linear | nn.Embeddin
     """Whether a module is a plain linear layer or embedding: subclasses may compute something
     else."""
     return type(module) in (nn.Linear, nn.Embedding)
-
-
-def packable_weight(model: "PreTrainedModel", name: str) -> str | None:
-    """The name in ``model`` of a weight that can be packed; None for other tensors.
-
-    ``name`` is transformers' name in the whole model. In ``model`` it may lack the base model's
-    prefix.
-    """
-    own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
-    path = own.removesuffix(".weight")
-    return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 
 
 def packed_bytes(model: nn.Module) -> int:

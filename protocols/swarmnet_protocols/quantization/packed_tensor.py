@@ -1,15 +1,21 @@
-"""Packed matrices: weights in memory as a gguf file has them, in blocks of a few bits a weight."""
+"""Packed matrices: weights in memory as a gguf file has them, in blocks of a few bits a weight.
+
+In the machine's memory their bytes are arrays of numpy, so that C computes without torch. In an
+accelerator's memory they are tensors of torch.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from gguf import GGMLQuantizationType, dequantize
 
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, WHOLE_ROWS, Format
-from swarmnet_protocols.quantization.unpack import unpack
 
+if TYPE_CHECKING:
+    import torch
 GROUP = 16
 """Rows that are interleaved with each other. ``GROUP`` in product.h must be equal."""
 
@@ -24,14 +30,15 @@ class Segment:
     """
 
     format: Format
-    data: torch.Tensor
+    data: "Array | torch.Tensor"
+    """An array, or on an accelerator a tensor."""
     interleaved_rows: int | None = None
     """The number of rows if they are interleaved, else None."""
 
     def __post_init__(self) -> None:
         """Raises ``ValueError`` unless ``data`` has whole blocks of its format, and the groups of
         its rows."""
-        if self.data.dtype != torch.uint8 or self.data.dim() != 2:
+        if self.data.ndim != 2 or not str(self.data.dtype).endswith("uint8"):
             raise ValueError("a segment is bytes [rows, bytes of a row]")
         _, block_bytes = BLOCKS[self.format]
         if self.row_bytes % block_bytes:
@@ -53,7 +60,7 @@ class Segment:
     @property
     def row_bytes(self) -> int:
         """Bytes of a row."""
-        width: int = self.data.shape[1]
+        width = int(self.data.shape[1])
         return width // GROUP if self.is_interleaved else width
 
     @property
@@ -63,11 +70,16 @@ class Segment:
         return self.row_bytes // block_bytes * weights
 
     @property
-    def by_rows(self) -> torch.Tensor:
+    def by_rows(self) -> "Array | torch.Tensor":
         """``data`` [rows, bytes of a row]. Raises ``ValueError`` if rows are interleaved."""
         if self.is_interleaved:
             raise ValueError("only the C code reads interleaved rows")
         return self.data
+
+    @property
+    def tensor(self) -> "torch.Tensor":
+        """``by_rows`` as a tensor, on the same memory."""
+        return as_tensor(self.by_rows)
 
     def part(self, first: int, end: int) -> "Segment":
         """Rows [first, end), on the same memory. Raises ``ValueError`` for a part of a group."""
@@ -77,16 +89,20 @@ class Segment:
             raise ValueError(f"rows {first} to {end} are not whole groups of {GROUP}")
         return Segment(self.format, self.data[first // GROUP : -(-end // GROUP)], end - first)
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> "torch.Tensor":
         """The weights, float32 [rows, columns], exactly as gguf's Python code computes them.
 
         Raises ``ValueError`` if rows are interleaved: ``Products.dequantize`` reads those.
         """
         data = self.by_rows
-        if data.device.type != "cpu" or self.format in OWN_FORMATS:
-            return unpack(self.format, data)
-        values = dequantize(data.contiguous().numpy(), GGMLQuantizationType(self.format))
-        return torch.from_numpy(np.require(values, np.float32, ["C", "W"])).view(len(data), -1)
+        if not isinstance(data, np.ndarray) or self.format in OWN_FORMATS:
+            from swarmnet_protocols.quantization.unpack import unpack
+
+            return unpack(self.format, self.tensor)
+        from gguf import GGMLQuantizationType, dequantize
+
+        values = dequantize(np.ascontiguousarray(data), GGMLQuantizationType(self.format))
+        return as_tensor(np.require(values, np.float32, ["C", "W"])).view(len(data), -1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +111,16 @@ class PackedTensor:
     Immutable."""
 
     segments: tuple[Segment, ...]
-    inputs: torch.Tensor | None = None
+    inputs: "Array | torch.Tensor | None" = None
     """For each column of the segments, its column in the matrix, [columns]. None if both have one
     order."""
 
     @classmethod
-    def of(cls, format: Format, data: torch.Tensor) -> "PackedTensor":
-        """A matrix of one format, from its bytes [rows, bytes of a row]. Raises ``ValueError`` as
-        ``Segment``."""
+    def of(cls, format: Format, data: "Array | torch.Tensor") -> "PackedTensor":
+        """A matrix of one format, on the memory of its bytes [rows, bytes of a row]. Raises
+        ``ValueError`` as ``Segment``."""
+        if not isinstance(data, np.ndarray) and data.device.type == "cpu":
+            data = data.numpy()
         return cls((Segment(format, data),))
 
     @classmethod
@@ -119,7 +137,7 @@ class PackedTensor:
         for segment in (segment for matrix in matrices for segment in matrix.segments):
             is_alike = bool(segments) and segments[-1].format == segment.format
             if is_alike and not segment.is_interleaved and not segments[-1].is_interleaved:
-                segments[-1] = Segment(segment.format, torch.cat([segments[-1].data, segment.data]))
+                segments[-1] = Segment(segment.format, _joined(segments[-1].data, segment.data))
             else:
                 segments.append(segment)
         return cls(tuple(segments))
@@ -133,17 +151,17 @@ class PackedTensor:
             raise ValueError("columns in different orders")
         if len(segments) != len(matrices) or len({(each.format, each.data.shape) for each in segments}) != 1:
             raise ValueError("only matrices of one shape and one format can take turns")
-        data = torch.stack([each.by_rows for each in segments], 1)
-        return cls.of(segments[0].format, data.view(-1, data.shape[-1]))
+        data = np.stack([each.by_rows for each in segments], 1)
+        return cls.of(segments[0].format, data.reshape(-1, data.shape[-1]))
 
     def __post_init__(self) -> None:
         if len({segment.columns for segment in self.segments}) != 1:
             raise ValueError("segments with rows of different length")
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, int]:
         """[rows, columns]."""
-        return torch.Size([sum(segment.rows for segment in self.segments), self.segments[0].columns])
+        return sum(segment.rows for segment in self.segments), self.segments[0].columns
 
     @property
     def nbytes(self) -> int:
@@ -151,13 +169,20 @@ class PackedTensor:
         return sum(segment.data.nbytes for segment in self.segments)
 
     @property
-    def device(self) -> torch.device:
-        return self.segments[0].data.device
+    def is_on_cpu(self) -> bool:
+        """Whether the weights are in the machine's memory, not in an accelerator's."""
+        return isinstance(self.segments[0].data, np.ndarray)
 
-    def to(self, device: torch.device) -> "PackedTensor":
+    @property
+    def device(self) -> "torch.device":
+        return as_tensor(self.segments[0].data).device
+
+    def to(self, device: "torch.device") -> "PackedTensor":
         """The same matrix in the memory of ``device``. Rows must not be interleaved."""
-        inputs = None if self.inputs is None else self.inputs.to(device)
-        segments = tuple(Segment(each.format, each.by_rows.to(device)) for each in self.segments)
+        if device.type == "cpu":
+            return self
+        inputs = None if self.inputs is None else as_tensor(self.inputs).to(device)
+        segments = tuple(Segment(each.format, each.tensor.to(device)) for each in self.segments)
         return PackedTensor(segments, inputs)
 
     def split(self, sizes: Sequence[int]) -> list["PackedTensor"]:
@@ -168,42 +193,42 @@ class PackedTensor:
             first += size
         return pieces
 
-    def select(self, rows: torch.Tensor) -> "PackedTensor":
+    def select(self, rows: Array) -> "PackedTensor":
         """A matrix of the rows with these indices [n], in their order. Rows must not be
         interleaved."""
         if len(self.segments) == 1:
             [segment] = self.segments
-            return PackedTensor(
-                (Segment(segment.format, segment.by_rows.index_select(0, rows)),), self.inputs
-            )
-        starts = torch.tensor([0, *(segment.rows for segment in self.segments)]).cumsum(0)
-        holders = torch.searchsorted(starts[1:], rows, right=True)
-        _, counts = torch.unique_consecutive(holders, return_counts=True)
+            return PackedTensor((Segment(segment.format, segment.by_rows[rows]),), self.inputs)
+        ends = np.cumsum([segment.rows for segment in self.segments])
+        holders = np.searchsorted(ends, rows, "right")
+        changes = np.flatnonzero(np.diff(holders)) + 1
         found = []
-        for run in torch.split(rows, counts.tolist()):
-            at = int(torch.searchsorted(starts[1:], run[0], right=True))
-            data = self.segments[at].by_rows.index_select(0, run - starts[at])
-            found.append(PackedTensor.of(self.segments[at].format, data))
+        for start, end in pairwise([0, *changes.tolist(), len(rows)]):
+            segment = self.segments[holders[start]]
+            own = rows[start:end] - (ends[holders[start]] - segment.rows)
+            found.append(PackedTensor.of(segment.format, segment.by_rows[own]))
         return PackedTensor(PackedTensor.joined(found).segments, self.inputs)
 
-    def select_columns(self, columns: torch.Tensor) -> "PackedTensor":
+    def select_columns(self, columns: Array) -> "PackedTensor":
         """Return the matrix with these columns: a permutation [columns] of their indices.
 
         If whole blocks change places, their bytes are moved. Otherwise the order is kept in
         ``inputs``.
         """
         if self.inputs is not None:
-            columns = self.inputs.argsort()[columns]
+            columns = np.argsort(self.inputs)[columns]
         moved = [_with_blocks_moved(segment, columns) for segment in self.segments]
         segments = tuple(segment for segment in moved if segment is not None)
         if len(segments) == len(self.segments):
             return PackedTensor(segments)
-        return PackedTensor(self.segments, columns.argsort())
+        return PackedTensor(self.segments, np.argsort(columns))
 
-    def dequantize(self) -> torch.Tensor:
+    def dequantize(self) -> "torch.Tensor":
         """The weights, float32 [rows, columns], exactly as gguf's Python code computes them."""
+        import torch
+
         values = torch.cat([segment.dequantize() for segment in self.segments])
-        return values if self.inputs is None else values[:, self.inputs.argsort()]
+        return values if self.inputs is None else values[:, as_tensor(self.inputs).argsort()]
 
     def rows(self, first: int, end: int) -> "PackedTensor":
         """Rows [first, end), on the same memory. Raises as ``Segment.part``."""
@@ -216,12 +241,20 @@ class PackedTensor:
         return PackedTensor(tuple(found), self.inputs)
 
 
-def _with_blocks_moved(segment: Segment, columns: torch.Tensor) -> Segment | None:
+def _joined(first: "Array | torch.Tensor", second: "Array | torch.Tensor") -> "Array | torch.Tensor":
+    if isinstance(first, np.ndarray):
+        return np.concatenate([first, second])
+    import torch
+
+    return torch.cat([first, as_tensor(second)])
+
+
+def _with_blocks_moved(segment: Segment, columns: Array) -> Segment | None:
     """The columns with these indices; None if a block would be torn."""
     weights, block_bytes = BLOCKS[segment.format]
-    runs = columns.view(-1, weights)
+    runs = columns.reshape(-1, weights)
     starts = runs[:, 0]
-    if (starts % weights).any() or not torch.equal(runs, starts[:, None] + torch.arange(weights)):
+    if (starts % weights).any() or not np.array_equal(runs, starts[:, None] + np.arange(weights)):
         return None
-    blocks = segment.by_rows.view(segment.rows, -1, block_bytes)
-    return Segment(segment.format, blocks.index_select(1, starts // weights).flatten(1))
+    blocks = segment.by_rows.reshape(segment.rows, -1, block_bytes)
+    return Segment(segment.format, blocks[:, starts // weights].reshape(segment.rows, -1))

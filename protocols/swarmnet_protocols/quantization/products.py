@@ -1,5 +1,5 @@
 """Products of activations with packed matrices: on the CPU in C where this machine can compile it,
-elsewhere in torch.
+elsewhere in torch. C reads and writes arrays of numpy, and torch is imported when it is needed.
 
 C multiplies codes and float32 activations as exact integers (``product.h``). So a result has the
 same bits on every processor, and in a batch of any number of rows. Torch unpacks the matrix a panel
@@ -17,13 +17,17 @@ from collections.abc import Iterator
 from ctypes import Structure, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from torch.nn import functional
+import numpy as np
 
-from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.machine import native_code, threads
 from swarmnet_protocols.quantization.formats import WHOLE_ROWS, Format
 from swarmnet_protocols.quantization.packed_tensor import GROUP, PackedTensor, Segment
+
+if TYPE_CHECKING:
+    import torch
 
 HEADERS = tuple(
     Path(__file__).with_name(name) for name in ("lanes.h", "dots.h", "unpack.h", "interleaved.h", "product.h")
@@ -42,8 +46,8 @@ dozen launches of operations."""
 
 INTERLEAVED_BYTES = 1 << 20
 """Bytes that are interleaved at a time: few enough for the processor's cache."""
-_NUMBERS = {Format.F32: torch.float32, Format.F16: torch.float16, Format.BF16: torch.bfloat16}
-"""Formats that torch has as a dtype."""
+_NUMBERS = {Format.F32: "float32", Format.F16: "float16", Format.BF16: "bfloat16"}
+"""Formats that torch has as a dtype, and its name."""
 
 
 class NativeSegment(Structure):
@@ -61,16 +65,16 @@ class NativeLinear(Structure):
     _fields_ = (("segments", c_void_p), ("bias", c_void_p), ("count", c_int64), ("inputs", c_int64))
 
 
-def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[NativeSegment]":
+def native_segments(weight: PackedTensor | Array) -> "ctypes.Array[NativeSegment]":
     """Return a packed matrix, or a float32 one, as C reads it. The matrix must stay alive.
 
-    Raises ``ValueError`` unless its rows lie one after another in the memory of the CPU, because C
+    Raises ``ValueError`` unless its rows lie one after another in the machine's memory, because C
     computes the address of a row from the size of the rows before it.
     """
-    if isinstance(weight, torch.Tensor):
-        if weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
-            raise ValueError("C reads contiguous float32 in the memory of the CPU")
-        rows = NativeSegment(weight.data_ptr(), 0, weight.stride(0) * 4, len(weight), 0)
+    if isinstance(weight, np.ndarray):
+        if weight.dtype != np.float32 or not weight.flags.c_contiguous:
+            raise ValueError("C reads contiguous float32 in the machine's memory")
+        rows = NativeSegment(weight.ctypes.data, 0, weight.strides[0], len(weight), 0)
         return (NativeSegment * 1)(rows)
     if weight.inputs is not None:
         raise ValueError("C reads columns in their order")
@@ -79,10 +83,10 @@ def native_segments(weight: "PackedTensor | torch.Tensor") -> "ctypes.Array[Nati
 
 def _native_segment(segment: Segment) -> NativeSegment:
     data = segment.data
-    if data.device.type != "cpu" or not data.is_contiguous():
-        raise ValueError("C reads contiguous rows of bytes in the memory of the CPU")
+    if not isinstance(data, np.ndarray) or not data.flags.c_contiguous:
+        raise ValueError("C reads contiguous rows of bytes in the machine's memory")
     return NativeSegment(
-        *(data.data_ptr(), int(segment.format), segment.row_bytes, segment.rows, segment.is_interleaved)
+        *(data.ctypes.data, int(segment.format), segment.row_bytes, segment.rows, segment.is_interleaved)
     )
 
 
@@ -114,7 +118,7 @@ class Products:
     def is_native(self) -> bool:
         return self._library is not None
 
-    def loaded(self, matrix: PackedTensor, device: torch.device) -> PackedTensor | torch.Tensor:
+    def loaded(self, matrix: PackedTensor, device: "torch.device") -> "PackedTensor | torch.Tensor":
         """Return ``matrix`` in the memory of ``device``, in the form that this multiplies there.
 
         - On a CPU with C, rows are interleaved where they are: ``matrix`` must not be used again.
@@ -123,8 +127,10 @@ class Products:
         if device.type == "cpu" and self._library is not None:
             return PackedTensor(tuple(map(self._interleaved, matrix.segments)), matrix.inputs)
         if device.type != "cpu" and len(matrix.segments) == 1 and matrix.segments[0].format in _NUMBERS:
+            import torch
+
             [segment] = matrix.segments
-            return segment.data.contiguous().view(_NUMBERS[segment.format]).to(device)
+            return segment.tensor.contiguous().view(getattr(torch, _NUMBERS[segment.format])).to(device)
         return matrix.to(device)
 
     def _interleaved(self, segment: Segment) -> Segment:
@@ -135,41 +141,93 @@ class Products:
         if segment.is_interleaved or segment.format in WHOLE_ROWS:
             return segment
         assert self._library is not None  # noqa: S101 - the caller asked
-        missing = -segment.rows % GROUP
-        data = functional.pad(segment.data, (0, 0, 0, missing)) if missing else segment.data.contiguous()
-        groups = data.view(-1, GROUP * segment.row_bytes)
-        some = torch.split(groups, max(1, INTERLEAVED_BYTES // groups.shape[1]))
-        copied = torch.empty_like(some[0])
-        for each in some:
-            ctypes.memmove(copied.data_ptr(), each.data_ptr(), each.nbytes)
-            rows = Segment(segment.format, copied[: len(each)].view(-1, segment.row_bytes))
-            self._library.interleave(ctypes.byref(_native_segment(rows)), segment.columns, 1, each.data_ptr())
+        data, missing = np.asarray(segment.data), -segment.rows % GROUP
+        data = np.pad(data, ((0, missing), (0, 0))) if missing else np.ascontiguousarray(data)
+        groups = data.reshape(-1, GROUP * segment.row_bytes)
+        size = max(1, INTERLEAVED_BYTES // groups.shape[1])
+        copied = np.empty_like(groups[:size])
+        for first in range(0, len(groups), size):
+            each = groups[first : first + size]
+            copied[: len(each)] = each
+            rows = Segment(segment.format, copied[: len(each)].reshape(-1, segment.row_bytes))
+            native = _native_segment(rows)
+            self._library.interleave(ctypes.byref(native), segment.columns, 1, each.ctypes.data)
         return Segment(segment.format, groups, segment.rows)
 
+    def multiply(self, inputs: Array, weight: PackedTensor) -> Array:
+        """``inputs``, float32 [n, columns], times the matrix [rows, columns] in C: [n, rows].
+
+        Every processor computes the same bits. Raises ``ValueError`` for other inputs, or without
+        C.
+        """
+        rows, columns = weight.shape
+        if self._library is None or inputs.dtype != np.float32 or inputs.shape[1:] != (columns,):
+            raise ValueError(f"C multiplies float32 [n, {columns}], not {inputs.dtype} {inputs.shape}")
+        if weight.inputs is not None:
+            inputs, weight = inputs[:, np.asarray(weight.inputs)], PackedTensor(weight.segments)
+        inputs = np.ascontiguousarray(inputs)
+        segments = native_segments(weight)
+        matrix = NativeLinear(ctypes.addressof(segments), None, len(segments), columns)
+        outputs = np.empty((len(inputs), rows), np.float32)
+        done = self._library.multiply(
+            *(ctypes.byref(matrix), rows, inputs.ctypes.data, len(inputs)),
+            *(threads.current(), outputs.ctypes.data),
+        )
+        if not done:
+            raise MemoryError("no memory for the activations of a product")
+        return outputs
+
+    def unpacked(self, weight: PackedTensor, rows: Array | None = None) -> Array:
+        """Unpack the rows with these indices [n] in C, by default all: float32 [n, columns].
+
+        Raises ``IndexError`` if there is no such row.
+        """
+        if rows is None:
+            found, first = np.empty(weight.shape, np.float32), 0
+            for segment in weight.segments:
+                self._unpack(segment, 0, found[first : first + segment.rows])
+                first += segment.rows
+        else:
+            found, first, done = np.empty((len(rows), weight.shape[1]), np.float32), 0, 0
+            for segment in weight.segments:
+                [own] = np.nonzero((rows >= first) & (rows < first + segment.rows))
+                part = found if len(own) == len(rows) else np.empty((len(own), weight.shape[1]), np.float32)
+                self._unpack(segment, np.ascontiguousarray(rows[own] - first, np.int64), part)
+                if part is not found:
+                    found[own] = part
+                first, done = first + segment.rows, done + len(own)
+            if done < len(rows):
+                raise IndexError(f"rows {rows} of {weight.shape[0]}")
+        return found if weight.inputs is None else found[:, np.argsort(weight.inputs)]
+
+    # ---- in torch -------------------------------------------------------------------------------
+
     def linear(
-        self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+        self, inputs: "torch.Tensor", weight: PackedTensor, bias: "torch.Tensor | None" = None
+    ) -> "torch.Tensor":
         """``inputs`` [..., columns], times the matrix [rows, columns], plus ``bias`` [rows]: [...,
         rows], in the dtype of the inputs.
 
         No gradients flow through it; ``packed_linear.linear`` adds them. Raises ``ValueError`` if
         the inputs have another number of columns.
         """
+        import torch
+
         rows, columns = weight.shape
         if inputs.shape[-1] != columns:
             raise ValueError(f"inputs with {inputs.shape[-1]} columns for {columns}")
         flat = inputs.reshape(-1, columns)
-        if weight.inputs is not None:
-            flat, weight = flat.index_select(1, weight.inputs), PackedTensor(weight.segments)
         if self._is_native(weight) and len(flat) <= self._most_rows and flat.dtype == torch.float32:
-            outputs = self._multiply(flat.contiguous(), weight)
+            outputs = as_tensor(self.multiply(flat.detach().numpy(), weight))
             if bias is not None:
                 outputs += bias
         else:
+            if weight.inputs is not None:
+                flat, weight = flat[:, as_tensor(weight.inputs)], PackedTensor(weight.segments)
             outputs = self._by_panels(flat, weight, bias)
         return outputs if inputs.dim() == 2 else outputs.view(*inputs.shape[:-1], rows)
 
-    def back(self, gradients: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
+    def back(self, gradients: "torch.Tensor", weight: PackedTensor) -> "torch.Tensor":
         """Return the gradients [..., columns] of the inputs of ``linear``, given the ``gradients``
         [..., rows] of its outputs."""
         rows, columns = weight.shape
@@ -180,56 +238,28 @@ class Products:
             found.addmm_(flat[:, first : first + len(panel)], panel.to(flat.dtype))
             first += len(panel)
         if weight.inputs is not None:
-            found = found[:, weight.inputs.argsort()]
+            found = found[:, as_tensor(weight.inputs).argsort()]
         return found.view(*gradients.shape[:-1], columns)
 
-    def dequantize(self, weight: PackedTensor) -> torch.Tensor:
+    def dequantize(self, weight: PackedTensor) -> "torch.Tensor":
         """The weights, float32 [rows, columns]."""
-        if not self._is_native(weight):
-            return weight.dequantize()
-        whole = torch.empty(weight.shape)
-        sizes = [segment.rows for segment in weight.segments]
-        for segment, part in zip(weight.segments, torch.split(whole, sizes), strict=True):
-            self._unpack(segment, 0, part)
-        return whole if weight.inputs is None else whole[:, weight.inputs.argsort()]
+        return as_tensor(self.unpacked(weight)) if self._is_native(weight) else weight.dequantize()
 
-    def select(self, weight: PackedTensor, rows: torch.Tensor) -> torch.Tensor:
+    def select(self, weight: PackedTensor, rows: "torch.Tensor") -> "torch.Tensor":
         """The weights of the rows with these indices [n]: float32 [n, columns]. Raises
         ``IndexError`` if there is no such row."""
         if not self._is_native(weight):
-            return self.dequantize(weight.select(rows))
-        found = torch.empty(len(rows), weight.shape[1])
-        first = done = 0
-        for segment in weight.segments:
-            [own] = torch.where((rows >= first) & (rows < first + segment.rows))
-            part = found if len(own) == len(rows) else torch.empty(len(own), weight.shape[1])
-            self._unpack(segment, (rows[own] - first).long(), part)
-            if part is not found:
-                found[own] = part
-            first, done = first + segment.rows, done + len(own)
-        if done < len(rows):
-            raise IndexError(f"rows {rows} of {weight.shape[0]}")
-        return found if weight.inputs is None else found[:, weight.inputs.argsort()]
+            return weight.select(rows.cpu().numpy()).dequantize()
+        return as_tensor(self.unpacked(weight, rows.numpy()))
 
     def _is_native(self, weight: PackedTensor) -> bool:
-        return self._library is not None and weight.device.type == "cpu"
-
-    def _multiply(self, inputs: torch.Tensor, weight: PackedTensor) -> torch.Tensor:
-        assert self._library is not None  # noqa: S101 - the caller asked
-        segments = native_segments(weight)
-        matrix = NativeLinear(ctypes.addressof(segments), None, len(segments), weight.shape[1])
-        outputs = torch.empty(len(inputs), weight.shape[0])
-        done = self._library.multiply(
-            *(ctypes.byref(matrix), weight.shape[0], inputs.data_ptr(), len(inputs)),
-            *(torch.get_num_threads(), outputs.data_ptr()),
-        )
-        if not done:
-            raise MemoryError("no memory for the activations of a product")
-        return outputs
+        return self._library is not None and weight.is_on_cpu
 
     def _by_panels(
-        self, inputs: torch.Tensor, weight: PackedTensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+        self, inputs: "torch.Tensor", weight: PackedTensor, bias: "torch.Tensor | None"
+    ) -> "torch.Tensor":
+        from torch.nn import functional
+
         outputs = None
         first = 0
         for panel in self._panels(weight):
@@ -245,12 +275,12 @@ class Products:
             first = end
         return inputs.new_empty(len(inputs), 0) if outputs is None else outputs
 
-    def _panels(self, weight: PackedTensor) -> Iterator[torch.Tensor]:
+    def _panels(self, weight: PackedTensor) -> "Iterator[torch.Tensor]":
         """The weights, float32, in panels of as many rows as this device unpacks at a time. Each
         panel may overwrite the one before."""
         columns = weight.shape[1]
         is_native = self._is_native(weight)
-        size = PANEL_BYTES if weight.device.type == "cpu" else ACCELERATOR_PANEL_BYTES
+        size = PANEL_BYTES if weight.is_on_cpu else ACCELERATOR_PANEL_BYTES
         height = max(1, size // (4 * columns))
         for segment in weight.segments:
             for first in range(0, segment.rows, height):
@@ -258,25 +288,25 @@ class Products:
                 if not is_native:
                     yield segment.part(first, first + count).dequantize()
                 else:
-                    panel = self._panel_memory(count * columns).view(count, columns)
+                    panel = self._panel_memory(count * columns).reshape(count, columns)
                     self._unpack(segment, first, panel)
-                    yield panel
+                    yield as_tensor(panel)
 
-    def _panel_memory(self, floats: int) -> torch.Tensor:
+    def _panel_memory(self, floats: int) -> Array:
         """This thread's memory for panels: fresh memory would cost as much time as the
         unpacking."""
-        memory: torch.Tensor | None = getattr(self._local, "panel", None)
+        memory: Array | None = getattr(self._local, "panel", None)
         if memory is None or len(memory) < floats:
-            memory = self._local.panel = torch.empty(max(floats, PANEL_BYTES // 4))
+            memory = self._local.panel = np.empty(max(floats, PANEL_BYTES // 4), np.float32)
         return memory[:floats]
 
-    def _unpack(self, segment: Segment, rows: torch.Tensor | int, out: torch.Tensor) -> None:
+    def _unpack(self, segment: Segment, rows: Array | int, out: Array) -> None:
         """Write rows with these indices, or rows from one index on, to ``out`` [n, columns]."""
         assert self._library is not None  # noqa: S101 - the caller asked
-        chosen, first = (None, rows) if isinstance(rows, int) else (rows.data_ptr(), 0)
+        chosen, first = (None, rows) if isinstance(rows, int) else (rows.ctypes.data, 0)
         done = self._library.unpack_rows(
             *(ctypes.byref(_native_segment(segment)), segment.columns, first, len(out), chosen),
-            *(torch.get_num_threads(), out.data_ptr()),
+            *(threads.current(), out.ctypes.data),
         )
         if not done:
             raise IndexError(f"rows {rows} of {segment.rows}")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.engine import stage as stage_module
+from swarmnet_node.engine import torch_stage as stage_module
 from swarmnet_node.engine.memory_account import P2PD_BYTES, Footprint
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.supervisor import Supervisor
@@ -203,7 +204,7 @@ def heavy(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> tuple[Measur
 
     def load(start: int, end: int) -> Stage:
         cpu = torch.device("cpu")
-        stage = Stage.load(reference.local, start, end, dtype=torch.float32, device=cpu)
+        stage = load_stage(reference.local, start, end, dtype=torch.float32, device=cpu)
         machine.blocks.update(stage._model.layers)
         return stage
 

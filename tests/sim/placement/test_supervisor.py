@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.loading.memory_limit import GOVERN_S
 from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.supervisor import OBSERVE_S, PAUSE_GRACE_S, Supervisor
@@ -171,7 +172,7 @@ def test_nothing_holds_what_a_paused_node_had_loaded(reference: Reference) -> No
     loaded: list[weakref.ref[object]] = []
 
     def load(start: int, end: int) -> Stage:
-        stage = Stage.load(
+        stage = load_stage(
             reference.local,
             start,
             end,

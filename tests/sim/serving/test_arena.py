@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from tests.support.network.deliveries import arrives_at
 from tests.support.network.memory_network import Delivery
 from tests.support.swarm.recording_backend import RecordingBackend
@@ -25,7 +26,7 @@ def test_clients_get_the_right_tokens_when_a_host_with_an_arena_dies(
 
     def load(start: int, end: int) -> Stage:
         backends.append(RecordingBackend())
-        stage = Stage.load(
+        stage = load_stage(
             reference.local,
             start,
             end,

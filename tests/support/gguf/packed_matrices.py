@@ -61,7 +61,7 @@ def weight_matrix(format: Format, rows: int, columns: int, seed: int) -> PackedT
 
 def loaded_copy(matrix: PackedTensor, products: Products) -> PackedTensor:
     """Copy a matrix, and bring the copy into the form that ``products`` multiplies on the CPU."""
-    segments = tuple(Segment(each.format, each.data.clone()) for each in matrix.segments)
+    segments = tuple(Segment(each.format, each.data.copy()) for each in matrix.segments)
     found = products.loaded(PackedTensor(segments, matrix.inputs), torch.device("cpu"))
     assert isinstance(found, PackedTensor)
     return found

@@ -51,11 +51,11 @@ def write_random_llama(path: Path, format: Format) -> Path:
         writer.add_tensor(f"{name}.weight", values, raw_dtype=gguf.GGMLQuantizationType(format))
 
     drawn = {
-        name: weight_matrix(format, *shape, seed).segments[0].data.numpy()
+        name: weight_matrix(format, *shape, seed).segments[0].data
         for seed, (name, shape) in enumerate(_MATRICES.items())
     }
     ones = np.ones(WIDTH, np.float32)
-    add("token_embd", weight_matrix(format, TOKENS, WIDTH, len(drawn)).segments[0].data.numpy())
+    add("token_embd", weight_matrix(format, TOKENS, WIDTH, len(drawn)).segments[0].data)
     writer.add_tensor("output_norm.weight", ones)
     for block in range(BLOCKS):
         for name in ("attn_norm", "ffn_norm"):

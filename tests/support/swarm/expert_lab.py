@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.experts.expert_service import ExpertService
@@ -126,7 +127,7 @@ class ExpertLab:
         def load(start: int, end: int) -> Stage:
             wanted = {block: frozenset(own) for block in self.blocks if start <= block < end}
             cpu = torch.device("cpu")
-            return Stage.load(self.model, start, end, dtype=torch.float32, device=cpu, experts=wanted)
+            return load_stage(self.model, start, end, dtype=torch.float32, device=cpu, experts=wanted)
 
         hosting = self.lab.hosting(blocks or (0, self.model.manifest.blocks), has_room=lambda _: has_room)
         if in_memory is not None:

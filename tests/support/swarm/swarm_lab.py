@@ -19,6 +19,7 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.node import Node
@@ -64,7 +65,7 @@ class Reference:
     def stage(self, start: int, end: int) -> Stage:
         """A stage for a node of the lab; nodes of one process may share its weights."""
         if (start, end) not in self._stages:
-            self._stages[start, end] = Stage.load(
+            self._stages[start, end] = load_stage(
                 self.local, start, end, dtype=torch.float32, device=torch.device("cpu")
             )
         return self._stages[start, end]

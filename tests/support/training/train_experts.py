@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-from swarmnet_protocols.quantization.packed_experts import experts_modules
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from tests.support.processes.commands import call
 from tests.support.processes.worker_processes import create_job, workers
 

@@ -13,6 +13,7 @@ LAYERS: Mapping[str, tuple[str, ...]] = {
     "swarmnet_protocols": (
         "errors",
         "timing",
+        "arrays",
         "machine",
         "wire",
         "net",

@@ -9,7 +9,7 @@ import torch
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.hosted_blocks import Hosting
 from swarmnet_node.loading.memory_limit import Governor
-from swarmnet_protocols.models.partial_model import LayerWidths
+from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import ResourceManager
 

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from functools import partial
 
+import numpy as np
 import pytest
-import torch
 
 from swarmnet_node.host_checks import Asked, HostChecker, Trial, trial_inputs
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.net import PeerId, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import PASS, PING
@@ -18,7 +19,6 @@ from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import ModelClaims, Sighting
 from swarmnet_protocols.routing.throughput import Claim, holders
-from swarmnet_protocols.session.as_torch import array_of, tensor_of
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.timing import Timing
@@ -46,9 +46,7 @@ class World:
         rng = random.Random(0)
         return HostChecker(transport, OwnCoordinate(rng), rng, Timing())
 
-    async def host(
-        self, address: str, computes: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> Claim:
+    async def host(self, address: str, computes: Callable[[Array], Array] | None = None) -> Claim:
         peer = peer_of(address)
         self.network.move(peer, address)
         transport = await self._stack.enter_async_context(self.network.transport(peer))
@@ -60,7 +58,7 @@ class World:
         return claim
 
     async def trial(self, span: tuple[int, int]) -> Trial:
-        inputs = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))
+        inputs = np.random.default_rng(1).standard_normal((2, WIDTH), np.float32)
         return Trial(span, inputs, 2 * inputs)
 
 
@@ -73,7 +71,7 @@ async def _answer(stream: Stream) -> None:
     await answer_pings(pings, lambda nonce: pb.Pong(nonce=nonce, manifest=MODEL, start=SPAN[0], end=SPAN[1]))
 
 
-async def _compute(computes: Callable[[torch.Tensor], torch.Tensor], stream: Stream) -> None:
+async def _compute(computes: Callable[[Array], Array], stream: Stream) -> None:
     asked = PASS.accept(stream)
     begin, _ = await asked.receive()
     await asked.send(pb.PassReply(heartbeat=pb.Heartbeat()))
@@ -83,7 +81,7 @@ async def _compute(computes: Callable[[torch.Tensor], torch.Tensor], stream: Str
         return message.part, payload  # type: ignore[return-value]
 
     inputs = await receive_tensor(part, positions=sum(begin.begin.counts), hidden_size=WIDTH)
-    for message, payload in split_tensor(array_of(computes(tensor_of(inputs)))):
+    for message, payload in split_tensor(computes(inputs)):
         await asked.send(pb.PassReply(part=message), payload)
     await asyncio.sleep(10.0)
 
@@ -128,14 +126,14 @@ def test_hosts_of_one_subnet_are_one_place() -> None:
         (lambda inputs: 2 * inputs, True),
         (lambda inputs: 2.1 * inputs, True),
         (lambda inputs: inputs, False),
-        (lambda inputs: 2 * inputs.flip(0), False),
-        (lambda inputs: torch.full_like(inputs, torch.nan), False),
+        (lambda inputs: 2 * inputs[::-1], False),
+        (lambda inputs: np.full_like(inputs, np.nan), False),
         (None, False),
     ],
     ids=["the same", "less exactly", "nothing", "something else", "no numbers", "refused"],
 )
 def test_only_hosts_that_compute_what_the_node_computes_are_relied_on(
-    computes: Callable[[torch.Tensor], torch.Tensor] | None, is_believed: bool
+    computes: Callable[[Array], Array] | None, is_believed: bool
 ) -> None:
     async def scenario(world: World) -> None:
         claim = await world.host("/ip4/25.0.0.1/tcp/1", computes)
@@ -156,13 +154,13 @@ def test_only_hosts_that_compute_what_the_node_computes_are_relied_on(
     ids=["the same", "something else", "refused"],
 )
 def test_a_block_that_the_node_lacks_is_loaded_to_check_an_answer(
-    computes: Callable[[torch.Tensor], torch.Tensor] | None, is_right: bool, is_refuted: bool
+    computes: Callable[[Array], Array] | None, is_right: bool, is_refuted: bool
 ) -> None:
     async def scenario(world: World) -> None:
         claim = await world.host("/ip4/25.0.0.1/tcp/1", computes)
         checker, loaded = await world.node(), list[int]()
 
-        async def compute(block: int, inputs: torch.Tensor) -> torch.Tensor | None:
+        async def compute(block: int, inputs: Array) -> Array | None:
             loaded.append(block)
             return 2 * inputs
 

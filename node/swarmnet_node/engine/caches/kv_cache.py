@@ -15,12 +15,13 @@ Layout. A :class:`SequenceCache` has two tensors for each layer of its stage::
     keys    [1, key heads, capacity, key size]
     values  [1, key heads, capacity, value size]
 
-They have the stage's dtype and device. With grouped-query attention there are fewer key heads than
-query heads. The first dimension is the batch dimension that torch's attention expects. One head's
-positions are contiguous, as attention reads them. Keys are stored after the rotary embedding.
-Positions ``[0, length)`` are valid; ``[length, capacity)`` is uninitialised. ``capacity`` is a
-multiple of ``GROWTH_POSITIONS``, and the same in all layers. There are no pages: every sequence has
-its own tensors, so attention needs no block table.
+They are tensors of the stage's dtype on its device, or arrays on a stage that C computes. With
+grouped-query attention there are fewer key heads than query heads. The first dimension is the batch
+dimension that torch's attention expects. One head's positions are contiguous, as attention reads
+them. Keys are stored after the rotary embedding. Positions ``[0, length)`` are valid; ``[length,
+capacity)`` is uninitialised. ``capacity`` is a multiple of ``GROWTH_POSITIONS``, and the same in
+all layers. There are no pages: every sequence has its own tensors, so attention needs no block
+table.
 
 Arena. On an accelerator the tensors are strided views of a range in a :class:`CacheArena`, which
 all sequences share. The views change when the range moves.
@@ -33,17 +34,26 @@ Prefix. With a prefix-tuning adapter, positions ``[0, n)`` belong to the adapter
 token has position n.
 """
 
-from collections.abc import Sequence
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import torch
+import numpy as np
 
-from swarmnet_node.engine.caches.cache_arena import CacheArena
-from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeometry
 from swarmnet_node.engine.kernels.backend import LoraLayers
 from swarmnet_protocols.net.limits.resources import Reservation
 
-Prefix = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+    from swarmnet_node.engine.caches.cache_arena import CacheArena
+    from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeometry
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Prefix = tuple[Any, Any]
 """Keys and values [1, key heads, n, size] of a prefix-tuning adapter's n positions, for one
 layer."""
 
@@ -72,12 +82,13 @@ class KVGeometry:
     """
 
     layers: tuple[LayerShape, ...]
-    dtype: torch.dtype
-    device: torch.device
-    arena: CacheArena | None = None
+    dtype: "torch.dtype | np.dtype[Any]"
+    """A dtype of numpy if the buffers are arrays."""
+    device: "torch.device"
+    arena: "CacheArena | None" = None
     first: int = 0
-    states: StateGeometry | None = None
-    devices: tuple[torch.device, ...] = ()
+    states: "StateGeometry | None" = None
+    devices: "tuple[torch.device, ...]" = ()
     """The device of each layer. Empty if all layers are on ``device``."""
 
     @property
@@ -108,6 +119,20 @@ def _capacity_for(length: int) -> int:
     return -(-length // GROWTH_POSITIONS) * GROWTH_POSITIONS
 
 
+def _without_gradients(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function change tensors without recording it for gradients."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        torch: Any = sys.modules.get("torch")
+        if torch is None:
+            return function(*args, **kwargs)
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return call
+
+
 class SequenceCache:
     """The KV cache of one sequence, and the adapter that applies to its positions."""
 
@@ -125,9 +150,9 @@ class SequenceCache:
         self.lora = lora
         self.prefix_positions = prefix[0][0].shape[2] if prefix else 0
         self.length = self.prefix_positions
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.layers: list[tuple[Any, Any]] = []
         """Key and value buffers of each layer. Empty until the first ``reserve``."""
-        self.inputs = torch.empty(0)
+        self.inputs: Any = ()
         """The stage's inputs [capacity, hidden size], if there are recurrent states."""
         self.states: SequenceStates | None = None
         """Recurrent states. None until the first ``reserve``, and on a stage without recurrent
@@ -160,7 +185,7 @@ class SequenceCache:
         """The first position in the arena. 0 without an arena."""
         return 0 if self.geometry.arena is None else self.geometry.arena.start_of(self)
 
-    @torch.inference_mode()
+    @_without_gradients
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions.
 
@@ -186,7 +211,7 @@ class SequenceCache:
             self._reserve_states(self.geometry.states, capacity)
         self._capacity = capacity
 
-    @torch.inference_mode()
+    @_without_gradients
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on. The buffers stay allocated.
 
@@ -201,7 +226,7 @@ class SequenceCache:
         if not self.prefix_positions <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
 
-    @torch.inference_mode()
+    @_without_gradients
     def fork(self, length: int) -> "SequenceCache":
         """Return an independent copy of the first ``length`` positions, in buffers of their size.
 
@@ -219,27 +244,31 @@ class SequenceCache:
                 twin.states.restore(length)
         return twin
 
-    def _reserve_states(self, geometry: StateGeometry, capacity: int) -> None:
-        inputs = torch.empty(
-            capacity, geometry.hidden_size, dtype=self.geometry.dtype, device=self.geometry.device
-        )
+    def _reserve_states(self, geometry: "StateGeometry", capacity: int) -> None:
+        import torch
+
+        from swarmnet_node.engine.caches.recurrent_state import SequenceStates
+
+        options: Any = {"dtype": self.geometry.dtype, "device": self.geometry.device}
+        inputs = torch.empty(capacity, geometry.hidden_size, **options)
         if self.states is None:
             self.states = SequenceStates(geometry)
         else:
             inputs[: self.length] = self.inputs[: self.length]
         self.inputs = inputs
 
-    def _empty(self, index: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _empty(self, index: int, capacity: int) -> tuple[Any, Any]:
         shape, devices = self.geometry.layers[index], self.geometry.devices
-        device = devices[index] if devices else self.geometry.device
-        options = {"dtype": self.geometry.dtype, "device": device}
-        keys = torch.empty(1, shape.heads, capacity, shape.key_size, **options)  # type: ignore[call-overload]
-        values = torch.empty(1, shape.heads, capacity, shape.value_size, **options)  # type: ignore[call-overload]
-        return keys, values
+        sizes = [(1, shape.heads, capacity, size) for size in (shape.key_size, shape.value_size)]
+        if isinstance(self.geometry.dtype, np.dtype):
+            return np.empty(sizes[0], self.geometry.dtype), np.empty(sizes[1], self.geometry.dtype)
+        import torch
 
-    def _copy(
-        self, index: int, fresh: tuple[torch.Tensor, torch.Tensor], length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        device = devices[index] if devices else self.geometry.device
+        options: Any = {"dtype": self.geometry.dtype, "device": device}
+        return torch.empty(sizes[0], **options), torch.empty(sizes[1], **options)
+
+    def _copy(self, index: int, fresh: tuple[Any, Any], length: int) -> tuple[Any, Any]:
         """Copy the first ``length`` positions of a layer into ``fresh``, and return ``fresh``."""
         for old, new in zip(self.layers[index], fresh, strict=True):
             new[:, :, :length] = old[:, :, :length]

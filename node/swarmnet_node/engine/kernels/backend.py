@@ -19,15 +19,16 @@ size, S cached positions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-import torch
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 from swarmnet_node.engine.kernels.block_shapes import BlockShape
-from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+from swarmnet_protocols.arrays import Array
 
-Angles = tuple[torch.Tensor, torch.Tensor]
+if TYPE_CHECKING:
+    import torch
+
+Angles = tuple[Any, Any]
 """Cosines and signed sines [1, 1, T, d]. The first half of the sines is negated, so that a rotation
 needs no subtraction."""
 
@@ -38,18 +39,18 @@ PRODUCTS = ("qkv", "output", "gate_up", "down")
 @dataclass(frozen=True)
 class Linear:
     """A linear layer: ``weight`` [outputs, inputs], packed or in the activations' dtype, and
-    ``bias``."""
+    ``bias``. Both are tensors, or arrays for C."""
 
-    weight: torch.Tensor | PackedTensor
-    bias: torch.Tensor | None = None
+    weight: Any
+    bias: Any = None
 
     @property
     def inputs(self) -> int:
-        return self.weight.shape[1]
+        return int(self.weight.shape[1])
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[0]
+        return int(self.weight.shape[0])
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Norm:
     ``weight`` is [size], or [heads, size] if every head has weights of its own.
     """
 
-    weight: torch.Tensor
+    weight: Any
     eps: float
-    bias: torch.Tensor | None = None
+    bias: Any = None
     is_centred: bool = False
     """Whether the mean is subtracted first: a LayerNorm."""
 
@@ -76,7 +77,7 @@ class AttentionRule:
     """Number of positions that a query sees."""
     softcap: float | None
     """Bound of the scores."""
-    sinks: torch.Tensor | None
+    sinks: "torch.Tensor | None"
     """One further score for each head, [H]."""
 
     @property
@@ -115,6 +116,20 @@ class DecoderLayer:
     scale: float = 1.0
     """Factor of the layer's outputs."""
 
+    def mapped(self, change: Callable[[Any], Any]) -> "DecoderLayer":
+        """Return the layer with ``change`` of each weight and bias in its place."""
+
+        def of(part: Any) -> Any:
+            if part is None:
+                return None
+            bias = None if part.bias is None else change(part.bias)
+            return replace(part, weight=change(part.weight), bias=bias)
+
+        norms = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
+        parts = (*PRODUCTS, *norms, "query_norm", "key_norm", "value_norm")
+        changed: dict[str, Any] = {name: of(getattr(self, name)) for name in parts}
+        return replace(self, **changed)
+
 
 @dataclass(frozen=True, eq=False)
 class LoraUpdate:
@@ -124,8 +139,8 @@ class LoraUpdate:
     belongs to one pair: (columns of the product's outputs, rows of ``down``, B [outputs, rank]).
     """
 
-    down: torch.Tensor
-    ups: tuple[tuple[slice, slice, torch.Tensor], ...]
+    down: "torch.Tensor"
+    ups: "tuple[tuple[slice, slice, torch.Tensor], ...]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +164,7 @@ class DecodeRow:
 
     start: int
     count: int
-    caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    caches: Sequence[tuple[Any, Any]]
     lora: LoraLayers | None = None
 
 
@@ -159,8 +174,8 @@ class DecodeStep(Protocol):
     max_positions: int
     """Most positions of a step. Beyond this, single operations are as fast."""
 
-    def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Compute the layers for the rows' new positions: [T, D] to [T, D], in the weights' dtype.
+    def __call__(self, inputs: Array, rows: Sequence[DecodeRow]) -> Array:
+        """Compute the layers for the rows' new positions: [T, D] to [T, D], float32.
 
         Writes their keys and values into the caches. Raises ``ValueError`` for inputs or caches of
         other shapes.
@@ -178,9 +193,9 @@ class Ranges:
     - No sequence has more than ``most_queries`` queries or more than ``longest`` positions.
     """
 
-    starts: torch.Tensor
-    lengths: torch.Tensor
-    first_queries: torch.Tensor
+    starts: "torch.Tensor"
+    lengths: "torch.Tensor"
+    first_queries: "torch.Tensor"
     most_queries: int
     longest: int
 
@@ -190,14 +205,14 @@ class Recording:
     """A recorded computation. ``replay`` computes it again, from the same memory into
     ``outputs``."""
 
-    outputs: torch.Tensor
+    outputs: "torch.Tensor"
     replay: Callable[[], None]
 
 
 class Recorder(Protocol):
     """Records computations on one device."""
 
-    def record(self, compute: Callable[[], torch.Tensor]) -> Recording:
+    def record(self, compute: "Callable[[], torch.Tensor]") -> Recording:
         """Record ``compute``, which has run before and reads and writes memory at fixed addresses.
 
         Raises ``RuntimeError`` if it contains an operation that cannot be recorded, such as reading
@@ -212,16 +227,19 @@ class Backend(Protocol):
     can be differentiated with respect to activations and LoRA; weights are frozen.
     """
 
-    def linear(self, inputs: torch.Tensor, linear: Linear) -> torch.Tensor:
+    is_exact: bool
+    """Whether it has decode steps in C."""
+
+    def linear(self, inputs: "torch.Tensor", linear: Linear) -> "torch.Tensor":
         """Multiply: [T, inputs] to [T, outputs]."""
 
-    def rms_norm(self, states: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def rms_norm(self, states: "torch.Tensor", norm: Norm) -> "torch.Tensor":
         """Apply RMSNorm over the last dimension of [..., size]. The shape stays.
 
         Zhang and Sennrich, 2019, equation 4.
         """
 
-    def rope(self, states: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def rope(self, states: "torch.Tensor", angles: Angles) -> "torch.Tensor":
         """Apply the rotary embedding to [1, heads, T, d]. Component i is paired with i + d / 2.
 
         RoFormer, section 3.4.2.
@@ -229,12 +247,12 @@ class Backend(Protocol):
 
     def attention(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: "torch.Tensor",
+        keys: "torch.Tensor",
+        values: "torch.Tensor",
         rule: AttentionRule,
-        visible: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        visible: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
         """Attend with queries [B, H, T, d] to keys and values [B, Hkv, S, d]. Returns [B, H, T, d].
 
         Keys and values may be views of a KV cache. The queries are the last T of the S positions.
@@ -243,18 +261,18 @@ class Backend(Protocol):
         contains it.
         """
 
-    def is_fused(self, query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> bool:
+    def is_fused(self, query: "torch.Tensor", values: "torch.Tensor", rule: AttentionRule) -> bool:
         """Return whether ``ranged_attention`` accepts more than one query of a sequence, for
         tensors like these."""
 
     def ranged_attention(
         self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        query: "torch.Tensor",
+        keys: "torch.Tensor",
+        values: "torch.Tensor",
         ranges: Ranges,
         rule: AttentionRule,
-    ) -> torch.Tensor:
+    ) -> "torch.Tensor":
         """Attend with queries [T, H, d] to keys and values [P, Hkv, d].
 
         Each query attends to the range of its own sequence. Returns [T, H, d]. Each query sees the
@@ -262,15 +280,15 @@ class Backend(Protocol):
         there is one query of each sequence.
         """
 
-    def recorder(self, device: torch.device) -> Recorder | None:
+    def recorder(self, device: "torch.device") -> Recorder | None:
         """Return a recorder of decode steps on ``device``. None if this backend cannot record
         there."""
 
-    def swiglu(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, gate_up: "torch.Tensor") -> "torch.Tensor":
         """Compute the gated activation of an MLP, silu(gate) * up (Shazeer, 2020): [T, 2 n] to [T,
         n]."""
 
-    def add_lora(self, inputs: torch.Tensor, outputs: torch.Tensor, update: LoraUpdate) -> None:
+    def add_lora(self, inputs: "torch.Tensor", outputs: "torch.Tensor", update: LoraUpdate) -> None:
         """Add the LoRA update of ``inputs`` [T, inputs] to ``outputs`` [T, outputs], in place."""
 
     def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:

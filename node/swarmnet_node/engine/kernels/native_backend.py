@@ -1,9 +1,9 @@
 """The backend with a decode step in C: all layers of a stage in one call.
 
 A step has a few new positions of some sequences. ``decode.c`` is compiled once on each machine
-(``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to torch's
-memory: weights and norms once for a stage, KV caches in each step. Everything else is
-``TorchBackend``.
+(``swarmnet_protocols.machine.native_code``). Python fills its structs with pointers to arrays:
+weights and norms once for a stage, KV caches in each step. Everything else is ``TorchBackend``,
+which is imported when it is needed.
 """
 
 import ctypes
@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
 from dataclasses import replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-import torch
+import numpy as np
 
 from swarmnet_node.engine.kernels.backend import (
     PRODUCTS,
@@ -29,10 +31,16 @@ from swarmnet_node.engine.kernels.backend import (
     LoraUpdate,
 )
 from swarmnet_node.engine.kernels.native_layers import NativeLayers, fits
-from swarmnet_node.engine.kernels.torch_backend import TorchBackend
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.machine.threads import current as cores
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import HEADERS, Products, load_products
+
+if TYPE_CHECKING:
+    import torch
+
+    from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 
 SOURCE = Path(__file__).with_name("decode.c")
 INCLUDED = (*HEADERS, *(SOURCE.with_name(name) for name in ("transcendentals.h", "attention.h")))
@@ -109,7 +117,7 @@ class _Lora:
         self._kept.append(ups)
         return _Update(self._address(update.down), ctypes.addressof(ups), len(update.down), len(update.ups))
 
-    def _address(self, tensor: torch.Tensor) -> int:
+    def _address(self, tensor: "torch.Tensor") -> int:
         contiguous = tensor.contiguous()
         self._kept.append(contiguous)
         return contiguous.data_ptr()
@@ -117,6 +125,8 @@ class _Lora:
 
 def _joined(layer: DecoderLayer, lora: Mapping[str, LoraUpdate], product: str) -> LoraUpdate | None:
     """Return the update of a product, whose modules may have updates of their own."""
+    import torch
+
     found = [(columns, lora[path]) for path, columns in layer.modules[product] if path in lora]
     if product in lora or not found:
         return lora.get(product)
@@ -134,11 +144,13 @@ def _joined(layer: DecoderLayer, lora: Mapping[str, LoraUpdate], product: str) -
     return LoraUpdate(torch.cat([update.down for _, update in found]), tuple(ups))
 
 
-class NativeBackend(TorchBackend):
+class NativeBackend:
     """``TorchBackend`` with a decode step in C, for float32 on the CPU."""
 
+    is_exact = True
+
     def __init__(self, library: ctypes.CDLL, products: Products) -> None:
-        super().__init__(products)
+        self._products = products
         self.decode = library.decode
         self.decode.restype = None
         self.decode.argtypes = [c_void_p] * 5
@@ -153,8 +165,20 @@ class NativeBackend(TorchBackend):
         library = native_code.load(SOURCE, cache_dir, headers=INCLUDED, target=target)
         return None if library is None else cls(library, load_products(cache_dir, target))
 
+    @cached_property
+    def torch(self) -> "TorchBackend":
+        """The operations that C lacks."""
+        from swarmnet_node.engine.kernels.torch_backend import TorchBackend
+
+        return TorchBackend(self._products)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.torch, name)
+
     def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:
-        return NativeDecodeStep(self, layers) if fits(layers) else None
+        found = [each for layer in layers if (each := _in_arrays(layer)) is not None]
+        is_whole = len(found) == len(layers)
+        return NativeDecodeStep(self, found) if is_whole and fits(found) else None
 
 
 class NativeDecodeStep:
@@ -172,12 +196,12 @@ class NativeDecodeStep:
         self._loras: WeakKeyDictionary[LoraLayers, _Lora | None] = WeakKeyDictionary()
         self._shared_floats = _whole_cache_lines(self._native.shared_floats)
 
-    def __call__(self, inputs: torch.Tensor, rows: Sequence[DecodeRow]) -> torch.Tensor:
+    def __call__(self, inputs: Array, rows: Sequence[DecodeRow]) -> Array:
         count = sum(row.count for row in rows)
-        if inputs.shape != (count, self._hidden_size) or inputs.dtype != torch.float32:
+        if inputs.shape != (count, self._hidden_size) or inputs.dtype != np.float32:
             raise ValueError(f"the decode step takes {count} positions of {self._hidden_size} float32")
         if count > MAX_POSITIONS:
-            return torch.cat([self(inputs[first:end], part) for first, end, part in _tiles(rows)])
+            return np.concatenate([self(inputs[first:end], part) for first, end, part in _tiles(rows)])
         caches = [self._caches(row) for row in rows]
         loras = [self._lora(row.lora) for row in rows]
         firsts = accumulate((row.count for row in rows), initial=0)
@@ -192,15 +216,15 @@ class NativeDecodeStep:
                 for position in range(row.start, row.start + row.count)
             )
         )
-        hidden = inputs.clone(memory_format=torch.contiguous_format)
-        threads = torch.get_num_threads()
+        hidden = np.array(inputs, order="C")
+        threads = cores()
         longest = max(row.start + row.count for row in rows)
         ranks = max((lora.ranks for lora in loras if lora is not None), default=0)
         shared_floats = count * self._shared_floats + _whole_cache_lines(count * ranks)
         thread_floats = _whole_cache_lines(
             count * self._hidden_size + QUERIES * (longest + 2 * self._head_size)
         )
-        scratch = torch.empty(shared_floats + threads * thread_floats)
+        scratch = np.empty(shared_floats + threads * thread_floats, np.float32)
         step = _Step(
             rotaries=ctypes.addressof(self._native.rotaries),
             layers=len(self._decoder_layers),
@@ -214,7 +238,7 @@ class NativeDecodeStep:
             ranks=ranks,
         )
         self._backend.decode(
-            ctypes.byref(step), self._native.layers, positions, scratch.data_ptr(), hidden.data_ptr()
+            ctypes.byref(step), self._native.layers, positions, scratch.ctypes.data, hidden.ctypes.data
         )
         return hidden
 
@@ -242,8 +266,34 @@ class NativeDecodeStep:
         if row.start + row.count > capacity:
             raise ValueError(f"no room for {row.start + row.count} positions in a cache of {capacity}")
         return capacity, (c_void_p * (2 * len(row.caches)))(
-            *(buffer.data_ptr() for buffers in row.caches for buffer in buffers)
+            *(_address(buffer) for buffers in row.caches for buffer in buffers)
         )
+
+
+def _address(values: "Array | torch.Tensor") -> int:
+    return values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()
+
+
+def _in_arrays(layer: DecoderLayer) -> DecoderLayer | None:
+    """Return a layer with arrays in place of its tensors, on the same memory. None if they are not
+    float32 on the CPU."""
+    try:
+        return layer.mapped(_as_array)
+    except TypeError:
+        return None
+
+
+def _as_array(values: Any) -> Any:
+    """Return a tensor as an array. Raises ``TypeError`` unless it is float32 on the CPU."""
+    if isinstance(values, np.ndarray):
+        return values
+    if isinstance(values, PackedTensor):
+        if not values.is_on_cpu:
+            raise TypeError("a matrix in an accelerator's memory")
+        return values
+    if values.device.type != "cpu" or str(values.dtype) != "torch.float32":
+        raise TypeError(f"{values.dtype} on {values.device}")
+    return values.detach().numpy()
 
 
 def _tiles(rows: Sequence[DecodeRow]) -> Iterator[tuple[int, int, list[DecodeRow]]]:
@@ -281,4 +331,10 @@ def load_backend(cache_dir: Path) -> Backend:
 
     That is ``NativeBackend``, or ``TorchBackend`` where the C code does not compile.
     """
-    return NativeBackend.load(cache_dir) or TorchBackend(load_products(cache_dir))
+    found: Any = NativeBackend.load(cache_dir)
+    if found is None:
+        from swarmnet_node.engine.kernels.torch_backend import TorchBackend
+
+        found = TorchBackend(load_products(cache_dir))
+    backend: Backend = found
+    return backend

@@ -1,10 +1,11 @@
-"""Decoder layers as ``decode.c`` reads them: structs with pointers to torch's memory."""
+"""Decoder layers as ``decode.c`` reads them: structs with pointers to arrays."""
 
 import ctypes
 from collections.abc import Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
+from typing import Any
 
-import torch
+import numpy as np
 
 from swarmnet_node.engine.kernels.backend import PRODUCTS, DecoderLayer, Linear, Norm
 from swarmnet_node.engine.kernels.block_shapes import ACTIVATIONS
@@ -89,7 +90,7 @@ class NativeLayers:
     def _linear(self, linear: Linear) -> NativeLinear:
         segments = native_segments(linear.weight)
         self._kept.append(segments)
-        bias = None if linear.bias is None else linear.bias.data_ptr()
+        bias = None if linear.bias is None else linear.bias.ctypes.data
         return NativeLinear(ctypes.addressof(segments), bias, len(segments), linear.inputs)
 
     def _norm(self, norm: Norm | None) -> _Norm:
@@ -97,10 +98,10 @@ class NativeLayers:
             return _Norm()
         size = norm.weight.shape[-1]
         return _Norm(
-            norm.weight.data_ptr(),
-            None if norm.bias is None else norm.bias.data_ptr(),
+            norm.weight.ctypes.data,
+            None if norm.bias is None else norm.bias.ctypes.data,
             size,
-            size if norm.weight.dim() == 2 else 0,
+            size if norm.weight.ndim == 2 else 0,
             norm.is_centred,
             norm.eps,
         )
@@ -112,12 +113,10 @@ class NativeLayers:
 
 
 def fits(layers: Sequence[DecoderLayer]) -> bool:
-    """Return whether the C code has a step for these layers: float32 on the CPU, and weights of the
+    """Return whether the C code has a step for these layers: float32 in arrays, and weights of the
     sizes that the code computes with."""
     hidden_size, growth = layers[0].output.outputs, layers[0].shape.query_growth
-    return layers[0].output.weight.device.type == "cpu" and all(
-        layer.shape.query_growth == growth and _layer_fits(layer, hidden_size) for layer in layers
-    )
+    return all(layer.shape.query_growth == growth and _layer_fits(layer, hidden_size) for layer in layers)
 
 
 def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
@@ -131,7 +130,9 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
     ]
     wholes = (layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm)
     norms = [(norm, (hidden_size,)) for norm in wholes if norm is not None] + _norms_of_heads(layer)
-    tensors = [(each.weight, size) for each, size in linears if isinstance(each.weight, torch.Tensor)]
+    tensors: list[tuple[Any, tuple[int, ...]]] = [
+        (each.weight, size) for each, size in linears if isinstance(each.weight, np.ndarray)
+    ]
     tensors += [(norm.weight, size) for norm, size in norms]
     tensors += [(linear.bias, size[:1]) for linear, size in linears if linear.bias is not None]
     tensors += [(norm.bias, size[-1:]) for norm, size in norms if norm.bias is not None]
@@ -147,7 +148,7 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
         and (shape.rotary is None or 2 * len(shape.rotary.frequencies) <= shape.head_size)
         and all(linear.weight.shape == size for linear, size in linears)
         and all(
-            tensor.shape == size and tensor.dtype == torch.float32 and tensor.is_contiguous()
+            tensor.shape == size and tensor.dtype == np.float32 and tensor.flags.c_contiguous
             for tensor, size in tensors
         )
     )
@@ -170,7 +171,7 @@ def _norms_of_heads(layer: DecoderLayer) -> list[tuple[Norm, tuple[int, ...]]]:
         (layer.value_norm, key_heads, (size,)),
     ):
         if norm is not None:
-            found.append((norm, (count, size) if norm.weight.dim() > 1 and wanted == (size,) else wanted))
+            found.append((norm, (count, size) if norm.weight.ndim > 1 and wanted == (size,) else wanted))
     return found
 
 

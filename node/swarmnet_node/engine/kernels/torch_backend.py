@@ -37,6 +37,8 @@ class TorchBackend:
     Autograd's own keep more tensors, and read the activations about twice as often.
     """
 
+    is_exact = False
+
     def __init__(self, products: Products | None = None) -> None:
         """``products`` multiplies with packed weights. None computes these with torch alone."""
         self._products = products or Products(None)

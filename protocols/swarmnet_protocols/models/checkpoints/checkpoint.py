@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
+from swarmnet_protocols.models.llama_shape import EmptyStack
 
 if TYPE_CHECKING:
     import torch
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts, ExpertPlace
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+    from swarmnet_protocols.quantization.precisions import Precision
     from swarmnet_protocols.quantization.products import Products
-    from swarmnet_protocols.quantization.quantize import Precision
 
 _CHUNK_BYTES = 1 << 20
 
@@ -92,6 +93,14 @@ class WeightForm:
     """
     products: "Products | None" = None
     """Multiplies with the packed weights. None if torch alone does."""
+
+    def rounded(self, matrix: "PackedTensor", weight: str) -> "PackedTensor":
+        """Return ``matrix``, the weight with this name, quantised if ``quantized`` says so."""
+        if self.quantized is None:
+            return matrix
+        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
+
+        return quantize_if_wanted(matrix, self.quantized, weight)
 
     def loaded(self, matrix: "PackedTensor") -> "PackedTensor | torch.Tensor":
         """Return ``matrix`` on ``device``, in the form that ``products`` multiplies there.
@@ -213,6 +222,13 @@ class ModelCheckpoint(Protocol):
         ``has_values``: whether ``config_tensors`` are on disk. Without them, only sizes are right.
         """
 
+    def settings(self) -> Mapping[str, Any]:
+        """Return the settings of the config, by transformers' names, without transformers.
+
+        Settings that the files leave to transformers are missing. ``config_tensors`` must be on
+        disk.
+        """
+
     def check_kind(self) -> None:
         """Raise ``ConfigError`` unless the files are a model for text. The error says what they
         are."""
@@ -238,7 +254,7 @@ class ModelCheckpoint(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
     ) -> dict[str, Any]:
         """Return these tensors by transformers' names, with blocks numbered from ``first_block``.
 
@@ -248,11 +264,26 @@ class ModelCheckpoint(Protocol):
         """
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
     ) -> "dict[str, ExpertPlace]":
         """Return the place in ``model`` of each tensor with weights of routed experts. Others are
         left out.
         """
+
+
+def packable_weight(model: "PreTrainedModel | EmptyStack", name: str) -> str | None:
+    """Return the name in ``model`` of a weight that can be packed. None for other tensors.
+
+    ``name`` is transformers' name in the whole model. In ``model`` it may lack the base model's
+    prefix.
+    """
+    if isinstance(model, EmptyStack):
+        return model.packable_weight(name)
+    from swarmnet_protocols.quantization.packed_linear import can_be_packed
+
+    own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
+    path = own.removesuffix(".weight")
+    return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 
 
 def sha256_of(path: Path, progress: Progress | None) -> bytes:

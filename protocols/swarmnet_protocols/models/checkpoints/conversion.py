@@ -7,7 +7,7 @@ loading.
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +91,13 @@ def _pattern_of(patterns: Iterable[str] | None) -> re.Pattern[str]:
     """Return a pattern that matches names containing one of ``patterns``. Without patterns it
     matches nothing."""
     return re.compile("|".join(f"({each})" for each in patterns or ()) or "(?!)")
+
+
+def experts_modules(model: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the modules of routed experts (``ExpertsModule``) in a model, with their paths."""
+    for path, module in model.named_modules():
+        if hasattr(module, "_is_expert_parallel") and hasattr(module, "down_proj"):
+            yield path, module
 
 
 def expert_of(name: str) -> int | None:

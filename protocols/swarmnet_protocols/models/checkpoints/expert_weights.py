@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.models.checkpoints.conversion import Conversion, expert_of
-from swarmnet_protocols.quantization.packed_experts import Matrix, experts_modules
+from swarmnet_protocols.models.checkpoints.conversion import Conversion, expert_of, experts_modules
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from swarmnet_protocols.models.llama_shape import EmptyStack
+    from swarmnet_protocols.quantization.packed_experts import Matrix
 
 ChosenExperts = Mapping[int, Collection[int]]
 """The numbers of the wanted experts, by block. In blocks that are not listed, all experts are
@@ -69,7 +71,7 @@ class ExpertPlace:
 class ExpertPlaces:
     """The places in one model, which may be on the meta device."""
 
-    def __init__(self, model: "PreTrainedModel") -> None:
+    def __init__(self, model: "PreTrainedModel | EmptyStack") -> None:
         self._modules = {
             f"{path}.{name}": module
             for path, module in experts_modules(model)
@@ -144,7 +146,7 @@ class ExpertReader:
         places: Mapping[str, ExpertPlace],
         block_of: Callable[[str], int | None],
         chosen: ChosenExperts,
-        loaded: Callable[[PackedTensor], Matrix],
+        loaded: "Callable[[PackedTensor], Matrix]",
     ) -> None:
         """``places``: the places of all expert tensors. ``block_of`` returns a tensor's block.
 
@@ -192,7 +194,7 @@ class ExpertReader:
                     raise IntegrityError(f"expert {expert} of {place.parameter}: {error}") from error
                 self._found[place.parameter][expert] = self._loaded(matrix)
 
-    def finish(self) -> dict[str, dict[int, Matrix]]:
+    def finish(self) -> "dict[str, dict[int, Matrix]]":
         """Return the matrices, by parameter and number of the expert. Raises ``IntegrityError`` if
         one is missing."""
         for parameter, expected in self._expected.items():

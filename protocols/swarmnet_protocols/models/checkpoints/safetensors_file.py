@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
     Builder,
     WeightForm,
     WeightSizes,
+    packable_weight,
 )
 from swarmnet_protocols.models.checkpoints.language_model import language_config, language_settings
 from swarmnet_protocols.models.checkpoints.model_folder import (
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
     from swarmnet_protocols.models.checkpoints.quantized_weights import Scheme
+    from swarmnet_protocols.models.llama_shape import EmptyStack
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -197,6 +200,9 @@ class SafetensorsCheckpoint:
     def config_tensors(self) -> tuple[str, ...]:
         return ()
 
+    def settings(self) -> Mapping[str, Any]:
+        return json_in(self.root / "config.json", MAX_CONFIG_BYTES)
+
     def check_kind(self) -> None:
         """Check the settings of the config. The class that it names is checked later, when a model
         is built."""
@@ -259,6 +265,7 @@ class SafetensorsCheckpoint:
 
     def _whole_config(self) -> "tuple[PretrainedConfig, dict[str, Any]]":
         """Return the config, with all parts of a multimodal model, and the settings in its file."""
+        lean_imports.import_transformers_if_used()
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -302,7 +309,7 @@ class SafetensorsCheckpoint:
         return tokenizer_in(self.root, METADATA_PATTERNS)
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
     ) -> dict[str, Any]:
         """Return tensors that transformers reads one by one as it copies them into the model.
 
@@ -310,13 +317,9 @@ class SafetensorsCheckpoint:
         16-bit matrices on the CPU and, with ``form.quantized``, 16 and 32-bit matrices on any
         device.
         """
-        import torch
-
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertReader
         from swarmnet_protocols.quantization.formats import Format
-        from swarmnet_protocols.quantization.packed_linear import packable_weight
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         numbers_formats = {"BF16": Format.BF16, "F16": Format.F16, "F32": Format.F32}
         formats = {
@@ -331,6 +334,10 @@ class SafetensorsCheckpoint:
         names = [name for name in names if reader.has_wanted(name)]
 
         def matrix_of(tensor: StoredTensor, place: "ExpertPlace", index: slice) -> PackedTensor:
+            import torch
+
+            from swarmnet_protocols.quantization.quantize import quantize_if_wanted
+
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
             numbers = (numbers.T if place.is_transposed else numbers).contiguous()
             matrix = PackedTensor.of(numbers_formats[tensor.kind], numbers.view(torch.uint8))
@@ -356,8 +363,8 @@ class SafetensorsCheckpoint:
             own_name = packable_weight(model, hf_name) if is_packed else None
             kind = formats.get(tensor.kind)
             if own_name is not None and kind is not None:
-                matrix = PackedTensor.of(kind, tensor[:].contiguous().view(torch.uint8))
-                found[own_name] = form.loaded(quantize_if_wanted(matrix, quantized, own_name))
+                matrix = PackedTensor.of(kind, tensor.rows())
+                found[own_name] = form.loaded(form.rounded(matrix, own_name))
             elif name in places and (form.experts or (is_packed and kind is not None)):
                 reader.read(name, partial(matrix_of, tensor, places[name]))
             else:
@@ -384,7 +391,7 @@ class SafetensorsCheckpoint:
         return self._headers[file][1]
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
     ) -> "dict[str, ExpertPlace]":
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 

@@ -15,6 +15,8 @@ from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, json_ob
 if TYPE_CHECKING:
     import torch
 
+    from swarmnet_protocols.arrays import Array
+
 MAX_DIMS = 8
 MAX_HEADER_BYTES = 100 << 20
 _TYPES = {
@@ -53,13 +55,41 @@ class StoredTensor:
         return found
 
     def __getitem__(self, index: Any) -> "torch.Tensor":
-        """Read a slice of the first dimension, or everything for ``...``.
+        """Read a slice of the first dimension, or everything for ``...``. Raises as ``rows``."""
+        import torch
+
+        data = self.rows(index)
+        return (
+            torch.from_numpy(data)
+            .view(-1)
+            .view(self.dtype)
+            .view((len(data), *self.shape[1:]) if self.shape else ())
+        )
+
+    def float32(self) -> "Array":
+        """Read the numbers, of 16 or 32 bits, as float32. Raises as ``rows``."""
+        import numpy as np
+
+        data = self.rows().reshape(-1)
+        match self.kind:
+            case "BF16":
+                return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+            case "F16" | "F32":
+                numbers = data.view(np.float16 if self.kind == "F16" else np.float32)
+                return numbers.astype(np.float32).reshape(self.shape)
+        raise IntegrityError(f"{self.path} has numbers of the type {self.kind}")
+
+    def rows(self, index: Any = ...) -> "Array":
+        """Read the bytes of a slice of the first dimension, or of everything: uint8 [rows, bytes of
+        a row].
 
         Raises ``IntegrityError`` if the file cannot be read, or ends too early.
         """
-        import torch
+        import numpy as np
 
-        rows, *widths = self.shape or (1,)
+        from swarmnet_protocols.machine.platform import fresh_memory
+
+        rows, *_ = self.shape or (1,)
         first, end, _ = (slice(None) if index is ... else index).indices(rows)
         row_bytes = (self.span[1] - self.span[0]) // max(rows, 1)
         start, size = self.span[0] + first * row_bytes, (end - first) * row_bytes
@@ -70,17 +100,17 @@ class StoredTensor:
                     mapped = mmap.mmap(
                         file.fileno(), skipped + size, access=mmap.ACCESS_COPY, offset=start - skipped
                     )
-                    data = torch.frombuffer(mapped, dtype=torch.uint8, offset=skipped)
+                    data = np.frombuffer(mapped, np.uint8, offset=skipped)
                 else:
-                    data = torch.empty(size, dtype=torch.uint8)
+                    data = fresh_memory(size)
                     file.seek(start)
-                    if file.readinto(data.numpy().data) != size:
+                    if file.readinto(data.data) != size:
                         raise ValueError("the file ends before")
         except OSError as error:
             raise IntegrityError(f"{self.path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise IntegrityError(f"{self.path} is truncated") from error
-        return data.view(self.dtype).view((end - first, *widths) if self.shape else ())
+        return data.reshape(end - first, row_bytes)
 
 
 def read_header(path: Path) -> Layout:

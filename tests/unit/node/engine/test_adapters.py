@@ -15,6 +15,7 @@ from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.kernels.backend import DecodeRow
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.models.peft_oracle import (
     lora_tensors,
@@ -65,7 +66,7 @@ class Chain:
 
     def __init__(self, model: LocalModel, tensors: list[dict[str, torch.Tensor]]) -> None:
         self.plain = whole(model)
-        self.stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
+        self.stages = [load_stage(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
         self.sequences = [
             [
                 stage.new_sequence(adapter_of(stage, start, each))
@@ -144,8 +145,8 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
         pytest.skip("no C compiler")
     model = load("llama-tied", tmp_path)
     options: dict[str, Any] = {"dtype": torch.float32, "device": CPU}
-    native = Stage.load(model, 0, 5, backend=load_backend(tmp_path / "cache"), **options)
-    stages = (native, Stage.load(model, 0, 5, **options))
+    native = load_stage(model, 0, 5, backend=load_backend(tmp_path / "cache"), **options)
+    stages = (native, load_stage(model, 0, 5, **options))
     assert native.method.decode_step is not None
     pairs = random_tensors(range(5), modules=[("self_attn.v_proj", 16, 32)])
     prefix = {
@@ -182,7 +183,7 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
 
 def test_an_adapter_is_applied_in_the_dtype_of_its_stage(tmp_path: Path) -> None:
     model = load("llama-tied", tmp_path)
-    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU)
+    stage = load_stage(model, 0, 5, dtype=torch.bfloat16, device=CPU)
     tensors = random_tensors(range(5)) | {
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8) for block in range(5) for kind in ("key", "value")
     }
@@ -199,7 +200,7 @@ def test_a_part_of_a_stage_applies_the_tensors_of_its_blocks(family: str, tmp_pa
     model = load(family, tmp_path)
     start, end = 2, 4
     whole_stage, alone = (
-        Stage.load(model, *span, dtype=torch.float32, device=CPU) for span in ((0, 5), (start, end))
+        load_stage(model, *span, dtype=torch.float32, device=CPU) for span in ((0, 5), (start, end))
     )
     tensors = random_tensors(range(start, end)) | {
         f"{block}.prefix.{kind}": torch.randn(2, 3, 8)

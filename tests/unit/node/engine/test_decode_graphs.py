@@ -23,6 +23,7 @@ from swarmnet_node.engine.kernels import ranged_attention, torch_backend
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.defences import defence, replacing
 from tests.support.models.peft_oracle import random_tensors
@@ -44,7 +45,7 @@ def two_stages(
 ) -> tuple[Stage, Stage]:
     """Two stages of the same blocks: with caches in an arena, and with contiguous caches."""
     model = load(family, tmp_path)
-    mine, theirs = (Stage.load(model, 0, 5, backend=backend, **FLOAT32) for _ in range(2))
+    mine, theirs = (load_stage(model, 0, 5, backend=backend, **FLOAT32) for _ in range(2))
     mine.preallocate(positions * mine.geometry.bytes_per_position)
     return mine, theirs
 

@@ -12,8 +12,9 @@ from transformers import LlamaConfig
 
 from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.host_checks import Trial, trial_inputs
+from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.loading import fitting
 from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.loading.reading import read_model
@@ -23,7 +24,8 @@ from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.machine.devices import MOST_SHARE, Card
 from swarmnet_protocols.membership.rules import Admission, Rules
-from swarmnet_protocols.models.partial_model import LayerWidths, build_span, weight_bytes
+from swarmnet_protocols.models.partial_model import build_span, weight_bytes
+from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import install
@@ -218,6 +220,6 @@ def test_a_node_with_a_card_loads_a_block_on_the_cpu_to_check_others(
     stage = found.on_cpu().load(1, 2)
     assert (stage.device, stage.is_on_accelerator) == (cpu, False)
     inputs = trial_inputs(stage.hidden_size, random.Random(0))
-    own = Stage.load(found.model, 1, 2, dtype=torch.float32, device=cpu).run_sequences(inputs, (len(inputs),))
+    own = load_stage(found.model, 1, 2, dtype=torch.float32, device=cpu).run_sequences(inputs, (len(inputs),))
     outputs = stage.run_sequences(inputs, (len(inputs),)).float()
-    assert Trial((1, 2), inputs, own).agrees(outputs)
+    assert Trial((1, 2), inputs, in_array(own)).agrees(in_array(outputs))

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarmnet_node.engine.memory_account import activation_bytes
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
 from tests.support.models.tiny_models import save_tiny
 
@@ -51,7 +51,7 @@ SHAPES = {
 def test_a_forward_allocates_about_what_is_estimated(family: str, shape: str, tmp_path: Path) -> None:
     directory = save_tiny(family, tmp_path / "model", **SHAPES[shape])
     model = resolve(str(directory), cache_dir=tmp_path / "cache")
-    stage = Stage.load(model, 0, 5, dtype=torch.float32, device=torch.device("cpu"))
+    stage = load_stage(model, 0, 5, dtype=torch.float32, device=torch.device("cpu"))
     sequence, inputs = stage.new_sequence(), torch.randn(512, stage.hidden_size)
     sequence.reserve(512)
     with PeakBytes() as measured:

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import devices
 from swarmnet_protocols.machine.devices import pick_devices
@@ -42,7 +43,7 @@ def two_stages(family: str, folder: Path, *, arena: bool) -> tuple[Stage, Stage]
     """Two stages of the same blocks: spread over two devices, and on one."""
     model: LocalModel = resolve(str(save_tiny(family, folder / "model")), cache_dir=folder / "cache")
     options: dict[str, Any] = {"dtype": torch.float32, "device": FIRST, "backend": TorchBackend()}
-    mine, theirs = (Stage.load(model, 0, 5, devices=each, **options) for each in (SPREAD, ()))
+    mine, theirs = (load_stage(model, 0, 5, devices=each, **options) for each in (SPREAD, ()))
     if arena:
         mine.preallocate(512 * mine.geometry.bytes_per_position)
     return mine, theirs
@@ -105,4 +106,4 @@ def test_only_several_gpus_are_several_devices(names: str, monkeypatch: pytest.M
     with pytest.raises(ConfigError, match="only different CUDA devices"):
         pick_devices(names)
     assert pick_devices("cuda:0,cuda:1") == [torch.device("cuda:0"), torch.device("cuda:1")]
-    assert pick_devices("cpu") == [torch.device("cpu")]
+    assert pick_devices("cpu") == [devices.CPU]

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
 from swarmnet_protocols.session.as_torch import array_of
@@ -29,8 +30,8 @@ def load(family: str, tmp_path: Path, **changes: Any) -> LocalModel:
     return resolve(str(save_tiny(family, tmp_path / "model", **changes)), cache_dir=tmp_path / "cache")
 
 
-def load_stage(tmp_path: Path, family: str = "llama-tied", dtype: torch.dtype = torch.float32) -> Stage:
-    return Stage.load(load(family, tmp_path), 1, 4, dtype=dtype, device=CPU)
+def a_stage(tmp_path: Path, family: str = "llama-tied", dtype: torch.dtype = torch.float32) -> Stage:
+    return load_stage(load(family, tmp_path), 1, 4, dtype=dtype, device=CPU)
 
 
 def inputs(count: int, seed: int = 0) -> torch.Tensor:
@@ -46,7 +47,7 @@ def forward(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.
 def test_outputs_of_a_stage_on_a_gpu_can_be_sent(tmp_path: Path) -> None:
     model = load("llama-tied", tmp_path)
     expected, got = (
-        Stage.load(model, 1, 4, dtype=torch.float32, device=torch.device(device))
+        load_stage(model, 1, 4, dtype=torch.float32, device=torch.device(device))
         for device in ("cpu", "cuda")
     )
     rows = inputs(7)
@@ -68,7 +69,7 @@ def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> Non
         torch.randint(3, 128, (n,), generator=torch.Generator().manual_seed(n)) for n in PROMPT_LENGTHS
     ]
     texts = [reference.generate(p[None], max_new_tokens=NEW_TOKENS, do_sample=False)[0] for p in prompts]
-    stages = [Stage.load(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
+    stages = [load_stage(model, start, end, dtype=torch.float32, device=CPU) for start, end in SPANS]
     sequences = [[stage.new_sequence() for stage in stages] for _ in texts]
     outputs: list[list[torch.Tensor]] = [[] for _ in texts]
     chunk = random.Random(family)
@@ -95,7 +96,7 @@ def test_packed_sequences_match_transformers(family: str, tmp_path: Path) -> Non
 
 
 def test_a_truncated_sequence_continues_as_if_the_rest_had_never_been(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path, "gemma3")
+    stage = a_stage(tmp_path, "gemma3")
     sequence, other = stage.new_sequence(), stage.new_sequence()
     forward(stage, sequence, inputs(20))
     sequence.truncate(9)
@@ -107,7 +108,7 @@ def test_a_truncated_sequence_continues_as_if_the_rest_had_never_been(tmp_path: 
 
 @pytest.mark.parametrize("length", [-1, 6])
 def test_a_sequence_cannot_be_truncated_to_positions_it_lacks(length: int, tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     sequence = stage.new_sequence()
     forward(stage, sequence, inputs(5))
 
@@ -116,7 +117,7 @@ def test_a_sequence_cannot_be_truncated_to_positions_it_lacks(length: int, tmp_p
 
 
 def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     sequence, untouched = stage.new_sequence(), stage.new_sequence()
     for each in (sequence, untouched):
         forward(stage, each, inputs(10))
@@ -130,7 +131,7 @@ def test_a_fork_and_its_original_do_not_touch_each_other(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_a_sequence_are_those_of_its_buffers(dtype: torch.dtype, tmp_path: Path) -> None:
-    stage = load_stage(tmp_path, dtype=dtype)
+    stage = a_stage(tmp_path, dtype=dtype)
     sequence = stage.new_sequence()
     assert sequence.nbytes == stage.geometry.bytes_for(0) == 0
 
@@ -147,7 +148,7 @@ def test_the_bytes_of_a_sequence_are_those_of_its_buffers(dtype: torch.dtype, tm
 
 
 def test_growing_keeps_the_positions_of_a_sequence(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     rows = inputs(GROWTH_POSITIONS + 5)
     at_once, one_by_one = stage.new_sequence(), stage.new_sequence()
     expected = forward(stage, at_once, rows)
@@ -157,7 +158,7 @@ def test_growing_keeps_the_positions_of_a_sequence(tmp_path: Path) -> None:
 
 
 def test_a_sequence_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     sequence = stage.new_sequence()
 
     with pytest.raises(ValueError, match="twice"):
@@ -167,7 +168,7 @@ def test_a_sequence_may_be_in_a_batch_only_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 32), (2, 31), (32,), (1, 1, 32)])
 def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     sequence = stage.new_sequence()
 
     with pytest.raises(ValueError, match="shape"):
@@ -176,11 +177,11 @@ def test_inputs_of_another_shape_are_refused(shape: tuple[int, ...], tmp_path: P
 
 
 def test_an_empty_batch_has_no_outputs(tmp_path: Path) -> None:
-    assert load_stage(tmp_path).forward([]) == []
+    assert a_stage(tmp_path).forward([]) == []
 
 
 def test_a_failed_forward_leaves_the_length_of_every_sequence(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path, "gemma3")
+    stage = a_stage(tmp_path, "gemma3")
     first, second = stage.new_sequence(), stage.new_sequence()
     forward(stage, first, inputs(5))
     handle = stage._model.layers[2].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(MemoryError()))
@@ -200,19 +201,19 @@ def test_a_failed_forward_leaves_the_length_of_every_sequence(tmp_path: Path) ->
 )
 def test_families_of_the_llama_shape_use_llama_layers(family: str, fused: bool, tmp_path: Path) -> None:
     """Every other test of this file shows that they compute the same."""
-    assert (load_stage(tmp_path, family).method.llama_layers is not None) == fused
+    assert (a_stage(tmp_path, family).method.llama_layers is not None) == fused
 
 
 def test_layers_that_only_look_like_llamas_are_left_to_transformers(tmp_path: Path) -> None:
     """Granite has the modules of Llama, but scales what its layers add."""
-    stage = load_stage(tmp_path, "granite")
+    stage = a_stage(tmp_path, "granite")
 
     assert stage.method.layers
     assert stage.method.llama_layers is None
 
 
 def test_llama_layers_have_no_second_copy_of_the_weights(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     attention = stage._model.layers[0].self_attn
 
     memories = {getattr(attention, f"{name}_proj").weight.untyped_storage().data_ptr() for name in "qkv"}
@@ -220,7 +221,7 @@ def test_llama_layers_have_no_second_copy_of_the_weights(tmp_path: Path) -> None
 
 
 def test_a_stage_describes_itself(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path, dtype=torch.bfloat16)
+    stage = a_stage(tmp_path, dtype=torch.bfloat16)
 
     assert (stage.blocks, stage.hidden_size, stage.dtype, stage.device) == (3, 32, torch.bfloat16, CPU)
     attention, mlp, norms = 2 * 32 * 32 + 2 * 32 * 16, 3 * 32 * 48, 2 * 32
@@ -229,7 +230,7 @@ def test_a_stage_describes_itself(tmp_path: Path) -> None:
 
 
 def test_parts_of_a_stage_share_its_weights_and_make_up_the_whole(tmp_path: Path) -> None:
-    stage = Stage.load(load("gemma3", tmp_path), 0, 5, dtype=torch.float32, device=CPU)
+    stage = load_stage(load("gemma3", tmp_path), 0, 5, dtype=torch.float32, device=CPU)
     parts = [stage.part(0, 1), stage.part(1, 4).part(0, 2), stage.part(1, 4).part(2, 3), stage.part(4, 5)]
     assert [part.blocks for part in parts] == [1, 2, 1, 1]
     assert stage.part(0, 5) is stage
@@ -271,7 +272,7 @@ def local_gradients(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...], tmp_path: Path) -> None:
     model = load(family, tmp_path)
-    stage = Stage.load(model, 0, 5, dtype=torch.float32, device=CPU)
+    stage = load_stage(model, 0, 5, dtype=torch.float32, device=CPU)
     rows, wanted = inputs(sum(counts)), inputs(sum(counts), 1)
     outputs, gradients = local_gradients(model, rows, counts, wanted)
 
@@ -282,7 +283,7 @@ def test_gradients_are_those_of_transformers(family: str, counts: tuple[int, ...
 
 
 def test_weights_get_no_gradients_and_stay_unchanged(tmp_path: Path) -> None:
-    stage = load_stage(tmp_path)
+    stage = a_stage(tmp_path)
     before = [parameter.clone() for parameter in stage._model.parameters()]
     for _ in range(2):
         _, graph = stage.part(1, 3).record_sequences(inputs(10), (4, 6))
@@ -311,7 +312,7 @@ def saved_storages(node: Any) -> dict[int, int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_graph_counts_the_memory_it_keeps_alive(family: str, tmp_path: Path) -> None:
-    stage = Stage.load(load(family, tmp_path), 0, 5, dtype=torch.float32, device=CPU)
+    stage = load_stage(load(family, tmp_path), 0, 5, dtype=torch.float32, device=CPU)
     _, graph = stage.record_sequences(inputs(40), (29, 11))
     held = saved_storages(graph.outputs.node)
     held[graph.inputs.untyped_storage().data_ptr()] = graph.inputs.untyped_storage().nbytes()
@@ -341,7 +342,7 @@ def test_gradients_with_an_adapter_are_those_of_peft(
         expected = lora_pass(plain, targets, rows, counts, wanted)
     else:
         expected = prefix_pass(plain, 7, rows, counts, wanted)
-    stage = Stage.load(model, 0, 5, dtype=torch.float32, device=CPU)
+    stage = load_stage(model, 0, 5, dtype=torch.float32, device=CPU)
     own: dict[str, torch.Tensor] = {}
     outputs, graphs = rows, []
     for start, end in ((0, 2), (2, 5)):

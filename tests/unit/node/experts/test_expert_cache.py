@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.experts.expert_cache import MIN_CAPACITY, ExpertCache
 from swarmnet_node.experts.trunk import CacheOptions, open_cache
 from swarmnet_protocols.models import LocalModel, resolve
@@ -31,7 +32,7 @@ def cached(model: LocalModel, capacity: int) -> tuple[Stage, ExpertCache]:
     counts = model.expert_counts()
     blocks = model.manifest.blocks
     none: Any = {block: frozenset() for block in counts}
-    stage = Stage.load(model, 0, blocks, dtype=torch.float32, device=CPU, experts=none)
+    stage = load_stage(model, 0, blocks, dtype=torch.float32, device=CPU, experts=none)
     options = CacheOptions(
         {block: frozenset(range(count)) for block, count in counts.items()},
         lambda block: model.expert_reader(block, device=CPU),
@@ -53,7 +54,7 @@ def in_memory(stage: Stage) -> int:
 
 @pytest.mark.parametrize("capacity", [MIN_CAPACITY, NUM_EXPERTS])
 def test_outputs_are_those_of_a_host_with_all_experts_in_memory(model: LocalModel, capacity: int) -> None:
-    whole = Stage.load(
+    whole = load_stage(
         model,
         0,
         model.manifest.blocks,

@@ -17,7 +17,7 @@ from swarmnet_node.engine.memory_account import (
 from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reason_to_pause
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
-from swarmnet_protocols.models.partial_model import LayerWidths
+from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.net.limits.resource_limits import Resource
 
 MONDAY, TUESDAY, FRIDAY, SATURDAY, SUNDAY = 23, 24, 27, 28, 29

@@ -14,7 +14,7 @@ from swarmnet_node.training.data import BatchSampler
 from swarmnet_node.training.expert_balance import BIAS, STEP
 from swarmnet_node.training.model import build_model, read_model, write_model
 from swarmnet_node.training.trainer import Trainer, learning_rate
-from swarmnet_protocols.quantization.packed_experts import experts_modules
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from tests.support.models.hub_families import FAMILIES
 from tests.support.models.rounding import assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer

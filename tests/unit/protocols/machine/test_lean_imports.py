@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
 from tests.support.models.tiny_models import FAMILIES, save_tiny, write_gguf
 
@@ -38,13 +38,14 @@ prepare_hivemind()
 import torch
 import hivemind.p2p
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
 
 cache_dir, *models = sys.argv[1:]
 outputs = {}
 for name in models:
     local = resolve(name, cache_dir=Path(cache_dir))
-    stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
+    stage = load_stage(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
     [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
     outputs[name] = answer.tolist()
 print(json.dumps({"outputs": outputs, "modules": sorted(sys.modules), "sources": len(sources)}))
@@ -120,7 +121,7 @@ def test_a_host_of_any_family_starts_without_compiler_and_clusters(tmp_path: Pat
     assert seen["sources"] < MOST_SOURCES
     for name in models:
         local = resolve(name, cache_dir=tmp_path / "cache")
-        stage = Stage.load(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
+        stage = load_stage(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
         [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
 

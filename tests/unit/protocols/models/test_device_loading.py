@@ -79,7 +79,7 @@ def test_packed_matrices_of_a_gguf_file_go_to_the_device_one_by_one(
     def watched(self: Recipe, matrices: Sequence[PackedTensor]) -> PackedTensor | None:
         found = packed_by(self, matrices)
         if found is not None:
-            alive.see(found.segments[0].data)
+            alive.see(found.segments[0].tensor)
         return found
 
     monkeypatch.setattr(Recipe, "packed", watched)

@@ -20,7 +20,9 @@ from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import Backend
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_stage import TORCH
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
@@ -104,7 +106,7 @@ class Case:
         spans = list(itertools.pairwise((0, *cuts, self.model.manifest.blocks)))
         for span in spans:
             if (backend, *span) not in self.stages:
-                self.stages[backend, *span] = Stage.load(
+                self.stages[backend, *span] = load_stage(
                     self.model, *span, dtype=torch.float32, device=CPU, backend=backend
                 )
         stages = [self.stages[backend, *span] for span in spans]

@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.unread import HARMLESS
@@ -152,7 +152,7 @@ def our_logits(path: Path, cache_dir: Path) -> torch.Tensor:
     local_layers = TensorLayers(model)
     rows = local_layers.embed(IDS)
     for start, end in itertools.pairwise(sorted({0, 1, model.manifest.blocks})):
-        stage = Stage.load(model, start, end, dtype=torch.float32, device=CPU)
+        stage = load_stage(model, start, end, dtype=torch.float32, device=CPU)
         [rows] = stage.forward([(stage.new_sequence(), rows)])
     return local_layers.logits(rows)
 

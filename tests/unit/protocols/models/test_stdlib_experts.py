@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import EXPERTS_MODEL, resolve
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.quantization.formats import Format
-from swarmnet_protocols.quantization.packed_experts import experts_modules
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.support.training.train_experts import BLOCKS, CHOSEN, EXPERTS, code_bytes, recording, windows
 
@@ -20,7 +20,7 @@ def test_a_host_keeps_its_experts_in_4_bits(tmp_path: Path) -> None:
     model = resolve(EXPERTS_MODEL, cache_dir=tmp_path, published=True)
     assert model.manifest.blocks == BLOCKS
     assert sum(path.stat().st_size for path in model.path.iterdir()) < 5 << 20
-    stage = Stage.load(model, 2, 4, packed=True, **FLOAT32)
+    stage = load_stage(model, 2, 4, packed=True, **FLOAT32)
     modules: list[Any] = [module for _, module in experts_modules(stage._model)]
     matrices = [each for module in modules for each in module.gate_up_proj.matrices.values()]
     assert len(matrices) == 2 * EXPERTS

@@ -24,7 +24,7 @@ class Matrix:
     def __init__(self, matrix: PackedTensor, groups: torch.Tensor | None = None) -> None:
         [segment] = matrix.segments
         self.outputs, self.inputs = matrix.shape
-        self._data = segment.data if groups is None else groups
+        self._data = segment.tensor if groups is None else groups
         row_bytes = segment.data.shape[1]
         self.segment = NativeSegment(
             self._data.data_ptr(), int(segment.format), row_bytes, self.outputs, int(groups is not None)

@@ -13,19 +13,16 @@ from safetensors.torch import load_file, save_file
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching import pieces
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.models.partial_model import ModelBuilder
-from swarmnet_protocols.quantization.packed_experts import (
-    PackedExperts,
-    compute_expert,
-    compute_experts,
-    experts_modules,
-)
+from swarmnet_protocols.quantization.packed_experts import PackedExperts, compute_expert, compute_experts
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.quantize import PRECISIONS
+from swarmnet_protocols.quantization.precisions import PRECISIONS
 from tests.defences import nothing
 from tests.support.gguf.packed_matrices import values_of
 from tests.support.models import big_model
@@ -101,7 +98,7 @@ def test_packed_experts_give_the_tokens_of_transformers(family: str, precision: 
     blocks = model.manifest.blocks
     options = {**FLOAT32, "backend": load_backend(default_cache_dir()), "packed": True}
     stages = [
-        Stage.load(model, start, end, quantized=PRECISIONS.get(precision), **options)
+        load_stage(model, start, end, quantized=PRECISIONS.get(precision), **options)
         for start, end in ((0, blocks), (0, 2), (2, blocks))
     ]
     assert len(packed_weights(stages[0])) == 2 * len(list(experts_modules(stages[0]._model))) > 0
@@ -130,7 +127,7 @@ def test_a_host_holds_experts_in_the_bytes_of_the_file(family: str, tmp_path: Pa
     model = resolve(str(path), cache_dir=tmp_path / "cache")
     stored = load_file(path / "model.safetensors")
     for quantized, share in ((None, 1.0), (PRECISIONS["int8"], 8.5 / 16), (PRECISIONS["int4"], 6.6 / 16)):
-        stage = Stage.load(model, 1, 3, packed=True, quantized=quantized, **FLOAT32)
+        stage = load_stage(model, 1, 3, packed=True, quantized=quantized, **FLOAT32)
         in_file = sum(stored[name].nbytes for block in (1, 2) for name in model.manifest.tensors[block])
         assert stage.weight_bytes <= 1.15 * share * in_file
 
@@ -138,7 +135,7 @@ def test_a_host_holds_experts_in_the_bytes_of_the_file(family: str, tmp_path: Pa
 def test_experts_of_a_gguf_file_stay_packed(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "model.gguf", "qwen3moe")
     model = resolve(str(file), cache_dir=tmp_path / "cache")
-    mine, dense = (Stage.load(model, 0, 3, packed=packed, **FLOAT32) for packed in (True, False))
+    mine, dense = (load_stage(model, 0, 3, packed=packed, **FLOAT32) for packed in (True, False))
     [gate_up, *_] = packed_weights(mine)
     assert {type(each) for each in gate_up.matrices.values()} == {PackedTensor}
     assert mine.weight_bytes <= 1.15 * file.stat().st_size
@@ -154,7 +151,7 @@ def test_gradients_flow_through_packed_experts(tmp_path: Path) -> None:
     inputs = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
     found = []
     for packed in (True, False):
-        stage = Stage.load(model, 0, 2, packed=packed, **FLOAT32)
+        stage = load_stage(model, 0, 2, packed=packed, **FLOAT32)
         outputs, graph = stage.record_sequences(inputs, [4, 3])
         found.append((outputs, stage.gradients(graph, torch.ones_like(outputs))[0]))
     for mine, theirs in zip(*found, strict=True):

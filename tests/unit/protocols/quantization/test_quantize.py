@@ -1,5 +1,6 @@
 """Matrices that are quantised when they are loaded."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_stage import TorchStage
 from swarmnet_node.loading.reading import check_quantizable
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from swarmnet_protocols.quantization import quantize as module
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.quantize import GROUP, PRECISIONS, can_be_quantized, quantize
+from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.quantize import GROUP, can_be_quantized, quantize
 from tests.support.gguf.packed_matrices import values_of
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny
@@ -99,7 +103,7 @@ def test_rows_are_expanded_a_few_at_a_time_and_rounded_alone(
     real = PackedTensor.dequantize
 
     def counted(self: PackedTensor) -> torch.Tensor:
-        expanded.append(self.shape.numel())
+        expanded.append(math.prod(self.shape))
         return real(self)
 
     monkeypatch.setattr(PackedTensor, "dequantize", counted)
@@ -107,7 +111,7 @@ def test_rows_are_expanded_a_few_at_a_time_and_rounded_alone(
     assert max(expanded) <= small_panels
     monkeypatch.setattr(module, "_PANEL_WEIGHTS", 1 << 20)
     [segment] = found.segments
-    assert torch.equal(segment.data[7:9], quantize(matrix(values[7:9]), format).segments[0].data)
+    assert torch.equal(segment.tensor[7:9], quantize(matrix(values[7:9]), format).segments[0].tensor)
 
 
 def test_only_whole_groups_of_plain_numbers_can_be_quantized() -> None:
@@ -137,22 +141,23 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
     native = NativeBackend.load(default_cache_dir())
     assert native is not None
     options: dict[str, Any] = {**FLOAT32, "backend": native}
-    mine = Stage.load(model, 1, 3, packed=True, quantized=PRECISIONS[precision], **options)
+    mine = load_stage(model, 1, 3, packed=True, quantized=PRECISIONS[precision], **options)
     assert mine.precision == precision
-    quantised = {name for name, each in mine._model.named_modules() if isinstance(each, PackedLinear)}
+    span = model.load_span(1, 3, packed=True, quantized=PRECISIONS[precision], **FLOAT32)
+    quantised = {name for name, each in span.named_modules() if isinstance(each, PackedLinear)}
     assert {"layers.0.self_attn.q_proj", "layers.1.mlp.down_proj"} <= quantised
-    theirs = Stage.load(model, 1, 3, **options)
+    theirs = load_stage(model, 1, 3, **options)
     assert theirs.precision == "f32"
     expected = model.load_span(1, 3, **FLOAT32)
     for name in quantised:
         weight = expected.get_parameter(f"{name}.weight")
         format = PRECISIONS[precision].format_of(name, weight.shape[1])
         weight.data = quantize(matrix(weight.data), format).dequantize()
-        assert torch.equal(weight.data, values_of(mine._model.get_submodule(name).packed))
-    rounded = Stage(expected, 64, native)
+        assert torch.equal(weight.data, values_of(span.get_submodule(name).packed))
+    rounded = TorchStage(expected, 64, native)
     inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, rounded)]
-    assert_near(outputs[0], outputs[1])
+    assert_near(*map(as_tensor, outputs))
 
 
 def test_what_is_quantised_already_is_refused_with_the_reason() -> None:

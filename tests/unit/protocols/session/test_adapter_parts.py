@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save
 
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.session.adapters import (
@@ -146,7 +147,7 @@ def stages(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Stage]:
     for family in ("qwen3-moe", "llama-tied"):
         root = tmp_path_factory.mktemp(family)
         model = resolve(str(save_tiny(family, root / "model")), cache_dir=root / "cache")
-        found[family] = Stage.load(model, 1, 4, dtype=torch.float32, device=torch.device("cpu"))
+        found[family] = load_stage(model, 1, 4, dtype=torch.float32, device=torch.device("cpu"))
     return found
 
 

@@ -92,7 +92,7 @@ def _common(header: Header, row: Architecture) -> dict[str, Any]:
     }
 
 
-def with_rope(config: "PretrainedConfig", header: Header, factors: Factors) -> "PretrainedConfig":
+def with_rope(config: Any, header: Header, factors: Factors) -> Any:
     """Add the scaling of rotary frequencies to a config, by keys and the values of
     ``ROPE_TENSORS``.
 

@@ -10,18 +10,22 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Layout
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     CONFIG_FAULTS,
     BlockNaming,
     Builder,
     WeightForm,
     WeightSizes,
+    packable_weight,
     sha256_of,
 )
 from swarmnet_protocols.models.checkpoints.file_kinds import check_kind, unread_type
@@ -35,14 +39,17 @@ from swarmnet_protocols.models.checkpoints.gguf.header import GgufTensor, layout
 from swarmnet_protocols.models.checkpoints.gguf.rows import Header
 from swarmnet_protocols.models.checkpoints.gguf.tensors import Recipe, recipes, tensors_of
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import check_tokenizer, read_tokenizer
+from swarmnet_protocols.models.checkpoints.model_folder import json_in
+from swarmnet_protocols.models.llama_shape import FAMILIES
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
+    from swarmnet_protocols.models.llama_shape import EmptyStack
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-    from swarmnet_protocols.quantization.quantize import Precision
+    from swarmnet_protocols.quantization.precisions import Precision
 
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:(gate|up|down|gate_up)_exps|(gate|up|down)\.(\d+))\.weight")
@@ -154,6 +161,7 @@ class GgufCheckpoint:
         return tuple(name for name in ROPE_TENSORS if name in self._tensors)
 
     def config(self, *, has_values: bool = True) -> "PretrainedConfig":
+        lean_imports.import_transformers_if_used()
         from huggingface_hub.errors import StrictDataclassError
         from transformers.models.auto.configuration_auto import AutoConfig
 
@@ -173,6 +181,16 @@ class GgufCheckpoint:
                 f"{self.path}: the config of {self._architecture or 'this'} cannot be read from gguf: {error}",
                 hint="use the model's Hugging Face layout",
             ) from error
+
+    def settings(self) -> Mapping[str, Any]:
+        folder = self._cached("config", lambda: config_of(self._header))
+        settings = json_in(folder / "config.json", METADATA_BYTES)
+        if settings.get("model_type") not in FAMILIES:  # their rotary embeddings may be of other kinds
+            return settings
+        factors = {name: self._numbers(name) for name in self.config_tensors}
+        config = SimpleNamespace(**settings, is_heterogeneous=False)
+        found: dict[str, Any] = vars(with_rope(config, self._header, factors))
+        return found
 
     def _numbers(self, name: str) -> list[float]:
         """Return the values of a small tensor."""
@@ -218,7 +236,9 @@ class GgufCheckpoint:
         except ConfigError as error:
             raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
 
-    def _check_used(self, names: Iterable[str], used: Collection[str], model: "PreTrainedModel") -> None:
+    def _check_used(
+        self, names: Iterable[str], used: Collection[str], model: "PreTrainedModel | EmptyStack"
+    ) -> None:
         if unused := next((name for name in names if name not in used), None):
             raise ConfigError(
                 f"{self.path} has the tensor {unused[:200]!r}, which {type(model).__name__} of transformers does not use",
@@ -249,9 +269,7 @@ class GgufCheckpoint:
 
         It is made on first use, and renamed into place when it is complete.
         """
-        from transformers import __version__
-
-        prefix = f"{part}-{__version__}-{_READING}-"
+        prefix = f"{part}-{version('transformers')}-{_READING}-"
         for cached in self._metadata_dir.glob(f"{prefix}*"):
             if cached.name == prefix + _hash_of(cached):
                 return cached
@@ -277,7 +295,7 @@ class GgufCheckpoint:
         return cached
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
     ) -> dict[str, Any]:
         """Return weights by their recipes.
 
@@ -310,17 +328,13 @@ class GgufCheckpoint:
         self,
         name: str,
         recipe: Recipe,
-        model: "PreTrainedModel",
+        model: "PreTrainedModel | EmptyStack",
         form: WeightForm,
         opened: Mapping[str, BinaryIO],
     ) -> tuple[str, Any]:
         """Return the weight by its recipe, packed if possible. ``name``: in ``model``, or in the
         whole model."""
         import numpy as np
-        import torch
-
-        from swarmnet_protocols.quantization.packed_linear import packable_weight
-        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         rows = [self._rows(tensor, opened) for tensor in recipe.tensors]
         if form.packed and (own_name := packable_weight(model, name)) is not None:
@@ -329,7 +343,7 @@ class GgufCheckpoint:
             ]
             matrices = [matrix for matrix in packed if matrix is not None]
             if len(matrices) == len(rows) and (matrix := recipe.packed(matrices)):
-                return own_name, form.loaded(quantize_if_wanted(matrix, form.quantized, own_name))
+                return own_name, form.loaded(form.rounded(matrix, own_name))
         values = [self._dequantized(each, own) for each, own in zip(recipe.tensors, rows, strict=True)]
         try:
             made = recipe.make(*values)
@@ -338,7 +352,7 @@ class GgufCheckpoint:
             raise IntegrityError(f"{self.path}: {tensors} does not fit {name}: {error}") from error
         # Dequantised weights are new arrays; others are views of the bytes that were read.
         own = np.require(made, requirements=["C_CONTIGUOUS", "WRITEABLE"])
-        return name, torch.from_numpy(own)
+        return name, own
 
     def _rows(self, name: str, opened: Mapping[str, BinaryIO]) -> "np.ndarray[Any, Any]":
         """Return the bytes of a tensor, [rows, bytes of a row]."""
@@ -347,7 +361,7 @@ class GgufCheckpoint:
         return _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
     ) -> "dict[str, ExpertPlace]":
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 
@@ -370,7 +384,7 @@ class GgufCheckpoint:
     ) -> "PackedTensor":
         """Return the matrix of one expert. Formats without a packed product are dequantised to
         float32."""
-        import torch
+        import numpy as np
 
         from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -383,8 +397,8 @@ class GgufCheckpoint:
         rows = _read_bytes(file, size, name).reshape(height, -1)
         matrix = _packed(GgufTensor((height, width), tensor.type, 0, size), rows)
         if matrix is None:
-            numbers = torch.from_numpy(self._dequantized(name, rows)).contiguous()
-            matrix = PackedTensor.of(Format.F32, numbers.view(torch.uint8))
+            numbers = np.ascontiguousarray(self._dequantized(name, rows))
+            matrix = PackedTensor.of(Format.F32, numbers.view(np.uint8))
         return quantize_if_wanted(matrix, quantized, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
@@ -412,10 +426,9 @@ def _read_bytes(file: BinaryIO, size: int, name: str) -> "np.ndarray[Any, Any]":
 
     Raises ``IntegrityError`` if the file ends too early.
     """
-    import torch
+    from swarmnet_protocols.machine.platform import fresh_memory
 
-    # numpy asks the kernel for huge pages, which take longer to clear than to read into.
-    data = torch.empty(size, dtype=torch.uint8).numpy()
+    data = fresh_memory(size)
     if file.readinto(data.data) != size:  # type: ignore[attr-defined]
         raise IntegrityError(f"{file.name} is truncated within tensor {name}")
     return data
@@ -426,15 +439,12 @@ def _packed(tensor: GgufTensor, rows: "np.ndarray[Any, Any]") -> "PackedTensor |
 
     None unless the tensor is a matrix in a packed format.
     """
-    import numpy as np
-    import torch
-
     from swarmnet_protocols.quantization.formats import Format
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
     if len(tensor.shape) != 2 or tensor.type not in {*Format}:
         return None
-    return PackedTensor.of(Format(tensor.type), torch.from_numpy(np.require(rows, requirements=["W"])))
+    return PackedTensor.of(Format(tensor.type), rows)
 
 
 def _hash_of(folder: Path) -> str:

@@ -16,13 +16,11 @@ from swarmnet_protocols.models.checkpoints.gguf.architectures import row_of
 from swarmnet_protocols.models.checkpoints.gguf.rows import Header, Weight
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from transformers import PreTrainedModel
 
+    from swarmnet_protocols.arrays import Array
+    from swarmnet_protocols.models.llama_shape import EmptyStack
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-
-    Array = np.ndarray[Any, Any]
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _FUSED = ("attn_q", "attn_k", "attn_v")
@@ -43,26 +41,25 @@ class Recipe:
     def packed(self, matrices: "Sequence[PackedTensor]") -> "PackedTensor | None":
         """Return the weight made from packed tensors. None unless the recipe only picks whole rows,
         or reorders the columns of one tensor."""
-        import torch
+        import numpy as np
 
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
         joined = PackedTensor.joined(matrices)
         rows = self._order([matrix.shape[0] for matrix in matrices], 0)
         if rows is not None:
-            is_same = torch.equal(rows, torch.arange(joined.shape[0]))
+            is_same = np.array_equal(rows, np.arange(joined.shape[0]))
             return joined if is_same else joined.select(rows)
         columns = self._order([joined.shape[1]], 1) if len(matrices) == 1 else None
         return None if columns is None else joined.select_columns(columns)
 
-    def _order(self, counts: Sequence[int], axis: int) -> "torch.Tensor | None":
+    def _order(self, counts: Sequence[int], axis: int) -> "Array | None":
         """Return the place in the concatenated tensors of each row (``axis`` 0) or column (1) of
         the weight. None if the weight is not made of whole rows or columns.
 
         To find the order, make the weight from matrices with one column or row of random values.
         """
         import numpy as np
-        import torch
 
         values = np.random.default_rng(0).permutation(np.linspace(1.0, 2.0, sum(counts)))
         parts = [np.expand_dims(part, 1 - axis) for part in np.split(values, np.cumsum(counts)[:-1])]
@@ -74,15 +71,16 @@ class Recipe:
             return None
         found = made.ravel()
         if np.array_equal(found, values):
-            return torch.arange(len(values))
+            return np.arange(len(values))
         order = np.argsort(values)
-        places = np.searchsorted(values[order], found).clip(max=len(values) - 1)
+        places: Array = np.searchsorted(values[order], found).clip(max=len(values) - 1)
         if not np.array_equal(values[order[places]], found):
             return None
-        return torch.from_numpy(order[places])
+        found_order: Array = order[places]
+        return found_order
 
 
-def recipes(header: Header, model: "PreTrainedModel", first_block: int) -> dict[str, Recipe]:
+def recipes(header: Header, model: "PreTrainedModel | EmptyStack", first_block: int) -> dict[str, Recipe]:
     """Return the recipe of each weight that the file may have, by transformers' name in the whole
     CausalLM.
 
@@ -104,10 +102,12 @@ def tensors_of(found: Mapping[str, Recipe]) -> set[str]:
 class _Makers:
     """Makes recipes by the row of an architecture."""
 
-    def __init__(self, header: Header, model: "PreTrainedModel", first_block: int, prefix: str) -> None:
+    def __init__(
+        self, header: Header, model: "PreTrainedModel | EmptyStack", first_block: int, prefix: str
+    ) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
-        from swarmnet_protocols.quantization.packed_experts import experts_modules
+        from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 
         self._header, self._config, self._first = header, model.config, first_block
         self._row = row_of(header.architecture)

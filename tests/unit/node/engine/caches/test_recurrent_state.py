@@ -22,6 +22,7 @@ from swarmnet_node.engine.caches.recurrent_state import (
 )
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net.limits.resources import ResourceManager
@@ -50,7 +51,7 @@ def stage(model: LocalModel) -> Stage:
 
 
 def load(model: LocalModel, start: int = 0) -> Stage:
-    return Stage.load(model, start, 4, dtype=torch.float32, device=CPU)
+    return load_stage(model, start, 4, dtype=torch.float32, device=CPU)
 
 
 def inputs(count: int, seed: int = 0) -> torch.Tensor:

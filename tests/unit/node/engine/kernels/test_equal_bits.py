@@ -11,9 +11,10 @@ from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.quantization.quantize import PRECISIONS
+from swarmnet_protocols.quantization.precisions import PRECISIONS
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.tiny_models import save_tiny
 
@@ -37,7 +38,7 @@ def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stag
     if not directory.exists():
         save_tiny("llama-tied", directory, **sizes)
     model = resolve(str(directory), cache_dir=folder / "cache")
-    stage = Stage.load(
+    stage = load_stage(
         model,
         *(0, 2),
         dtype=torch.float32,

@@ -7,7 +7,7 @@ import torch
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.models.family_page import EXACT
@@ -25,7 +25,7 @@ def test_a_position_has_the_same_bits_however_it_is_computed(family: str, tmp_pa
     for target in TARGETS:
         backend = NativeBackend.load(default_cache_dir(), target)
         assert backend is not None
-        stage = Stage.load(model, 0, 4, dtype=torch.float32, device=torch.device("cpu"), backend=backend)
+        stage = load_stage(model, 0, 4, dtype=torch.float32, device=torch.device("cpu"), backend=backend)
         assert stage.method.decode_step is not None
         rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
         for sizes in ([POSITIONS], [7, 1, 17, 2, 3, 10], [1] * POSITIONS):

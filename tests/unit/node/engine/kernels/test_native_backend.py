@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,7 +18,9 @@ from swarmnet_node.engine.kernels.native_backend import (
     NativeBackend,
     max_positions,
 )
-from swarmnet_node.engine.stage import TORCH, Stage
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_stage import TORCH
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.models.peft_oracle import random_tensors
@@ -99,7 +102,7 @@ def load(tmp_path: Path, shape: str, native: NativeBackend | None) -> Stage:
     family, changes = SHAPES.get(shape, (shape, {}))
     directory = save_tiny(family, tmp_path / "model", **changes)
     model = resolve(str(directory), cache_dir=tmp_path / "cache")
-    return Stage.load(model, 0, 5, dtype=torch.float32, device=CPU, backend=native or TORCH)
+    return load_stage(model, 0, 5, dtype=torch.float32, device=CPU, backend=native or TORCH)
 
 
 def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
@@ -380,7 +383,7 @@ def test_families_that_the_decode_step_lacks_are_left_to_torch(
 
 def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
     model = resolve(str(save_tiny("llama-tied", tmp_path / "model")), cache_dir=tmp_path / "cache")
-    stage = Stage.load(model, 0, 5, dtype=torch.bfloat16, device=CPU, backend=native)
+    stage = load_stage(model, 0, 5, dtype=torch.bfloat16, device=CPU, backend=native)
     assert stage.method.llama_layers is not None
     assert stage.method.decode_step is None
 
@@ -406,7 +409,7 @@ def test_positions_beyond_the_capacity_of_a_cache_are_refused(native: NativeBack
     sequence.length = GROWTH_POSITIONS
 
     with pytest.raises(ValueError, match="no room"):
-        stage.method.decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+        stage.method.decode_step(inputs(stage, 1).numpy(), [row_of(stage, sequence)])
 
 
 def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path: Path) -> None:
@@ -417,7 +420,7 @@ def test_sequences_of_another_stage_are_refused(native: NativeBackend, tmp_path:
     with pytest.raises(ValueError, match="another stage"):
         stage.forward([(sequence, inputs(stage, 1))])
     with pytest.raises(ValueError, match="caches of 2 layers for 5"):
-        stage.method.decode_step(inputs(stage, 1), [row_of(stage, sequence)])
+        stage.method.decode_step(inputs(stage, 1).numpy(), [row_of(stage, sequence)])
 
 
 def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Path) -> None:
@@ -426,7 +429,7 @@ def test_inputs_of_another_width_are_refused(native: NativeBackend, tmp_path: Pa
     sequence.reserve(1)
 
     with pytest.raises(ValueError, match="float32"):
-        stage.method.decode_step(torch.zeros(1, stage.hidden_size - 1), [row_of(stage, sequence)])
+        stage.method.decode_step(np.zeros((1, stage.hidden_size - 1), np.float32), [row_of(stage, sequence)])
 
 
 def test_the_number_of_key_heads_must_divide_that_of_query_heads(

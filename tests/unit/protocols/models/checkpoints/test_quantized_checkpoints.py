@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.quantized_weights import scheme_of
@@ -114,8 +114,8 @@ def check(folder: Path, cache: Path, expected: Tensors, *, format: Format | None
     for name, tensor in expected.items():
         assert torch.equal(whole[name], tensor), name
     backend = load_backend(default_cache_dir())
-    mine = Stage.load(model, 1, 3, backend=backend, packed=True, **FLOAT32)
-    dense = Stage.load(model, 1, 3, backend=backend, **FLOAT32)
+    mine = load_stage(model, 1, 3, backend=backend, packed=True, **FLOAT32)
+    dense = load_stage(model, 1, 3, backend=backend, **FLOAT32)
     linears = {name: each for name, each in mine._model.named_modules() if isinstance(each, PackedLinear)}
     if format is not None:
         assert {each.format for linear in linears.values() for each in linear.packed.segments} == {format}

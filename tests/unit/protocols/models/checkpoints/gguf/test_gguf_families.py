@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
@@ -112,7 +112,7 @@ def test_a_quantised_file_gives_what_its_values_give(written: Written, tmp_path:
             if is_values
             else {**FLOAT32, "backend": load_backend(default_cache_dir()), "packed": True}
         )
-        stage = Stage.load(model, 0, model.manifest.blocks, **options)
+        stage = load_stage(model, 0, model.manifest.blocks, **options)
         local = TensorLayers(model)
         [rows] = stage.forward([(stage.new_sequence(), local.embed(tokens))])
         logits.append(local.logits(rows))

@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
@@ -93,7 +93,7 @@ def test_projections_of_a_quantised_file_stay_packed_and_exact(family: str, made
         path = made.file(family, model, quantized=format_of, is_expanded=is_expanded)
         if not is_expanded:
             options |= {"backend": load_backend(default_cache_dir())}
-        stage = Stage.load(opened(path), 0, 4, packed=not is_expanded, **options)
+        stage = load_stage(opened(path), 0, 4, packed=not is_expanded, **options)
         rows = TensorLayers(opened(path)).embed(torch.arange(3, 43))
         found.append(stage.forward([(stage.new_sequence(), rows)])[0])
         linears = {

@@ -16,10 +16,11 @@ from torch import nn
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, Format
-from swarmnet_protocols.quantization.packed_experts import PackedExperts, experts_modules
+from swarmnet_protocols.quantization.packed_experts import PackedExperts
 from tests.support.gguf.families import FILES
 from tests.support.gguf.files import GgufFile, Tensor
 from tests.support.gguf.packed_matrices import weight_matrix
@@ -79,7 +80,7 @@ class Loaded:
 
     def __init__(self, path: Path, **options: Any) -> None:
         model = resolve(str(path), cache_dir=path.parent / "cache")
-        self.stage = Stage.load(model, 0, model.manifest.blocks, **FLOAT32, **options)
+        self.stage = load_stage(model, 0, model.manifest.blocks, **FLOAT32, **options)
         self._local = TensorLayers(model)
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:

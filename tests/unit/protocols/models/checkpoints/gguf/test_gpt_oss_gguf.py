@@ -13,12 +13,13 @@ from transformers import GptOssConfig, GptOssForCausalLM
 
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve
+from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
 from swarmnet_protocols.quantization.formats import Format
-from swarmnet_protocols.quantization.packed_experts import PackedExperts, compute_expert, experts_modules
+from swarmnet_protocols.quantization.packed_experts import PackedExperts, compute_expert
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.defences import nothing
 from tests.support.models.rounding import assert_near
@@ -191,7 +192,7 @@ def test_a_chain_with_experts_in_mxfp4_gives_transformers_tokens(tmp_path: Path)
     theirs.generation_config.eos_token_id = None
     model = load(tmp_path / "oss.gguf", tmp_path)
     options = {**FLOAT32, "backend": load_backend(default_cache_dir()), "packed": True}
-    hops = [Stage.load(model, start, end, **options) for start, end in ((0, 1), (1, BLOCKS))]
+    hops = [load_stage(model, start, end, **options) for start, end in ((0, 1), (1, BLOCKS))]
     for hop in hops:
         for _, module in experts_modules(hop._model):
             matrices = [*module.gate_up_proj.matrices.values(), *module.down_proj.matrices.values()]
@@ -264,7 +265,7 @@ def test_rows_that_take_turns_have_one_shape_and_one_format() -> None:
     rows = torch.arange(2 * 34, dtype=torch.uint8).view(2, 34)
     first, second = (PackedTensor.of(Format.Q8_0, each) for each in (rows, rows + 100))
     [joined] = PackedTensor.taking_turns([first, second]).segments
-    assert torch.equal(joined.data, torch.stack([rows[0], rows[0] + 100, rows[1], rows[1] + 100]))
+    assert torch.equal(joined.tensor, torch.stack([rows[0], rows[0] + 100, rows[1], rows[1] + 100]))
     for other in (PackedTensor.of(Format.Q8_0, rows[:1]), PackedTensor.of(Format.MXFP4, rows)):
         with pytest.raises(ValueError, match="take turns"):
             PackedTensor.taking_turns([first, other])

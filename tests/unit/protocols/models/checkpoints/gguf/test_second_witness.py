@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.models import resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.witness import WitnessRefusesError, greedy_logits, needs_llama_cpp
@@ -64,7 +64,7 @@ def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def our_logits(file: Path, prompt: torch.Tensor) -> torch.Tensor:
     model = resolve(str(file), cache_dir=file.parent / "cache")
     local_layers = TensorLayers(model)
-    stage = Stage.load(model, 0, model.manifest.blocks, dtype=torch.float32, device=CPU)
+    stage = load_stage(model, 0, model.manifest.blocks, dtype=torch.float32, device=CPU)
     sequence, new, found = stage.new_sequence(), prompt, []
     for _ in range(NEW_TOKENS):
         [rows] = stage.forward([(sequence, local_layers.embed(new))])
