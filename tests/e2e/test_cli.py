@@ -160,7 +160,7 @@ def test_the_prompt_may_come_from_stdin(node: RunningNode, monkeypatch: pytest.M
 def test_text_goes_to_stdout_and_all_else_to_stderr(node: RunningNode) -> None:
     done = run("run", MODEL, "The capital of France is", "--raw", "-n", "1", *node.where)
     assert (done.returncode, done.stdout) == (0, " Paris\n")
-    assert "1 token, " in done.stderr
+    assert "1 token in " in done.stderr
 
 
 def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.CaptureFixture[str]) -> None:

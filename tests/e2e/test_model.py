@@ -111,6 +111,11 @@ def test_speculation_does_not_change_the_answer(tiny: TinySwarm, speculation: st
         assert tiny.status.host.forwards - before < TOKENS
 
 
+def test_a_model_that_is_its_own_assistant_is_an_error(tiny: TinySwarm) -> None:
+    with pytest.raises(ValueError, match="assist itself"):
+        generate(tiny.model, PROMPTS[:1], assistant_model=tiny.model)
+
+
 class _Repeats(LogitsProcessor):  # type: ignore[misc]  # transformers is not typed
     """Makes the token of three positions before likelier: the tiny model's own choices never repeat
     themselves."""

@@ -300,6 +300,11 @@ def _generate(architecture: Any) -> Callable[..., Any]:
         self: Any, inputs: torch.Tensor | None = None, *args: Any, speculate: bool = True, **kwargs: Any
     ) -> Any:
         with ExitStack() as stack:
+            if kwargs.get("assistant_model") is self:
+                raise ValueError(
+                    "a model cannot assist itself: give a smaller model of the same family, or leave out "
+                    "assistant_model"
+                )
             inputs = _placed(inputs, self.device)
             kwargs = {name: _placed(value, self.device) for name, value in kwargs.items()}
             ids = inputs if inputs is not None else kwargs.get("input_ids")

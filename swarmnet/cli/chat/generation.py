@@ -132,6 +132,9 @@ class Screen:
         elif self.pieces:
             print_json({"event": "token", "text": piece})
 
+    def stop(self) -> None:
+        """End the display of an answer that failed."""
+
     def end(self, answer: RunAnswer) -> None:
         """Print the end of an answer."""
         if self.as_json:
@@ -143,10 +146,16 @@ class Screen:
         if len(answer.precisions) > 1:
             named = " and ".join(each or "unknown" for each in answer.precisions)
             note(f"hosts with different number formats computed this answer: {named}")
-        hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
-        trips = f", {answer.tokens_per_trip:.1f} a trip" if answer.trips < len(answer.token_ids) else ""
-        speed = f"{answer.tokens_per_s:.1f}/s, first after {answer.first_token_s:.2f} s"
-        note(f"{counted(len(answer.token_ids), 'token')}{trips}, {speed}, {hops}")
+        note(in_words(answer))
+
+
+def in_words(answer: RunAnswer) -> str:
+    """Return how fast an answer was, and which blocks each of its hosts computed."""
+    tokens = counted(len(answer.token_ids), "token")
+    guessed = f", {answer.tokens_per_trip:.1f} a trip" if answer.trips < len(answer.token_ids) else ""
+    speed = f"{answer.tokens_per_s:.1f} a second{guessed}, the first after {answer.first_token_s:.2f} s"
+    hops = " -> ".join(f"{hop.start}:{hop.end}" for hop in answer.route)
+    return f"{tokens} in {answer.total_s:.1f} s: {speed}; blocks {hops}"
 
 
 class Stopped(KeyboardInterrupt):

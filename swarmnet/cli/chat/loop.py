@@ -130,6 +130,7 @@ class Chat:
             self._session.enter_context(self._answerer.session())
             raise
         finally:
+            self._screen.stop()
             if turn.answer:
                 self._unanswered = ""
             else:

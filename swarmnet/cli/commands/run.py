@@ -14,6 +14,7 @@ from swarmnet.cli.chat.conversation import Conversation, Turn
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
+from swarmnet.cli.chat.markdown import MarkdownScreen
 from swarmnet.cli.chat.through_endpoint import ask
 from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
@@ -165,6 +166,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
     with opening as answerer:
         said = Conversation(answerer.tokenizer, answerer.context, raw, system)
         if is_chat:
+            if not as_json and sys.stdin.isatty() and sys.stdout.isatty():
+                screen = MarkdownScreen()
             Chat(answerer, said, sampling, screen).run(default_history() if history else None)
         else:
             said.turns.append(Turn(question))
