@@ -13,7 +13,7 @@ from swarmnet_protocols.machine import native_code
 _SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer")
 
 # Lines are enough for a report. To follow variables through unrolled loops would take minutes.
-native_code.COMPILE = (*(flag for flag in native_code.COMPILE if flag != "-O3"), "-O2", "-g1", *_SANITIZERS)
+native_code.COMPILE = (*(flag for flag in native_code.COMPILE if flag != "-O3"), "-O1", "-g1", *_SANITIZERS)
 native_code.LINK = (*native_code.LINK, *_SANITIZERS)
 native_code.COMPILER_TIMEOUT_S = 600.0
 native_code.TRIAL_TIMEOUT_S = 120.0

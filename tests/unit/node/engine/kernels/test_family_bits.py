@@ -1,4 +1,5 @@
-"""Every family that C computes gives the same bits for every target, batch and chunk."""
+"""Every family that C computes gives the same bits for every target, batch and chunk, and errs
+little."""
 
 from pathlib import Path
 
@@ -6,6 +7,7 @@ import pytest
 import torch
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_node.engine import stage_loading
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
@@ -34,3 +36,21 @@ def test_a_position_has_the_same_bits_however_it_is_computed(family: str, tmp_pa
             found = torch.cat(chunks)
             expected = found if expected is None else expected
             assert torch.equal(found, expected), (target, sizes)
+
+
+@pytest.mark.parametrize("family", ["cohere2", "gemma3", "granite", "llama", "phi3", "starcoder2"])
+def test_blocks_err_by_less_than_a_millionth(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By 2 ** -20 of the norm of torch's outputs in float64. The bits are the same on every
+    processor, and so is the error."""
+    monkeypatch.setitem(stage_loading._ACTIVATIONS, "float64", "/f64")
+    model = resolve(str(FAMILIES[family].save(tmp_path / "model")), cache_dir=tmp_path / "cache")
+    backend = NativeBackend.load(default_cache_dir())
+    assert backend is not None
+    outputs = []
+    for dtype, each in ((torch.float32, backend), (torch.float64, None)):
+        stage = load_stage(model, 0, 4, dtype=dtype, device=torch.device("cpu"), backend=each)
+        rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+        outputs.append(stage.forward([(stage.new_sequence(), rows)])[0].double())
+    assert (outputs[0] - outputs[1]).norm() <= 2.0**-20 * outputs[1].norm()
