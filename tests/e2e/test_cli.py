@@ -168,6 +168,16 @@ def test_a_prompt_that_is_too_long_is_refused(node: RunningNode, capsys: pytest.
     assert "shorten" in capsys.readouterr().err
 
 
+def test_a_plain_answer_imports_neither_torch_nor_transformers(node: RunningNode) -> None:
+    arguments = ("run", MODEL, "The capital of France is", "--raw", "-n", "2", *node.where)
+    assert execute([*arguments]) == 0  # the cache has the vocabulary afterwards
+    logged = [SWARMNET[0], "-X", "importtime", *SWARMNET[1:]]
+    done = subprocess.run([*logged, *arguments], capture_output=True, text=True, timeout=120, check=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "swarmnet_client.model.native_layers" in imported
+    assert not imported & {"torch", "transformers"}
+
+
 def test_a_chat_remembers_the_talk_and_ctrl_c_stops_one_answer(
     node: RunningNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

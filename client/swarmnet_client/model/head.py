@@ -31,6 +31,11 @@ class Layers(Protocol):
 
 def open_layers(local: LocalModel, options: LoadOptions) -> Layers:
     """Load the local layers of a model, without torch where this machine can."""
+    if options.packed and options.device == "cpu":
+        from swarmnet_client.model.native_layers import NativeLocalLayers
+
+        if (native := NativeLocalLayers.load(local)) is not None:
+            return native
     from swarmnet_protocols.machine.lean_imports import import_transformers
 
     import_transformers()

@@ -148,6 +148,27 @@ class EmptyStack:
         return own if len(getattr(self._shapes.get(own), "shape", ())) == 2 else None
 
 
+class EmptyEnds(EmptyStack):
+    """Stands for an empty CausalLM of transformers without layers: its embeddings, final norm and
+    lm_head."""
+
+    def __init__(self, shape: LlamaShape, vocabulary: int) -> None:
+        super().__init__(shape, 0)
+        sizes = (vocabulary, shape.hidden_size)
+        self._shapes = {
+            "model.embed_tokens.weight": SimpleNamespace(shape=sizes),
+            "model.norm.weight": SimpleNamespace(shape=sizes[1:]),
+            "lm_head.weight": SimpleNamespace(shape=sizes),
+        }
+
+    @property
+    def base_model(self) -> "EmptyStack":
+        return EmptyStack(self.config, 0)
+
+    def packable_weight(self, name: str) -> str | None:
+        return name if len(getattr(self._shapes.get(name), "shape", ())) == 2 else None
+
+
 def _weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the weights of a layer, by name, and their shapes."""
     for path, sizes in shape.linears.items():

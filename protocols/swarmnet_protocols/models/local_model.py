@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
@@ -22,7 +23,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     sha256_of,
 )
 from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor
-from swarmnet_protocols.models.llama_shape import EmptyStack, LlamaShape
+from swarmnet_protocols.models.llama_shape import EmptyEnds, EmptyStack, LlamaShape
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
@@ -208,6 +209,33 @@ class LocalModel:
         from swarmnet_protocols.quantization.products import load_products
 
         return load_products(self.cache_dir) if form.packed or form.experts else None
+
+    def load_ends(self) -> "Mapping[str, PackedTensor | Array] | None":
+        """Load ``embed``, ``norm`` and ``head`` of a model with a ``llama_shape``, without torch.
+
+        These are the embeddings, the final norm and lm_head. Matrices stay packed; others are
+        float32. None for a model of another shape, or one whose files and settings disagree on
+        whether lm_head is the embeddings. Raises ``IntegrityError`` for a weight that is missing or
+        has another shape.
+        """
+        shape, settings = self.llama_shape, self._checkpoint.settings()
+        size = settings.get("vocab_size")
+        if shape is None or not isinstance(size, int):
+            return None
+        ends = EmptyEnds(shape, size)
+        form = WeightForm(SimpleNamespace(type="cpu"), packed=True)  # type: ignore[arg-type]
+        weights = self._state_dict(self.manifest.tensors["local_layers"], 0, ends, form)
+        found = {
+            name: each.float32() if isinstance(each, StoredTensor) else each for name, each in weights.items()
+        }
+        is_tied = "lm_head.weight" not in found
+        if not is_tied and settings.get("tie_word_embeddings"):
+            return None
+        if is_tied:
+            found["lm_head.weight"] = found["model.embed_tokens.weight"]
+        ends.check(found, f"the embeddings and the head of {self.name}")
+        names = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+        return {name: found[f"{own}.weight"] for name, own in names.items()}
 
     def load_span(  # noqa: PLR0913 - a part, and how to load it
         self,
