@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import any_port
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import own_interfaces
@@ -83,6 +82,8 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
 
     After a restart, the addresses that other peers know remain valid.
     """
+    from swarmnet_protocols.joining.network import any_port
+
     last: dict[tuple[int, str], int] = {}
     own = {host for host, _ in own_interfaces()}  # ports at relays and routers are not this machine's
     for each in parse_multiaddrs(read_addresses(data_dir)):

@@ -10,11 +10,14 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import typer
 
 from swarmnet.terminal import shown
-from swarmnet_protocols.models import Progress
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models import Progress
 
 INDENT = 2
 """Indent of continuation lines, in columns."""
@@ -61,7 +64,7 @@ def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> Iterator[Progress]:
+def progress(*, quiet: bool) -> "Iterator[Progress]":
     """Show reported progress as bars on stderr, or as plain lines if stderr is not a terminal."""
     if quiet:
         yield _ignore
@@ -97,7 +100,7 @@ def _ignore(description: str, done: int, total: int | None) -> None:
     pass
 
 
-def plain_lines() -> Progress:
+def plain_lines() -> "Progress":
     """Print one line on stderr when each step begins."""
     seen: set[str] = set()
 

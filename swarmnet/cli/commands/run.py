@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -32,10 +32,10 @@ from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
 from swarmnet.resident import find, model_id
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.joining.network import Network
-from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.lean_imports import import_transformers
-from swarmnet_protocols.models.chat_template import prepare_rendering
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.joining.network import Network
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
@@ -149,6 +149,8 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         _check_adapter(adapter, model, client.cache_dir)
     network = client.network(swarm)
     if not raw:
+        from swarmnet_protocols.models.chat_template import prepare_rendering
+
         prepare_rendering()
     is_usual = adapter is None and trace is None and not (draft or client.hosts or wait)
     if not (alone or is_chat) and is_usual and (dtype, wire, standby) == ("auto", "auto", None):
@@ -200,7 +202,7 @@ def _check_adapter(adapter: Path, model: str, cache_dir: Path) -> None:
 
 @contextmanager
 def open_answerer(
-    name: str, network: Network, client: ClientOptions, screen: Screen, **options: Any
+    name: str, network: "Network", client: ClientOptions, screen: Screen, **options: Any
 ) -> Iterator[Answerer]:
     """Open a model on the swarm, and show progress on stderr until it is open. ``options``: as for
     ``LoadOptions.picked``."""
@@ -210,6 +212,7 @@ def open_answerer(
         from swarmnet_client.hosts.model_hosts import ModelHosts
         from swarmnet_client.hosts.runtime import Runtime
         from swarmnet_client.model.load_options import LoadOptions, memory_notice
+        from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
         load = LoadOptions.picked(only_generates=True, **options)
         local = resolve_in_swarm(
@@ -238,7 +241,7 @@ def open_answerer(
 @contextmanager
 def _open_model(
     name: str,
-    network: Network,
+    network: "Network",
     client: ClientOptions,
     screen: Screen,
     adapter: Path | None,
