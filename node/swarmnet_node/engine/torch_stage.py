@@ -5,8 +5,7 @@ It computes a forward in one of three ways, chosen by trials when it is loaded (
 1. transformers' own layers, with the packed attention, recurrent states and LoRA of this package.
    This works for every family whose layers have no other state.
 2. ``LlamaLayers``, for families of the Llama shape.
-3. The backend's decode step, if the backend has one for these layers: for few positions, or with
-   packed weights for any number.
+3. The backend's decode step, if the backend has one for these layers.
 
 The caller chooses the backend. On an accelerator, :meth:`Stage.preallocate` puts the KV caches into
 an arena. Attention of a batch is then one call, and decode steps are recorded
@@ -14,7 +13,6 @@ an arena. Attention of a batch is then one call, and decode steps are recorded
 """
 
 import copy
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -191,8 +189,7 @@ class TorchStage(Stage):
 
     @property
     def is_exact(self) -> bool:  # type: ignore[override]
-        step = self.method.decode_step
-        return step is not None and step.max_positions == sys.maxsize
+        return self.method.decode_step is not None
 
     @property
     def has_recordings(self) -> bool:  # type: ignore[override]
@@ -281,7 +278,7 @@ class TorchStage(Stage):
         packed = torch.cat([_as_activations(inputs) for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         decode_step = self.method.decode_step
-        if decode_step is not None and len(packed) <= decode_step.max_positions:
+        if decode_step is not None:
             steps = [
                 DecodeRow(sequence.length, count, sequence.layers, sequence.lora)
                 for sequence, count in zip(sequences, counts, strict=True)

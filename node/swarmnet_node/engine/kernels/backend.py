@@ -171,9 +171,6 @@ class DecodeRow:
 class DecodeStep(Protocol):
     """All layers of a stage in one call."""
 
-    max_positions: int
-    """Most positions of a step. Beyond this, single operations are as fast."""
-
     def __call__(self, inputs: Array, rows: Sequence[DecodeRow]) -> Array:
         """Compute the layers for the rows' new positions: [T, D] to [T, D], float32.
 

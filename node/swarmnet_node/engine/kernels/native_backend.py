@@ -8,7 +8,6 @@ which is imported when it is needed.
 
 import ctypes
 import math
-import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
@@ -44,16 +43,9 @@ if TYPE_CHECKING:
 
 SOURCE = Path(__file__).with_name("decode.c")
 INCLUDED = (*HEADERS, *(SOURCE.with_name(name) for name in ("transcendentals.h", "attention.h")))
-FEW_POSITIONS = 128
-"""Most positions of a step that C always computes faster. With so few, reading the weights takes
-longest."""
 MAX_POSITIONS = 512
 """Most positions that C computes together. More take more memory, and the weights are read seldom
 enough."""
-INPUTS_BYTES = 2 << 20
-"""Most bytes of a float32 product's inputs that let C be faster even with more positions.
-Arithmetic then takes longest, and C reads the inputs again for every few outputs. So they should
-fit into a cache of the processor."""
 CACHE_LINE_FLOATS = 16
 QUERIES = 4
 """Most query heads that are scored at once. ``QUERIES`` in attention.h must be equal."""
@@ -186,7 +178,6 @@ class NativeDecodeStep:
 
     def __init__(self, backend: NativeBackend, layers: Sequence[DecoderLayer]) -> None:
         """``fits`` must hold for the layers. Their weights are not copied."""
-        self.max_positions = max_positions(layers)
         self._backend = backend
         self._decoder_layers = layers
         self._first = layers[0].index
@@ -309,16 +300,6 @@ def _tiles(rows: Sequence[DecodeRow]) -> Iterator[tuple[int, int, list[DecodeRow
             if taken < row.count:
                 left.appendleft(replace(row, start=row.start + taken, count=row.count - taken))
         yield first, min(first + MAX_POSITIONS, total), part
-
-
-def max_positions(layers: Sequence[DecoderLayer]) -> int:
-    """Return the most positions of a step that C computes faster: any number with packed weights,
-    fewer the wider float32 weights are."""
-    linears = [linear for each in layers for linear in (each.qkv, each.output, each.gate_up, each.down)]
-    if all(isinstance(linear.weight, PackedTensor) for linear in linears):
-        return sys.maxsize
-    inputs = max(linear.inputs for linear in linears)
-    return min(MAX_POSITIONS, max(FEW_POSITIONS, INPUTS_BYTES // (4 * inputs)))
 
 
 def _whole_cache_lines(floats: int) -> int:

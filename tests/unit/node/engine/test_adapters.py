@@ -160,7 +160,6 @@ def test_single_positions_with_adapters_use_the_decode_step(tmp_path: Path) -> N
         calls.append(len(rows))
         return step(inputs, rows)
 
-    counting.max_positions = step.max_positions  # type: ignore[attr-defined]
     native.method = replace(native.method, decode_step=counting)
     sequences = {
         stage: [

@@ -13,10 +13,8 @@ from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
 from swarmnet_node.engine.kernels.native_backend import (
-    FEW_POSITIONS,
     MAX_POSITIONS,
     NativeBackend,
-    max_positions,
 )
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
@@ -301,7 +299,7 @@ def test_every_sequence_has_its_own_adapter(
         assert_near(mine, theirs)
 
 
-def test_few_positions_use_the_decode_step(
+def test_any_number_of_positions_uses_the_decode_step(
     native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = load(tmp_path, "llama", native)
@@ -310,19 +308,10 @@ def test_few_positions_use_the_decode_step(
     monkeypatch.setattr(native, "decode", lambda *given: (calls.append(len(given)), decode_step(*given)))
     one, other = stage.new_sequence(), stage.new_sequence()
 
-    stage.forward([(one, inputs(stage, MAX_POSITIONS - 1)), (other, inputs(stage, 1))])
-    assert len(calls) == 1
-    stage.forward([(one, inputs(stage, MAX_POSITIONS)), (other, inputs(stage, 1))])
-    assert len(calls) == 1
-
-
-@pytest.mark.parametrize(("inputs", "positions"), [(64, MAX_POSITIONS), (1536, 341), (14336, FEW_POSITIONS)])
-def test_wide_products_have_shorter_steps_in_c(
-    inputs: int, positions: int, native: NativeBackend, tmp_path: Path
-) -> None:
-    [layer, *_] = load(tmp_path, "llama", native).method.llama_layers.layers
-    wide = replace(layer, down=Linear(torch.empty(layer.down.outputs, inputs, device="meta")))
-    assert max_positions([layer, wide]) == positions
+    stage.forward([(one, inputs(stage, 3)), (other, inputs(stage, 1))])
+    stage.forward([(one, inputs(stage, 1))])
+    stage.forward([(one, inputs(stage, 4)), (other, inputs(stage, MAX_POSITIONS))])
+    assert len(calls) == 1 + 1 + 2
 
 
 @pytest.mark.parametrize("threads", [2, 3, 64])
