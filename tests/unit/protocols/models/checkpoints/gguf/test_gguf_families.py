@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
@@ -115,7 +116,7 @@ def test_a_quantised_file_gives_what_its_values_give(written: Written, tmp_path:
         stage = load_stage(model, 0, model.manifest.blocks, **options)
         local = TensorLayers(model)
         [rows] = stage.forward([(stage.new_sequence(), local.embed(tokens))])
-        logits.append(local.logits(rows))
+        logits.append(local.logits(as_tensor(rows)))
     error = (logits[0] - logits[1]).norm() / logits[1].norm()
     assert error < 2e-5
 

@@ -15,12 +15,16 @@ from gguf import GGMLQuantizationType
 from torch import nn
 
 from swarmnet.paths import default_cache_dir
+from swarmnet_node.engine.exact_stage import ExactStage
+from swarmnet_node.engine.kernels.backend import PRODUCTS
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, Format
 from swarmnet_protocols.quantization.packed_experts import PackedExperts
+from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from tests.support.gguf.families import FILES
 from tests.support.gguf.files import GgufFile, Tensor
 from tests.support.gguf.packed_matrices import weight_matrix
@@ -68,7 +72,7 @@ def pair(name: str, kind: Format, folder: Path) -> tuple[Path, Path]:
         if counts and columns % BLOCKS[kind][0] == 0 and not any(each in tensor_name for each in PLAIN):
             matrix = weight_matrix(kind, math.prod(counts), columns, seed)
             values.tensors[tensor_name] = Tensor(matrix.dequantize().numpy().reshape(tensor.data.shape))
-            data = matrix.segments[0].data.numpy().reshape(*counts, -1)
+            data = matrix.segments[0].data.reshape(*counts, -1)
             packed.tensors[tensor_name] = Tensor(data, GGMLQuantizationType(kind))
     for twin in ("packed", "values"):
         (folder / twin).mkdir()
@@ -86,7 +90,7 @@ class Loaded:
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
         """The logits after each token of a text."""
         [rows] = self.stage.forward([(self.stage.new_sequence(), self._local.embed(tokens))])
-        return self._local.logits(rows)
+        return self._local.logits(as_tensor(rows))
 
 
 def packed_as_stored(path: Path) -> Loaded:
@@ -107,6 +111,12 @@ def test_a_quantised_file_equals_its_dequantised_twin(name: str, kind: Format, t
     found, expected = mine.logits(tokens), twin.logits(tokens)
     bound = 2e-4 if name in RECURRENT else 2e-5
     assert error(found.ravel(), expected.ravel()) < bound
+    if isinstance(mine.stage, ExactStage):
+        layers = mine.stage._layers
+        assert all(
+            isinstance(getattr(each, name).weight, PackedTensor) for each in layers for name in PRODUCTS
+        )
+        return
     plain = {path for path, each in mine.stage._model.named_modules() if type(each) is nn.Linear}
     assert {path.rpartition(".")[2] for path in plain} <= {"kv_b_proj"}
     for _, experts in experts_modules(mine.stage._model):
