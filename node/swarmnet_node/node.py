@@ -454,6 +454,7 @@ class Node(RunningNode):
             room=engine.room if engine else 0,
             sessions=len(self.host.sessions) if self.host else 0,
             precision=engine.stage.precision if engine else "",
+            arithmetic=engine.stage.arithmetic if engine else "",
             load=engine.load.at(engine.stopwatch()) if engine else 0.0,
             next_start=next_span[0],
             next_end=next_span[1],

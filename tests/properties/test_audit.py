@@ -184,6 +184,25 @@ def test_one_liar_among_three_hosts_never_convicts_an_honest_one(seed: int, is_w
     assert judged(false, true, nudges(true, seed)) is Verdict.WRONG
 
 
+def believing_two(reported: Array, second: Array, third: Array | None = None) -> Verdict:
+    return Verdict.RIGHT if np.array_equal(reported, second) else Verdict.WRONG
+
+
+@defence("two of three equal outputs are right", off=replacing(verdict, "judge_exactly", believing_two))
+@given(st.integers(0, 3), st.integers(0, 63))
+def test_exact_outputs_are_equal_or_wrong(position: int, channel: int) -> None:
+    true = np.random.default_rng(0).standard_normal((4, 64), np.float32)
+    false, other = true.copy(), true.copy()
+    false[position, channel] = np.nextafter(true[position, channel], np.float32(np.inf))
+    other[position, channel] = -true[position, channel]
+    judge = verdict.judge_exactly
+    assert judge(true, true.copy()) is Verdict.RIGHT
+    assert judge(true, false) is judge(false, true) is Verdict.OPEN
+    assert judge(false, true, true.copy()) is Verdict.WRONG
+    assert judge(true, false, true.copy()) is Verdict.DOUBTED_WITNESS
+    assert judge(true, false, other) is Verdict.UNDECIDED
+
+
 def ill_conditioned(inputs: torch.Tensor, error: float = 0.0) -> torch.Tensor:
     """What blocks make of inputs that a host rounds with a relative ``error``: at the first
     position, any rounding changes much."""

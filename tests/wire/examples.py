@@ -196,6 +196,7 @@ def record_messages() -> Iterator[Protobuf]:
         precision="bf16/bf16",
     )
     yield host
+    yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, arithmetic="exact-1")
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, coordinate=_COORDINATE)
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, next_start=1, next_end=2)
     yield pb.HostRecord(manifest=_MANIFEST, start=0, end=1, stays=True)

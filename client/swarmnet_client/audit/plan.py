@@ -78,14 +78,24 @@ class Ledger:
 
 
 def witnesses(
-    hosts: Sequence[HostInfo], audited: Hop, without: frozenset[PeerId], rng: random.Random
+    hosts: Sequence[HostInfo],
+    audited: Hop,
+    without: frozenset[PeerId],
+    rng: random.Random,
+    arithmetic: str | None = None,
 ) -> list[Hop]:
     """Return random hosts that together have the blocks of ``audited``, in the precision of
-    ``audited``. Hosts in ``without`` are left out. Empty if no hosts have all of these blocks."""
+    ``audited`` and, if given, with this ``arithmetic``.
+
+    Hosts in ``without`` are left out. Empty if no hosts have all of these blocks.
+    """
     able = [
         host
         for host in hosts
-        if host.online and host.peer not in without and host.precision == audited.precision
+        if host.online
+        and host.peer not in without
+        and host.precision == audited.precision
+        and arithmetic in (None, host.arithmetic)
     ]
     found: list[Hop] = []
     reached, end = audited.start, audited.end
@@ -95,6 +105,6 @@ def witnesses(
             return []
         whole = [host for host in next_hosts if host.end >= end]
         host = rng.choice(whole or next_hosts)
-        found.append(Hop(host.peer, reached, min(host.end, end), host.addresses, host.precision))
+        found.append(Hop.of(host, reached, min(host.end, end)))
         reached = host.end
     return found

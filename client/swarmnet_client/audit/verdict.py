@@ -9,6 +9,8 @@ Honest hosts differ, because they round differently. Outputs are compared in two
 In each view there are two bounds: one for a position as a whole, and one for its most different
 number. The first alone would allow anything in a few channels.
 
+Hosts of exact arithmetic differ by nothing, so their outputs are compared bit for bit.
+
 Some positions are ill-conditioned: there any rounding changes the outputs much. Two hosts of one
 kind then agree exactly, and an honest host of another kind differs. So a third host, which decides
 between two, gets nudged inputs. A host is wrong at a position only if its error is several times
@@ -185,3 +187,17 @@ def judge(
     if is_wrong == is_doubted:
         return Verdict.UNDECIDED
     return Verdict.WRONG if is_wrong else Verdict.DOUBTED_WITNESS
+
+
+def judge_exactly(reported: Array, second: Array, third: Array | None = None) -> Verdict:
+    """Return the verdict on outputs [P, D] of exact arithmetic: they are equal or wrong.
+
+    ``second`` and ``third`` are what two other hosts computed from the same inputs.
+    """
+    if np.array_equal(reported, second):
+        return Verdict.RIGHT
+    if third is None:
+        return Verdict.OPEN
+    if np.array_equal(third, second):
+        return Verdict.WRONG
+    return Verdict.DOUBTED_WITNESS if np.array_equal(third, reported) else Verdict.UNDECIDED

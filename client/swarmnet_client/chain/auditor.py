@@ -8,7 +8,8 @@ decides a mismatch.
 3. If two neighbours disagree, both are replaced, and not made neighbours again for a while. So a
    lying neighbour cannot have an honest host convicted.
 4. If all agree, a witness recomputes the outputs from the same inputs.
-5. If its outputs differ, a third host computes from nudged inputs (``audit/verdict.py``).
+5. If its outputs differ, a third host computes, too: from the same inputs if all three have exact
+   arithmetic, otherwise from nudged inputs (``audit/verdict.py``).
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from swarmnet_client.audit.plan import NEWCOMER_POSITIONS, AuditPlan, witnesses
-from swarmnet_client.audit.verdict import Read, Verdict, judge, nudged
+from swarmnet_client.audit.verdict import Read, Verdict, judge, judge_exactly, nudged
 from swarmnet_client.chain.hop_passes import ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.repair import ChainRepair
@@ -27,7 +28,8 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
-from swarmnet_protocols.session.arrays import Array, split
+from swarmnet_protocols.routing.host_info import EXACT
+from swarmnet_protocols.session.arrays import Array, ElementType, split
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, digest
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -273,20 +275,11 @@ class Auditor:
             self._repair.separate(one, other, error)
 
     async def _judge(self, plan: AuditPlan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
-        recomputed, asked = await self._recompute(plan, (claimed.inputs,), ())
-        if not recomputed:
-            return
-        self._report.audits += 1
-        read = self._read if plan.hop.end == self._spec.blocks else None
-        second = recomputed[0][claimed.at]
-        verdict = await asyncio.to_thread(judge, claimed.outputs, second, read=read)
+        verdict, asked = await self._compare_exactly(plan, claimed)
         if verdict is Verdict.OPEN:
-            inputs = nudged(claimed.inputs, self._ledger.rng.getrandbits(63))
-            recomputed, _ = await self._recompute(plan, inputs, asked)
-            if not recomputed:
-                return
-            third = [outputs[claimed.at] for outputs in recomputed]
-            verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
+            verdict, asked = await self._compare(plan, claimed)
+        if asked:
+            self._report.audits += 1
         if verdict is Verdict.WRONG:
             self._repair.convict(live)
         elif verdict is Verdict.RIGHT:
@@ -294,16 +287,64 @@ class Auditor:
         elif verdict is Verdict.DOUBTED_WITNESS:
             self._ledger.doubted.update(asked)
 
+    async def _compare_exactly(
+        self, plan: AuditPlan, claimed: _ClaimedOutputs
+    ) -> tuple[Verdict, tuple[PeerId, ...]]:
+        """Return a verdict by hosts of exact arithmetic, and the second host.
+
+        Open without enough such hosts, and for outputs that were rounded to 8 bits or to another
+        type: rounding is not part of the arithmetic.
+        """
+        wire = self._spec.wire_of(plan.hop.precision)
+        if plan.hop.end == self._spec.blocks:
+            wire = wire.decoded  # the last hop sends no 8 bits to clients
+        types = {wire, self._spec.dtype}
+        if plan.hop.arithmetic != EXACT or types != {ElementType.FLOAT32}:
+            return Verdict.OPEN, ()
+        found: list[Array] = []
+        second: tuple[PeerId, ...] = ()
+        verdict = Verdict.OPEN
+        while verdict is Verdict.OPEN and len(found) < 2:
+            recomputed, asked = await self._recompute(plan, (claimed.inputs,), second, EXACT)
+            if not recomputed:
+                break
+            second = second or asked
+            found.append(recomputed[0][claimed.at])
+            verdict = judge_exactly(claimed.outputs, *found)
+        return verdict, second
+
+    async def _compare(self, plan: AuditPlan, claimed: _ClaimedOutputs) -> tuple[Verdict, tuple[PeerId, ...]]:
+        """Return a verdict by hosts of any arithmetic, and the second host. Open without enough
+        hosts."""
+        recomputed, asked = await self._recompute(plan, (claimed.inputs,), ())
+        if not recomputed:
+            return Verdict.OPEN, ()
+        read = self._read if plan.hop.end == self._spec.blocks else None
+        second = recomputed[0][claimed.at]
+        verdict = await asyncio.to_thread(judge, claimed.outputs, second, read=read)
+        if verdict is Verdict.OPEN:
+            inputs = nudged(claimed.inputs, self._ledger.rng.getrandbits(63))
+            recomputed, _ = await self._recompute(plan, inputs, asked)
+            if recomputed:
+                third = [outputs[claimed.at] for outputs in recomputed]
+                verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
+        return verdict, asked
+
     async def _recompute(
-        self, plan: AuditPlan, inputs: Sequence[Array], asked: tuple[PeerId, ...]
+        self,
+        plan: AuditPlan,
+        inputs: Sequence[Array],
+        asked: tuple[PeerId, ...],
+        arithmetic: str | None = None,
     ) -> tuple[Sequence[Array], tuple[PeerId, ...]]:
-        """Have hosts other than ``asked`` compute the outputs of sequences [P, D].
+        """Have hosts other than ``asked`` compute the outputs of sequences [P, D], if given with
+        this ``arithmetic``.
 
         Returns the outputs and these hosts; nothing if no other host answers.
         """
         cost = plan.cost * len(inputs)
         tried: tuple[PeerId, ...] = asked
-        while path := self._witnesses(plan.hop, tried):
+        while path := self._witnesses(plan.hop, tried, arithmetic):
             tried = (*tried, *(hop.peer for hop in path))
             values = inputs
             self._ledger.charge(cost)
@@ -330,12 +371,13 @@ class Auditor:
         (outputs,) = await ask_pass(self._hosts, hop, begin, (inputs,), [inputs.shape])
         return split(outputs, counts)
 
-    def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...]) -> list[Hop]:
-        """Return hosts outside of the chain that have the hop's precision.
+    def _witnesses(self, hop: Hop, tried: tuple[PeerId, ...], arithmetic: str | None = None) -> list[Hop]:
+        """Return hosts outside of the chain that have the hop's precision and, if given, this
+        ``arithmetic``.
 
         An audited host must not witness for itself or its neighbours. Quantised weights of another
         precision would differ by more than the tolerance.
         """
         in_chain = {live.hop.peer for live in self._repair.whole}
         without = frozenset({*in_chain, *tried, *self._ledger.doubted, *self._hosts.banned})
-        return witnesses(self._hosts.known, hop, without, self._ledger.rng)
+        return witnesses(self._hosts.known, hop, without, self._ledger.rng, arithmetic)

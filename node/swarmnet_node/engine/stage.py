@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnet_node.engine.caches.kv_cache import KVGeometry, Prefix, SequenceCache
 from swarmnet_protocols.models.sizes import LayerWidths
+from swarmnet_protocols.routing import host_info
 
 if TYPE_CHECKING:
     import torch
@@ -52,6 +53,11 @@ class Stage(ABC):
     """Whether decode steps are recorded."""
     is_exact: bool = False
     """Whether sessions get the same bits on every processor: C computes all of their positions."""
+
+    @property
+    def arithmetic(self) -> str:
+        """The arithmetic of all positions of sessions, as in ``HostRecord``."""
+        return host_info.EXACT if self.is_exact else host_info.TORCH
 
     @property
     def is_on_accelerator(self) -> bool:
@@ -130,8 +136,8 @@ class Stage(ABC):
 
     @abstractmethod
     def run_sequences(self, inputs: Any, counts: Sequence[int], adapter: "StageAdapter | None" = None) -> Any:
-        """Compute whole sequences without caches, ``counts[i]`` positions of the i-th: [P, D] in
-        and out."""
+        """Compute whole sequences, ``counts[i]`` positions of the i-th: [P, D] in and out. No cache
+        remains. Outputs of an exact stage have the bits of ``forward``."""
 
     @abstractmethod
     def record_sequences(

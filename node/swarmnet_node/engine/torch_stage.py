@@ -320,7 +320,14 @@ class TorchStage(Stage):
     def run_sequences(
         self, inputs: Any, counts: Sequence[int], adapter: StageAdapter | None = None
     ) -> torch.Tensor:
-        return self._run_sequences(self._taken(inputs), counts, adapter).cpu()
+        taken = self._taken(inputs)
+        if not self.is_exact:
+            return self._run_sequences(taken, counts, adapter).cpu()
+        for block in range(self.blocks):  # one after another, so that only one has caches at a time
+            part = self.part(block, block + 1)
+            rows = [(part.new_sequence(adapter), each) for each in torch.split(taken, list(counts))]
+            taken = torch.cat(part.forward(rows))
+        return taken
 
     def _taken(self, values: Any) -> torch.Tensor:
         return _as_activations(values).to(self.device, self.dtype)

@@ -27,6 +27,8 @@ class BlockSpeed:
 
     device: str
     precision: str
+    arithmetic: str
+    """As in ``HostRecord``."""
     blocks: int
     """Blocks that were loaded and timed together."""
     block_bytes: int
@@ -67,6 +69,7 @@ def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, c
     return BlockSpeed(
         device=str(where),
         precision=stage.precision,
+        arithmetic=stage.arithmetic,
         blocks=blocks,
         block_bytes=stage.weight_bytes // blocks,
         decode=blocks / decode_s,

@@ -36,6 +36,8 @@ MAX_ADDRESSES_BYTES = 2048
 MAX_STEP_S = 3600.0
 PRECISION = re.compile(r"[a-z0-9_]{1,16}(/[a-z0-9]{1,8})?")
 """Pattern of the precisions that a host may announce."""
+ARITHMETIC = re.compile(r"[a-z0-9-]{1,16}")
+"""Pattern of the names of arithmetic that a host may announce."""
 MISSING_EXPERTS = re.compile(r"[0-9,:;-]{1,127}…?")
 """Pattern of the lists of experts that a host may announce."""
 MAX_EXPERTS_CHARS = 100
@@ -227,6 +229,7 @@ def host_info(body: pb.HostRecord, peer: PeerId, record: Record | None = None) -
         is_open=body.nat in (pb.NAT_UNKNOWN, pb.NAT_NONE),
         is_symmetric=body.nat == pb.NAT_SYMMETRIC,
         precision=body.precision if PRECISION.fullmatch(body.precision) else "",
+        arithmetic=body.arithmetic if ARITHMETIC.fullmatch(body.arithmetic) else "",
         coordinate=read_coordinate(body.coordinate),
         room=body.room or math.inf,
         version=clean(body.version)[:MAX_NAME_CHARS],

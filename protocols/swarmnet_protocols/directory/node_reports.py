@@ -96,7 +96,8 @@ def check(report: pb.NodeReport) -> None:
     if report.HasField("host"):
         host = report.host
         record = host.record
-        texts += [host.model, record.precision, record.version, record.public_name, record.missing_experts]
+        texts += [host.model, record.precision, record.arithmetic, record.version]
+        texts += [record.public_name, record.missing_experts]
         numbers += [record.token_s, record.cache_bytes_free, record.sessions, record.load, record.room]
         numbers += [host.queue_s, host.cache_bytes, host.cache_bytes_limit]
         numbers += [host.forwards, host.positions, host.answered]

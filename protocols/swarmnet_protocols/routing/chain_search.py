@@ -125,7 +125,12 @@ def find_chain(
 
 
 def _as_host(hop: Hop) -> HostInfo:
-    return HostInfo(hop.peer, hop.start, hop.end, 0.0, hop.addresses, precision=hop.precision, is_hop=True)
+    return HostInfo(
+        *(hop.peer, hop.start, hop.end, 0.0, hop.addresses),
+        precision=hop.precision,
+        arithmetic=hop.arithmetic,
+        is_hop=True,
+    )
 
 
 def failed_links(
@@ -212,7 +217,7 @@ class _Path(NamedTuple):
     def hops(self, end: int) -> list[Hop]:
         """Return all hops. The last one ends at ``end``."""
         earlier = self.before.hops(self.begun) if self.before is not None else []
-        return [*earlier, Hop(self.host.peer, self.begun, end, self.host.addresses, self.host.precision)]
+        return [*earlier, Hop.of(self.host, self.begun, end)]
 
 
 def _search(

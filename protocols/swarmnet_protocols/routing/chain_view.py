@@ -58,6 +58,12 @@ class Hop:
     end: int
     addresses: tuple[str, ...] = ()
     precision: str = ""
+    arithmetic: str = ""
+
+    @classmethod
+    def of(cls, host: HostInfo, start: int, end: int) -> "Hop":
+        """Return ``host`` as a hop that runs blocks [start, end)."""
+        return cls(host.peer, start, end, host.addresses, host.precision, host.arithmetic)
 
 
 @dataclass(frozen=True)

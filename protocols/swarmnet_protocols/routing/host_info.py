@@ -14,6 +14,12 @@ from swarmnet_protocols.routing.coordinates import Coordinate
 
 INCOMPATIBLE = "incompatible"
 """State of a host that speaks another version of the protocol. This peer cannot use it."""
+EXACT = "exact-1"
+"""Name of the arithmetic that gives the same bits on every machine: from the same weights and
+inputs, two hosts that announce it compute equal outputs. Whoever changes what it computes gives it
+another number."""
+TORCH = "torch"
+"""Name of torch's arithmetic, whose last bits differ between machines and batches."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,8 @@ class HostInfo:
     """Whether the host is behind a router that allows no hole punching."""
     precision: str = ""
     """Precision of its computation, as in ``HostRecord``; empty if unknown."""
+    arithmetic: str = ""
+    """``EXACT`` or ``TORCH``; empty if unknown."""
     coordinate: Coordinate | None = field(default=None, compare=False)
     """Its network coordinate; None if unknown."""
     room: float = field(default=math.inf, compare=False)

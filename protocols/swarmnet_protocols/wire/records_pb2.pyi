@@ -54,7 +54,7 @@ class SignedRecord(_message.Message):
     def __init__(self, swarm: _Optional[bytes] = ..., topic: _Optional[str] = ..., signer: _Optional[bytes] = ..., sequence: _Optional[int] = ..., expires_at_ms: _Optional[int] = ..., body: _Optional[bytes] = ..., signature: _Optional[bytes] = ..., certificate: _Optional[bytes] = ...) -> None: ...
 
 class HostRecord(_message.Message):
-    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "coordinate", "next_start", "next_end", "stays", "missing_experts", "may_switch", "load", "room")
+    __slots__ = ("manifest", "start", "end", "state", "version", "protocol", "step_s", "token_s", "cache_bytes_free", "sessions", "addresses", "public_name", "nat", "precision", "arithmetic", "coordinate", "next_start", "next_end", "stays", "missing_experts", "may_switch", "load", "room")
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     END_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +69,7 @@ class HostRecord(_message.Message):
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     NAT_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    ARITHMETIC_FIELD_NUMBER: _ClassVar[int]
     COORDINATE_FIELD_NUMBER: _ClassVar[int]
     NEXT_START_FIELD_NUMBER: _ClassVar[int]
     NEXT_END_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +92,7 @@ class HostRecord(_message.Message):
     public_name: str
     nat: Nat
     precision: str
+    arithmetic: str
     coordinate: _containers.RepeatedScalarFieldContainer[float]
     next_start: int
     next_end: int
@@ -99,7 +101,7 @@ class HostRecord(_message.Message):
     may_switch: bool
     load: float
     room: int
-    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ..., next_start: _Optional[int] = ..., next_end: _Optional[int] = ..., stays: _Optional[bool] = ..., missing_experts: _Optional[str] = ..., may_switch: _Optional[bool] = ..., load: _Optional[float] = ..., room: _Optional[int] = ...) -> None: ...
+    def __init__(self, manifest: _Optional[bytes] = ..., start: _Optional[int] = ..., end: _Optional[int] = ..., state: _Optional[_Union[HostState, str]] = ..., version: _Optional[str] = ..., protocol: _Optional[int] = ..., step_s: _Optional[float] = ..., token_s: _Optional[float] = ..., cache_bytes_free: _Optional[int] = ..., sessions: _Optional[int] = ..., addresses: _Optional[_Iterable[str]] = ..., public_name: _Optional[str] = ..., nat: _Optional[_Union[Nat, str]] = ..., precision: _Optional[str] = ..., arithmetic: _Optional[str] = ..., coordinate: _Optional[_Iterable[float]] = ..., next_start: _Optional[int] = ..., next_end: _Optional[int] = ..., stays: _Optional[bool] = ..., missing_experts: _Optional[str] = ..., may_switch: _Optional[bool] = ..., load: _Optional[float] = ..., room: _Optional[int] = ...) -> None: ...
 
 class ExpertsRecord(_message.Message):
     __slots__ = ("manifest", "state", "protocol", "blocks", "addresses", "version", "public_name", "precision", "row_s", "capacity")

@@ -165,7 +165,7 @@ def _print_local(measured: tuple["BlockSpeed", int], *, as_json: bool) -> None:
         print_json({**asdict(speed), "total_blocks": total})
         return
     print_table(
-        f"{speed.blocks} of {total} blocks on {speed.device}, {speed.precision}",
+        f"{speed.blocks} of {total} blocks on {speed.device}, {speed.precision}, {speed.arithmetic}",
         {
             "weights": f"{show_size(speed.block_bytes)} a block",
             "decode": f"{speed.decode:.0f} tokens/s a block, {speed.decode / total:.1f} for the whole model",

@@ -118,6 +118,8 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
         "manifest": record.manifest.hex(),
         "blocks": [record.start, record.end],
         "moving_to": _moving_to(record),
+        "precision": record.precision,
+        "arithmetic": record.arithmetic,
         "sessions": record.sessions,
         "total_blocks": host.total_blocks,
         "cache_bytes": host.cache_bytes,
@@ -209,7 +211,9 @@ def _print(node: "NodeStatus") -> None:
                 if record.end
                 else {}
             ),
-            "weights": f"{node.weight_bytes / mebibyte:.1f} MiB",
+            "weights": f"{node.weight_bytes / mebibyte:.1f} MiB"
+            + (f", {record.precision}" if record.precision else ""),
+            **({"arithmetic": record.arithmetic} if record.arithmetic else {}),
             "running for": show_duration(node.uptime_s),
             "reached": describe(node.reach),
             **{

@@ -3,10 +3,12 @@ replaced, and no honest host is accused."""
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,6 +19,10 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_node.engine.kernels.native_backend import NativeBackend
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
@@ -286,3 +292,116 @@ def test_a_host_that_does_not_report_its_outputs_is_replaced(
         return await used(lab, ["a1", "b1", "c1"], look)
 
     assert simulate(reference, scenario) == reference.greedy(PROMPT, STEPS)
+
+
+@pytest.fixture(scope="module")
+def exact(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Stage]:
+    """Loads stages of exact arithmetic, one for all hosts of a span."""
+    native = NativeBackend.load(tmp_path_factory.mktemp("native"))
+    if native is None:
+        pytest.skip("no compiler, or torch has no libgomp of its own")
+
+    @cache
+    def load(start: int, end: int) -> Stage:
+        return load_stage(
+            *(reference.local, start, end),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            backend=native,
+            packed=True,
+            quantized=PRECISIONS["int8"],
+        )
+
+    return load
+
+
+async def start_exact(
+    lab: Lab, exact: Callable[[int, int], Stage], liars: Sequence[str], arithmetic: str | None = None
+) -> None:
+    """Start hosts of exact arithmetic. The ``liars`` lie a little, and announce ``arithmetic``."""
+    for name, span in THREE_OF_EACH.items():
+        hosting = dataclasses.replace(lab.hosting(span), load=exact)
+        lie = a_little if name in liars else None
+        await lab.start(name, hosting if lie is None else lying(hosting, lie, arithmetic=arithmetic))
+
+
+def a_little(outputs: torch.Tensor) -> torch.Tensor:
+    """Outputs that are as near to the true ones as those of many an honest host."""
+    return outputs * (1 + 2.0**-12)
+
+
+@defence(
+    "outputs of hosts of exact arithmetic are compared bit for bit",
+    off=replacing(auditor, "EXACT", "none"),
+    liar="b1",
+)
+@pytest.mark.parametrize(
+    ("liar", "wire"),
+    [("b1", None), ("a1", None), ("c1", None), ("c1", ElementType.INT8)],
+    ids=["middle", "first", "last", "last behind 8 bits"],
+)
+def test_exact_arithmetic_leaves_no_room_for_small_lies(
+    reference: Reference, exact: Callable[[int, int], Stage], liar: str, wire: ElementType | None
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start_exact(lab, exact, [liar])
+
+        def look(swarm: ModelHosts, chain: Chain) -> None:
+            assert names(lab, chain.report.wrong) == [liar]
+
+        await used(lab, [liar], look)
+
+    simulate(reference, scenario, wire=wire)
+
+
+def believe_the_second_exactly(said: Array, second: Array, third: Array | None = None) -> Verdict:
+    return Verdict.RIGHT if np.array_equal(said, second) else Verdict.WRONG
+
+
+@defence(
+    "a third host decides between two of exact arithmetic",
+    off=replacing(auditor, "judge_exactly", believe_the_second_exactly),
+)
+@pytest.mark.parametrize("wire", [None, ElementType.INT8], ids=["float32", "8 bits"])
+def test_a_witness_that_lies_a_little_convicts_no_honest_host(
+    reference: Reference, exact: Callable[[int, int], Stage], wire: ElementType | None
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        await start_exact(lab, exact, ["b2"])
+
+        def look(swarm: ModelHosts, chain: Chain) -> None:
+            assert chain.report.audits
+            assert not chain.report.wrong
+            assert swarm.ledger.doubted <= {lab.peer_id("b2")}
+
+        await used(lab, ["a1", "b1", "c1"], look)
+
+    simulate(reference, scenario, wire=wire)
+
+
+def witnesses_of_any_arithmetic(hosts: Any, audited: Any, without: Any, rng: Any, *_: Any) -> list[Hop]:
+    return plan.witnesses(hosts, audited, without, rng)
+
+
+@defence(
+    "only hosts of exact arithmetic are compared bit for bit",
+    off=replacing(auditor, "witnesses", witnesses_of_any_arithmetic),
+    others=("b2", "b3"),
+)
+@pytest.mark.parametrize("others", [("b1",), ("b2", "b3"), ("b1", "b2"), ("b3",)])
+def test_hosts_that_round_otherwise_are_neither_accused_nor_accuse(
+    reference: Reference, exact: Callable[[int, int], Stage], others: tuple[str, ...]
+) -> None:
+    """Torch rounds otherwise than exact arithmetic, and says so."""
+
+    async def scenario(lab: Lab) -> None:
+        await start_exact(lab, exact, others, arithmetic="torch")
+
+        def look(swarm: ModelHosts, chain: Chain) -> None:
+            assert chain.report.audits
+            assert not chain.report.wrong
+            assert not swarm.ledger.doubted
+
+        await used(lab, ["a1", "b1", "c1"], look)
+
+    simulate(reference, scenario)

@@ -28,13 +28,16 @@ THREE_OF_EACH = {
 class LyingStage:
     """A stage that passes each of its outputs through ``lie``."""
 
-    def __init__(self, stage: Any, lie: Forger, precision: str | None = None) -> None:
+    def __init__(
+        self, stage: Any, lie: Forger, precision: str | None = None, arithmetic: str | None = None
+    ) -> None:
         self._stage = stage
         self._lie = lie
         self.precision: str = stage.precision if precision is None else precision
+        self.arithmetic: str = stage.arithmetic if arithmetic is None else arithmetic
 
     def part(self, start: int, end: int) -> "LyingStage":
-        return LyingStage(self._stage.part(start, end), self._lie, self.precision)
+        return LyingStage(self._stage.part(start, end), self._lie, self.precision, self.arithmetic)
 
     def forward(self, rows: Any) -> list[torch.Tensor]:
         return [self._lie(outputs) for outputs in self._stage.forward(rows)]
@@ -46,10 +49,13 @@ class LyingStage:
         return getattr(self._stage, name)
 
 
-def lying(hosting: Hosting, lie: Forger = rolled, *, precision: str | None = None) -> Hosting:
-    """A node whose outputs are all wrong, or right in ``precision`` and wrong in that of others."""
+def lying(
+    hosting: Hosting, lie: Forger = rolled, *, precision: str | None = None, arithmetic: str | None = None
+) -> Hosting:
+    """A node whose outputs are all wrong, or right in ``precision`` and ``arithmetic`` and wrong in
+    those of others."""
     load = hosting.load
-    loaded: Any = lambda start, end: LyingStage(load(start, end), lie, precision)  # noqa: E731
+    loaded: Any = lambda start, end: LyingStage(load(start, end), lie, precision, arithmetic)  # noqa: E731
     return dataclasses.replace(hosting, load=loaded)
 
 

@@ -67,6 +67,7 @@ class Host:
             end=self.span[1],
             state=state_of(self.state),
             precision="bfloat16" if self.speed >= 1 else "float32",
+            arithmetic="torch" if self.speed >= 1 else "exact-1",
             step_s=0.002 * (self.span[1] - self.span[0]) / self.speed,
             token_s=0.0004 * (self.span[1] - self.span[0]) / self.speed,
             cache_bytes_free=(8 << 30) - cache_bytes,

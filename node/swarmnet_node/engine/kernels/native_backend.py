@@ -7,7 +7,6 @@ which is imported when it is needed.
 """
 
 import ctypes
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Structure, c_float, c_int64, c_void_p
@@ -30,6 +29,7 @@ from swarmnet_node.engine.kernels.backend import (
     LoraUpdate,
 )
 from swarmnet_node.engine.kernels.native_layers import NativeLayers, fits
+from swarmnet_node.engine.kernels.rotary_embeddings import logarithm
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.machine.threads import current as cores
@@ -236,7 +236,7 @@ class NativeDecodeStep:
     def _query_scale(self, position: int) -> float:
         """Return what queries at a position are multiplied by (Llama 4)."""
         growth = self._decoder_layers[0].shape.query_growth
-        return 1.0 if growth is None else 1 + growth[0] * math.log(1 + position // growth[1])
+        return 1.0 if growth is None else 1 + growth[0] * logarithm(1 + position // growth[1])
 
     def _lora(self, lora: LoraLayers | None) -> _Lora | None:
         """Return the updates for these layers, or None without any. Computed once for each

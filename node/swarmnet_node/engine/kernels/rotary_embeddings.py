@@ -1,15 +1,20 @@
 """Frequencies of rotary embeddings, computed the same way on every machine.
 
 transformers computes them with torch, whose powers differ in the last bit between processors. Here
-they are computed in float64 and rounded once to float32, from the same formulas. ``decode.c`` turns
-them into cosines and sines.
+they are computed in float64 and rounded once to float32, from the same formulas. Powers and
+logarithms are decimal numbers first: those of C libraries may differ in the last bit, too.
+``decode.c`` turns frequencies into cosines and sines.
 """
 
 import math
 from collections.abc import Callable, Mapping
 from ctypes import c_float
 from dataclasses import dataclass
+from decimal import Context, Decimal
+from functools import cache
 from typing import Any
+
+_DECIMAL = Context(prec=28)
 
 Settings = Mapping[str, Any]
 """The settings of one rotary embedding: ``rope_parameters`` of a config."""
@@ -51,6 +56,17 @@ def rotary_embedding(
     return RotaryEmbedding(tuple(map(_float32, frequencies)), float(scale), is_interleaved)
 
 
+@cache
+def logarithm(value: float) -> float:
+    """Return the natural logarithm, the same on every machine. Raises ``ArithmeticError`` for a
+    negative number."""
+    return float(_DECIMAL.ln(Decimal(value)))
+
+
+def _power(base: float, exponent: float) -> float:
+    return float(_DECIMAL.power(Decimal(base), Decimal(exponent)))
+
+
 def _float32(value: float) -> float:
     return c_float(value).value
 
@@ -59,7 +75,7 @@ def _powers(base: float, size: int) -> list[float]:
     """Return base ** (-2 i / size). Rounded to float32 as often as transformers does, so that
     almost all numbers are equal."""
     exponents = [_float32(2 * i / size) for i in range((size + 1) // 2)]
-    return [_float32(1 / _float32(_float32(base) ** exponent)) for exponent in exponents]
+    return [_float32(1 / _float32(_power(_float32(base), exponent))) for exponent in exponents]
 
 
 def _plain(_: Settings, powers: list[float], positions: int) -> tuple[list[float], float]:
@@ -97,7 +113,7 @@ def _yarn(settings: Settings, powers: list[float], positions: int) -> tuple[list
     factor = settings["factor"] or positions / trained
 
     def pair_that_turns(times: float) -> float:
-        return size * math.log(trained / (times * 2 * math.pi)) / (2 * math.log(base))
+        return size * logarithm(trained / (times * 2 * math.pi)) / (2 * logarithm(base))
 
     first = pair_that_turns(settings.get("beta_fast") or 32)
     last = pair_that_turns(settings.get("beta_slow") or 1)
@@ -109,7 +125,7 @@ def _yarn(settings: Settings, powers: list[float], positions: int) -> tuple[list
     frequencies = [each * (part / factor + 1 - part) for each, part in zip(powers, slowed, strict=True)]
 
     def attention(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1
+        return 1.0 if factor <= 1 else 0.1 * weight * logarithm(factor) + 1
 
     if (given := settings.get("attention_factor")) is not None:
         return frequencies, given
@@ -123,7 +139,7 @@ def _longrope(settings: Settings, powers: list[float], positions: int) -> tuple[
     frequencies = [each / factor for each, factor in zip(powers, settings["short_factor"], strict=True)]
     scale, factor = settings.get("attention_factor"), settings.get("factor") or positions / trained
     if scale is None:
-        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(trained))
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + logarithm(factor) / logarithm(trained))
     return frequencies, scale
 
 

@@ -55,7 +55,7 @@ export function peerPage(id) {
       ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", linkOf(peer)],
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
       ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
-      ["Precision", peer.dtype ?? "–"], ["Version", peer.version || "–"],
+      ["Precision", peer.dtype ?? "–"], ["Arithmetic", peer.arithmetic ?? "–"], ["Version", peer.version || "–"],
       ["Running for", peer.started_s ? duration(now_s - peer.started_s) : "–", dateTime(peer.started_s)], ["Tokens since start", count(peer.tokens)],
       ...expertRows(peer),
       ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), dateTime(peer.last_seen_s)],

@@ -175,6 +175,7 @@ HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
     "no state": lambda report: report.host.record.ClearField("state"),
     "a step of no time": lambda report: setattr(report.host.record, "step_s", float("nan")),
     "a precision of its own": lambda report: setattr(report.host.record, "precision", "x" * 129),
+    "an arithmetic of its own": lambda report: setattr(report.host.record, "arithmetic", "x" * 129),
     "a histogram that falls": lambda report: report.host.token_times.counts.__setitem__(13, 0),
     "half a histogram": lambda report: report.host.token_times.counts.pop(),
     "a flow from nowhere": lambda report: report.host.flows.add(upstream="<script>"),

@@ -119,6 +119,20 @@ def test_an_announced_precision_that_is_no_name_is_ignored(announced: str, read_
 
 
 @defence(
+    "a host's arithmetic is a short name",
+    off=replacing(host_announcements, "ARITHMETIC", re.compile(".*", re.DOTALL)),
+    announced="\x1b[2J",
+)
+@pytest.mark.parametrize(
+    ("announced", "read_as"), [("exact-1", "exact-1"), ("torch", "torch"), ("\x1b[2J", ""), ("a" * 17, "")]
+)
+def test_an_announced_arithmetic_that_is_no_name_is_ignored(announced: str, read_as: str) -> None:
+    host = read(announcement(arithmetic=announced))
+    assert host is not None
+    assert host.arithmetic == read_as
+
+
+@defence(
     "experts that a host names in a command of clients are numbers only",
     off=replacing(host_announcements, "MISSING_EXPERTS", re.compile(".*")),
     announced="0:1'; reboot",
