@@ -47,7 +47,7 @@ def load(folder: Path, weights: str, family: str = "llama-tied") -> Stage:
     ("family", "weights", "arithmetic"),
     [
         ("llama-tied", "int8", host_info.EXACT),
-        ("llama-tied", "float32", host_info.TORCH),
+        ("llama-tied", "float32", host_info.EXACT),
         ("gemma3", "int8", host_info.EXACT),
         ("mixtral", "int8", host_info.TORCH),
     ],
