@@ -39,7 +39,7 @@ def load_stage(  # noqa: PLR0913 - a model's part, and how to compute it
     recurrent states.
     """
     precision = precision_of(model, quantized, dtype)
-    is_packed = packed and precision != "f32" and not experts
+    is_packed = packed and not experts
     is_float32 = device.type == "cpu" and not _ACTIVATIONS[str(dtype).removeprefix("torch.")]
     if is_packed and is_float32 and backend is not None:
         found = ExactStage.loaded(model, start, end, backend, quantized, precision)

@@ -192,8 +192,9 @@ def fresh_memory(size: int) -> "np.ndarray[Any, Any]":
 
     if not size:
         return np.empty(0, np.uint8)
-    private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
-    return np.frombuffer(mmap.mmap(-1, size, **private), np.uint8)
+    if sys.platform == "win32":
+        return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.routing import host_info
@@ -26,8 +28,8 @@ EXACT_1 = {
 """SHA-256 of outputs of the arithmetic ``exact-1``, by precision."""
 
 
-def load(folder: Path, weights: str, family: str = "llama-tied") -> Stage:
-    native = NativeBackend.load(folder / "native")
+def load(folder: Path, weights: str, family: str = "llama-tied", target: str | None = None) -> Stage:
+    native = NativeBackend.load(default_cache_dir(), target)
     if native is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     if not (folder / "model").exists():
@@ -73,8 +75,9 @@ def test_passes_of_an_exact_stage_have_the_bits_of_its_sessions(family: str, tmp
         assert np.array_equal(outputs, np.concatenate(expected))
 
 
+@pytest.mark.parametrize("target", [each.name for each in native_code.targets()])
 @pytest.mark.parametrize("weights", EXACT_1)
-def test_exact_1_is_the_arithmetic_that_it_was(weights: str, tmp_path: Path) -> None:
+def test_exact_1_is_the_arithmetic_that_it_was(weights: str, target: str, tmp_path: Path) -> None:
     """Who changes a bit of it gives it another name: audits convict hosts that differ."""
     assert host_info.EXACT == "exact-1"
     save_tiny("llama-tied", tmp_path / "model", **SIZES)
@@ -83,7 +86,7 @@ def test_exact_1_is_the_arithmetic_that_it_was(weights: str, tmp_path: Path) -> 
     for number, (name, tensor) in enumerate(sorted(tensors.items())):
         tensors[name] = (_numbers(tensor.numel(), number) / 2048 + (tensor.dim() == 1)).view_as(tensor)
     save_file(tensors, file, {"format": "pt"})
-    stage = load(tmp_path, weights)
+    stage = load(tmp_path, weights, target=target)
     rows = (_numbers(POSITIONS * stage.hidden_size, 99) / 256).view(POSITIONS, -1)
     outputs = np.asarray(stage.forward([(stage.new_sequence(), rows)])[0])
     assert np.isfinite(outputs).all()

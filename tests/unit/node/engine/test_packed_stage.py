@@ -98,7 +98,6 @@ def test_packed_weights_compute_as_their_dequantised_values_do(
     backend = native if is_native else TORCH
     mine, theirs = two_stages(family, tmp_path, products, backend, formats)
     assert (mine.method.llama_layers is None) == (theirs.method.llama_layers is None)
-    assert isinstance(mine, ExactStage) == (family in ("llama-tied", "llama-untied", "qwen3"))
     assert mine.weight_bytes < 0.5 * theirs.weight_bytes or "experts" in family
     inputs = torch.randn(200, theirs.hidden_size, generator=torch.Generator().manual_seed(0))
     outputs = []

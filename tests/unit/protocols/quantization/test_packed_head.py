@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_head import PackedHead, pack_head
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
@@ -37,8 +38,8 @@ class Tied(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def products(tmp_path_factory: pytest.TempPathFactory) -> Products:
-    found = load_products(tmp_path_factory.mktemp("products"))
+def products() -> Products:
+    found = load_products(default_cache_dir())
     if not found.is_native:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return found

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
+from swarmnet_node.engine.exact_stage import ExactStage
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
@@ -31,7 +34,7 @@ POSITIONS = 40
 
 
 def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
-    native = NativeBackend.load(folder / "native", target)
+    native = NativeBackend.load(default_cache_dir(), target)
     if native is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     directory = folder / "model"
@@ -44,16 +47,19 @@ def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stag
         dtype=torch.float32,
         device=torch.device("cpu"),
         backend=native,
+        packed=weights in PRECISIONS,
         quantized=PRECISIONS.get(weights),
     )
-    assert stage.method.decode_step is not None
+    assert stage.is_exact
+    assert isinstance(stage, ExactStage) == (weights in PRECISIONS)
     return stage
 
 
 def in_chunks(
     stage: Stage, sequence: SequenceCache, rows: torch.Tensor, sizes: Sequence[int]
 ) -> torch.Tensor:
-    return torch.cat([stage.forward([(sequence, chunk)])[0] for chunk in rows.split(list(sizes))])
+    chunks = rows.split(list(sizes))
+    return torch.cat([as_tensor(stage.forward([(sequence, chunk)])[0]) for chunk in chunks])
 
 
 def in_a_batch(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> torch.Tensor:
@@ -63,7 +69,7 @@ def in_a_batch(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> tor
     outputs = []
     for number, chunk in enumerate(rows.split(sizes)):
         besides = [(other, rows[: 1 + index * number]) for index, other in enumerate(others)]
-        outputs.append(stage.forward([*besides[:2], (sequence, chunk), *besides[2:]])[2])
+        outputs.append(as_tensor(stage.forward([*besides[:2], (sequence, chunk), *besides[2:]])[2]))
     return torch.cat(outputs)
 
 

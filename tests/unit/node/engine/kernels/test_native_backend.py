@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
@@ -84,13 +85,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("native")
-
-
-@pytest.fixture(scope="module")
-def native(cache: Path) -> NativeBackend:
-    loaded = NativeBackend.load(cache)
+def native() -> NativeBackend:
+    loaded = NativeBackend.load(default_cache_dir())
     if loaded is None:
         pytest.skip("no compiler, or torch has no libgomp of its own")
     return loaded
@@ -202,7 +198,7 @@ def test_several_positions_of_a_sequence_match_torch(
 def test_simpler_targets_compute_the_same(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    simple = NativeBackend.load(tmp_path / "simple", target)
+    simple = NativeBackend.load(default_cache_dir(), target)
     assert simple is not None
     assert "not used" not in caplog.text
     for number, shape in enumerate(SHAPES):
