@@ -30,6 +30,7 @@ from swarmnet_node.claims import ClaimReader
 from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
 from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.node import Node
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.routing.model_needs import ServedModel
@@ -46,7 +47,7 @@ from swarmnet_protocols.routing.relocation import (
 )
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim
-from swarmnet_protocols.session.arrays import Array, as_float32
+from swarmnet_protocols.session.arrays import as_float32
 
 _log = logging.getLogger(__name__)
 

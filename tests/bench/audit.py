@@ -47,11 +47,12 @@ from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_stage import TORCH
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
-from swarmnet_protocols.session.arrays import Array, ElementType, as_float32
-from swarmnet_protocols.session.as_torch import array_of, tensor_of
+from swarmnet_protocols.session.arrays import ElementType, as_float32
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.wire_tensors import as_received
 from tests.bench.exactness import prompts
 from tests.support.attacks.forgers import FORGERS
@@ -124,7 +125,7 @@ def computed(
 
 
 def received(values: torch.Tensor, wire: ElementType) -> torch.Tensor:
-    return tensor_of(as_float32(as_received(array_of(values), wire)))
+    return as_tensor(as_float32(as_received(array_of(values), wire)))
 
 
 class Pair:
@@ -203,7 +204,7 @@ def main() -> None:
                     inputs = received(states, wire)
                     beside = inputs if before is None else received(before, wire)
                     seconds = {name: computed(name, stage, inputs) for name, stage in loaded.items()}
-                    nudges = [tensor_of(each) for each in nudged(array_of(inputs), text)]
+                    nudges = [as_tensor(each) for each in nudged(array_of(inputs), text)]
                     thirds = {
                         name: tuple(computed(name, stage, each) for each in nudges)
                         for name, stage in loaded.items()

@@ -20,9 +20,10 @@ from swarmnet.swarm_file.entry import enter
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.joining.network import client_listen, connect
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
-from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from tests.bench.answering_process import AnsweringProcess

@@ -16,14 +16,15 @@ from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import STATES, Read, Verdict, differences, distances, judge, nudged
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
-from swarmnet_protocols.session.arrays import Array, ElementType
-from swarmnet_protocols.session.as_torch import array_of, tensor_of
+from swarmnet_protocols.session.arrays import ElementType
+from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -60,7 +61,7 @@ def judged(
 
 
 def nudges(inputs: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    return [tensor_of(each) for each in nudged(array_of(inputs), seed)]
+    return [as_tensor(each) for each in nudged(array_of(inputs), seed)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
     """Outputs [P, D] of each hop of the tiny model, as honest hosts of all precisions send them."""
     return {
         hop: [
-            tensor_of(
+            as_tensor(
                 as_received(array_of(computed(reference, span, inputs_of(reference, span), dtype)), wire)
             )
             for wire in WIRES
@@ -87,7 +88,7 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
 def inputs_of(reference: Reference, span: tuple[int, int]) -> torch.Tensor:
     """The true inputs of these blocks, for one text."""
     ids = torch.randint(2, 97, (24,), generator=torch.Generator().manual_seed(0))
-    inputs = tensor_of(reference.embed(ids.numpy()))
+    inputs = as_tensor(reference.embed(ids.numpy()))
     return reference.stage(0, span[0]).run_sequences(inputs, (len(ids),)) if span[0] else inputs
 
 

@@ -25,11 +25,12 @@ from swarmnet_client.chain.hop_passes import ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec, HopTranscript, LiveHop
 from swarmnet_client.chain.repair import ChainRepair
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import EXACT
-from swarmnet_protocols.session.arrays import Array, ElementType, split
+from swarmnet_protocols.session.arrays import ElementType, split
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, digest
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.session.wire_tensors import as_received

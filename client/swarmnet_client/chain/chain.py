@@ -23,10 +23,11 @@ from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle, StepsInFlight
 from swarmnet_client.chain.supervisor import ChainSupervisor
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import OutOfResources, SwarmnetError
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.routing.chain_view import Hop
-from swarmnet_protocols.session.arrays import Array, split
+from swarmnet_protocols.session.arrays import split
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.steps import MAX_ROWS, Row
 

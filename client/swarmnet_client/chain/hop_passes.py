@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refused
 from swarmnet_protocols.routing.chain_view import Hop
-from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb

@@ -11,12 +11,13 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Literal
 
 from swarmnet_client.chain.trace import Trace
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.spans import overlap
-from swarmnet_protocols.session.arrays import Array, ElementType, are_finite, type_of
+from swarmnet_protocols.session.arrays import ElementType, are_finite, type_of
 from swarmnet_protocols.session.link import NextHop
 from swarmnet_protocols.session.received_digests import DIGEST_BYTES
 from swarmnet_protocols.session.wire_tensors import decode_tensor

@@ -21,6 +21,7 @@ from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, ex
 from swarmnet_client.chain.hop_passes import GraphGone, ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -32,8 +33,7 @@ from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.arrays import Array
-from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
+from swarmnet_protocols.session.as_torch import array_of, torch_dtype
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES, unpack_tensors
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -302,7 +302,7 @@ class PassClient:
             begin = self._begin(hop_pass, adapter, backward=False)
             inputs = array_of(hop_pass.inputs)
             (outputs,) = await ask_pass(self._hosts, hop_pass.hop, begin, (inputs,), [inputs.shape])
-            return tensor_of(outputs)
+            return as_tensor(outputs)
 
         return await self._answer(hop_pass.hop, question, hop_pass.before)
 
@@ -330,7 +330,7 @@ class PassClient:
         gradients, *column = await self._answer(hop_pass.hop, question, made_by)
         like = {name: tuple(tensor.shape) for name, tensor in adapter_tensors.items()}
         unpacked = unpack_tensors(column[0], like) if column else {}
-        return tensor_of(gradients), {name: tensor_of(values) for name, values in unpacked.items()}
+        return as_tensor(gradients), {name: as_tensor(values) for name, values in unpacked.items()}
 
     def _adapter_tensors(self, hop: Hop) -> Mapping[str, torch.Tensor]:
         tensors = self._spec.adapter.tensors if self._spec.adapter is not None else {}

@@ -8,12 +8,13 @@ import asyncio
 import math
 from collections.abc import Callable, Set
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.activation_log import ActivationLog
-from swarmnet_protocols.session.arrays import Array, are_finite
+from swarmnet_protocols.session.arrays import are_finite
 from swarmnet_protocols.session.link import Outbox
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import decode_tensor

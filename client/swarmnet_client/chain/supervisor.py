@@ -38,6 +38,7 @@ from swarmnet_client.chain.sessions import HopSessions
 from swarmnet_client.chain.standby import Standbys
 from swarmnet_client.chain.steps_in_flight import StepsInFlight
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import (
     ConfigError,
     ProtocolViolation,
@@ -47,7 +48,6 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.refusal import Refused
-from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.hop_times import Moment
 from swarmnet_protocols.session.link import LinkSender, NextHop, ignore_moment
 from swarmnet_protocols.session.steps import Step

@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.sampling import Draw, Token, choose
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.session.arrays import Array
 
 T = TypeVar("T")
 

@@ -53,7 +53,6 @@ from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule, add_experts
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.precisions import Precision
-from swarmnet_protocols.session.as_torch import tensor_of
 
 if TYPE_CHECKING:
     from swarmnet_protocols.models.checkpoints.expert_weights import ChosenExperts
@@ -455,7 +454,7 @@ def _rotary_of(layer: DecoderLayer) -> Rotary:
 
 
 def _as_activations(values: Any) -> torch.Tensor:
-    return values if isinstance(values, torch.Tensor) else tensor_of(values)
+    return values if isinstance(values, torch.Tensor) else as_tensor(values)
 
 
 def _as_tensor(weight: Any) -> Any:

@@ -13,12 +13,13 @@ from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.hosting.slots import IDLE_S, Slot
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.arrays import Array, are_finite, rounded
+from swarmnet_protocols.session.arrays import are_finite, rounded
 from swarmnet_protocols.session.passes import (
     MAX_POSITIONS,
     check_counts,

@@ -39,6 +39,7 @@ from swarmnet_node.hosting.sequences import SessionSequences
 from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.hosting.slots import Slot, idle
 from swarmnet_node.hosting.step_times import HopStepTimes
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -55,7 +56,7 @@ from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitRe
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.session.activation_log import ActivationLog
-from swarmnet_protocols.session.arrays import Array, ElementType, rounded
+from swarmnet_protocols.session.arrays import ElementType, rounded
 from swarmnet_protocols.session.hop_times import Moment, encode_times
 from swarmnet_protocols.session.link import LinkSender, NextHop, Outbox, log_id
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests

@@ -25,9 +25,9 @@ from itertools import count
 
 import numpy as np
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import OutOfResources, ProtocolViolation, SwarmnetError
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
-from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.steps import Row, Step, check_rows
 
 REPLAY_POSITIONS = 512

@@ -1,7 +1,6 @@
 """Activations as numpy arrays: their element types, rounding, and cutting.
 
-numpy has no bfloat16. An array of ``uint16`` holds the bits of bfloat16 numbers, everywhere in a
-session. Code that computes with torch converts with ``as_torch.py``.
+numpy has no bfloat16. An array of ``uint16`` holds the bits of bfloat16 numbers.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,9 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.wire import session_pb2 as pb
-
-Array = NDArray[Any]
 
 _EXPONENT = np.uint16(0x7F80)
 """The exponent of a bfloat16 number. Infinity and NaN have all of its bits."""

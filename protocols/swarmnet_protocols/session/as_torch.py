@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.session.arrays import ElementType
 
 _DTYPES = {
     ElementType.FLOAT32: torch.float32,
@@ -11,13 +12,6 @@ _DTYPES = {
     ElementType.FLOAT16: torch.float16,
 }
 _TYPES = {dtype: each for each, dtype in _DTYPES.items()}
-
-
-def tensor_of(values: Array) -> torch.Tensor:
-    """Return an array, or the bits of bfloat16 numbers, as a tensor on the CPU."""
-    if values.dtype == np.uint16:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
 
 
 def array_of(tensor: torch.Tensor) -> Array:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
     BlockExperts,
@@ -26,7 +27,7 @@ from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.quantization.packed_experts import Outputs
 from swarmnet_protocols.session.arrays import ElementType, are_finite
-from swarmnet_protocols.session.as_torch import array_of, element_type, tensor_of
+from swarmnet_protocols.session.as_torch import array_of, element_type
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, wire_type
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -126,7 +127,7 @@ def decode_rows(message: pb.Rows, payload: Buffer, *, hidden_size: int) -> Exper
     if not are_finite(values):
         raise ProtocolViolation("rows that are not finite")
     rows = {each.expert: torch.tensor(list(each.rows)) for each in message.experts}
-    return ExpertRows(message.block, tensor_of(values), rows)
+    return ExpertRows(message.block, as_tensor(values), rows)
 
 
 def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, number: int) -> Outputs:
@@ -142,7 +143,7 @@ def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, n
     values = decode_tensor(
         message.tensor, payload, positions=request.pairs, hidden_size=request.values.shape[1]
     )
-    return request.outputs(tensor_of(values))
+    return request.outputs(as_tensor(values))
 
 
 def encode_experts(experts: BlockExperts) -> list[pb.ExpertSet]:

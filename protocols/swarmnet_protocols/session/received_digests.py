@@ -7,8 +7,8 @@ an audit can recompute the first positions without the rest.
 
 import hashlib
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.net.limits.resources import Reservation, ResourceLimitReached
-from swarmnet_protocols.session.arrays import Array
 from swarmnet_protocols.session.steps import Step
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 

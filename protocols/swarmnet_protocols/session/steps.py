@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
-from swarmnet_protocols.session.arrays import Array, ElementType, are_finite, split
+from swarmnet_protocols.session.arrays import ElementType, are_finite, split
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor
 from swarmnet_protocols.wire import session_pb2 as pb
 

@@ -22,11 +22,12 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
-from swarmnet_protocols.session.arrays import Array, ElementType
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.received_digests import ReceivedDigests
 from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from swarmnet_client.chain.chain import Chain
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.session.arrays import Array
-from swarmnet_protocols.session.as_torch import tensor_of
 from swarmnet_protocols.session.steps import Row
 from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.models.tiny import BLOCKS, VOCABULARY
@@ -66,7 +65,7 @@ class Writer:
 
     @torch.inference_mode()
     def _check(self, rows: tuple[Row, ...], answer: Array) -> None:
-        pieces = torch.split(tensor_of(answer), [row.outputs for row in rows])
+        pieces = torch.split(as_tensor(answer), [row.outputs for row in rows])
         model: Any = self.reference.model
         for row, piece in zip(rows, pieces, strict=True):
             if not row.outputs:

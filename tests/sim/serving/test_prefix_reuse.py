@@ -15,7 +15,7 @@ from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.batching.prefix_reuse import FRESH
 from swarmnet_client.chain.chain import Chain
 from swarmnet_node.hosting.client_limits import ClientLimits
-from swarmnet_protocols.session.as_torch import tensor_of
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.session.steps import Row
 from tests.support.models.rounding import assert_near
 from tests.support.swarm.batching import all_answered, answered, batcher, request
@@ -332,11 +332,11 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
                 outputs = working.result()
                 inputs = [work.ids[row.sequence] for row in rows]
                 truth = whole.run_sequences(
-                    torch.cat([tensor_of(reference.embed(np.array(ids))) for ids in inputs]),
+                    torch.cat([as_tensor(reference.embed(np.array(ids))) for ids in inputs]),
                     [len(ids) for ids in inputs],
                 )
                 last = torch.tensor([len(ids) for ids in inputs]).cumsum(0) - 1
-                assert_near(tensor_of(outputs), truth[last])
+                assert_near(as_tensor(outputs), truth[last])
                 await asyncio.sleep(0.05)  # what was in flight has been counted
                 work.check()
         await asyncio.sleep(lab.timing.client_silence_s + lab.timing.link_wait_s)

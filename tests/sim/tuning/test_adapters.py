@@ -17,12 +17,12 @@ from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.hosting import adapter_receiver
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.protocol_ids import ADAPTER, LINK, SESSION
 from swarmnet_protocols.routing.relocation import Kind, Relocation
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.arrays import Array, ElementType
-from swarmnet_protocols.session.as_torch import tensor_of
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.wire import session_pb2 as pb
 from tests.support.models.peft_oracle import lora_tensors, prefix_tensors, with_lora, with_prefix
@@ -106,7 +106,7 @@ def counted(lab: Lab, kind: str, target: str) -> list[Delivery]:
 
 
 def logits_of(reference: Reference, hidden: Array) -> torch.Tensor:
-    return tensor_of(reference.logits(hidden))
+    return as_tensor(reference.logits(hidden))
 
 
 def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(

@@ -14,8 +14,8 @@ from swarmnet_client.batching.continuous_batching import BatchLimits, Load, may_
 from swarmnet_client.batching.prefix_reuse import MIN_SHARED, RunningSequence, pick_sequence
 from swarmnet_client.batching.sequences import share
 from swarmnet_client.model.sampling import NUCLEUS, Draw, Sampling, Token, choose
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.session.arrays import Array
 
 LIMITS = BatchLimits(active=4, waiting=2, positions=1000)
 LONG = tuple(range(2, 2 + 2 * MIN_SHARED))

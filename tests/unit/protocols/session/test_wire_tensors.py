@@ -8,10 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.session import wire_tensors
 from swarmnet_protocols.session.arrays import ElementType, are_finite, as_float32, rounded
-from swarmnet_protocols.session.as_torch import array_of, tensor_of, torch_dtype
+from swarmnet_protocols.session.as_torch import array_of, torch_dtype
 from swarmnet_protocols.session.wire_tensors import (
     BLOCK,
     as_received,
@@ -36,7 +37,7 @@ def sent(values: torch.Tensor, wire: ElementType) -> torch.Tensor:
     header, payload = encode_tensor(values.numpy(), wire)
     positions, hidden_size = values.shape
     assert len(payload) == positions * position_bytes(wire, hidden_size)
-    return tensor_of(decode_tensor(header, bytes(payload), positions=positions, hidden_size=hidden_size))
+    return as_tensor(decode_tensor(header, bytes(payload), positions=positions, hidden_size=hidden_size))
 
 
 @pytest.mark.parametrize("wire", ElementType)
@@ -45,7 +46,7 @@ def test_as_received_gives_what_the_receiver_decodes(wire: ElementType, shape: t
     values = activations(*shape)
     received = sent(values, wire)
     assert received.dtype == torch_dtype(wire)
-    assert torch.equal(received, tensor_of(as_received(values.numpy(), wire)))
+    assert torch.equal(received, as_tensor(as_received(values.numpy(), wire)))
 
 
 @pytest.mark.parametrize("wire", [ElementType.BFLOAT16, ElementType.FLOAT16])
@@ -54,7 +55,7 @@ def test_numbers_are_rounded_as_torch_rounds_them(wire: ElementType) -> None:
     numbers = np.concatenate([bits.view(np.float32), np.float32([0, -0.0, np.inf, -np.inf, 65520, 3.4e38])])
     numbers = numbers[~np.isnan(numbers)]
     expected = torch.from_numpy(numbers).to(torch_dtype(wire))
-    assert torch.equal(tensor_of(rounded(numbers, wire)), expected)
+    assert torch.equal(as_tensor(rounded(numbers, wire)), expected)
     assert np.array_equal(as_float32(array_of(expected)), expected.float().numpy())
 
 
