@@ -40,7 +40,7 @@ class TinySwarm:
         shared: Any = self.model._runtime
         stack = AsyncExitStack()
         hosts = self.model.run(stack.enter_async_context(self.lab.client(name)))
-        runtime: Any = SimpleNamespace(hosts=hosts, run=shared.run, close=lambda: None)
+        runtime: Any = SimpleNamespace(opened=hosts, run=shared.run, close=lambda: None)
         model = wrap(self.reference.local, runtime, FORM)
         try:
             yield model

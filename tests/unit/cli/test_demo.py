@@ -18,12 +18,15 @@ if command == "join":
     open(os.path.join({folder!r}, str(os.getpid())), "w").close()
 events = {{
     "join": {{"event": "ready", "addresses": ["/ip4/127.0.0.1/tcp/1"]}},
+    "page": {{"event": "dashboard", "url": "http://127.0.0.1:2"}},
     "run": {{"token_ids": [1], "text": "Paris", "longest_stall_s": 0.1}},
     "serve": {{"event": "ready", "url": "http://127.0.0.1:1"}},
 }}
 if command == "run":
     for _ in range({pieces}):
         print(json.dumps({{"event": "token", "text": "P"}}), flush=True)
+if command == "join":
+    print(json.dumps(events["page"]), flush=True)
 print(json.dumps(events[command]), flush=True)
 if command == "serve":
     sys.exit("no memory")

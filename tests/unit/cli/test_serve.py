@@ -21,7 +21,7 @@ from tests.defences import defence, replacing
 
 
 @pytest.fixture
-def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+def idle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A stand-in for a served model that does nothing, on a swarm that does not change."""
 
     @asynccontextmanager
@@ -35,13 +35,16 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("swarmnet_client.hosts.model_hosts.ModelHosts.connect", hosts)
     monkeypatch.setattr("swarmnet_client.batching.continuous_batching.BatchedModel.open", served)
-    monkeypatch.setattr("swarmnet_client.model.local_layers.memory_notice", lambda *_: "")
+    monkeypatch.setattr("swarmnet_client.model.load_options.memory_notice", lambda *_: "")
+    monkeypatch.setattr("swarmnet.resident.default_state_dir", lambda: tmp_path)
 
 
 def serving(*, stop_on_eof: bool = False) -> Coroutine[Any, Any, None]:
     """An endpoint on a free port; only stand-ins read the model and the network."""
     options = serve.EndpointOptions(port=0, max_concurrent=1, as_json=True, stop_on_eof=stop_on_eof)
-    return serve._serve(None, None, AccessPolicy(), options)  # type: ignore[arg-type]
+    local: Any = SimpleNamespace(name="model")
+    network: Any = SimpleNamespace(rules=SimpleNamespace(swarm=b"swarm"))
+    return serve._serve(local, network, AccessPolicy(), options, "own key")
 
 
 @pytest.mark.parametrize(
