@@ -2,6 +2,7 @@
 1000 --first-seed 50``."""
 
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import NoReturn
 import pytest
 from hypothesis import settings
 
+from swarmnet import logs
 from swarmnet_protocols.machine import lean_imports, native_code
 from tests.defences import Defences
 from tests.support.plugins.audit import sitecustomize
@@ -52,7 +54,7 @@ def watched() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
     """Native code of a test's own cache directory is copied from one that all tests share, if it
-    was compiled there. Compiling takes half a second of a core, and hundreds of tests have a cache
+    was compiled there. Compiling takes some seconds of a core, and hundreds of tests have a cache
     directory of their own.
     """
     shared, real = pytestconfig.rootpath / ".pytest_cache" / "native", native_code._built
@@ -78,8 +80,11 @@ def _refuse(wrong: str) -> NoReturn:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """SIGINT interrupts the tests and their processes, even if a shell started the tests in the
-    background with SIGINT ignored."""
+    background with SIGINT ignored. Commands of earlier tests in this process log nothing here."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    root = logging.getLogger()
+    for handler in [each for each in root.handlers if isinstance(each, logs._Stderr)]:
+        root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)
