@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from swarmnet.gateway.errors import ApiError
 from swarmnet.gateway.schemas import ChatMessage
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
+from swarmnet_protocols.models.text.chat_template import TemplateFailed, TemplateRefused, render_chat
 
 CHARS_PER_TOKEN = 64
 """Most characters per position of the context; longer texts are refused before they are

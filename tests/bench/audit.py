@@ -46,7 +46,7 @@ from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TORCH
+from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from swarmnet_client.model.speculation import Speculator, StepTimes
+from swarmnet_client.model.drafts.speculation import Speculator, StepTimes
 from swarmnet_protocols.models import resolve
 from tests.support.swarm.generation import greedy
 

@@ -24,7 +24,7 @@ import torch
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TORCH
+from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.models import resolve
 
 SEQUENCES = (1, 2, 4, 8, 16, 32)

@@ -38,12 +38,12 @@ from swarmnet_protocols.errors import (
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.vocabulary import Vocabulary
+from swarmnet_protocols.models.text.vocabulary import Vocabulary
 from swarmnet_protocols.net import Transport
 from swarmnet_protocols.routing.chain_search import uncovered
 
 if TYPE_CHECKING:
-    from swarmnet_client.model.draft_model import DraftModel
+    from swarmnet_client.model.drafts.draft_model import DraftModel
 
 SEQUENCES_PER_CHAIN = 32
 """Most sequences of one chain."""
@@ -298,7 +298,7 @@ class BatchedModel:
             layers, vocabulary = await loop.run_in_executor(computing, _loaded, local, options)
             speculates = speculate and layers.can_rewind
             if speculates and options.draft:
-                from swarmnet_client.model.draft_model import DraftModel
+                from swarmnet_client.model.drafts.draft_model import DraftModel
 
                 draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
             spec = ChainSpec(

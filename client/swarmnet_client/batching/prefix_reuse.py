@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from swarmnet_client.batching.answers import Answer, Request
-from swarmnet_client.model.speculation import Speculator, common_prefix
+from swarmnet_client.model.drafts.speculation import Speculator, common_prefix
 from swarmnet_protocols.session.steps import MAX_SEQUENCE, Row
 
 FRESH = MAX_SEQUENCE

@@ -29,13 +29,13 @@ from swarmnet_client.batching.prefix_reuse import (
 from swarmnet_client.chain.chain import CHUNK, Chain
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
+from swarmnet_client.model.drafts.speculation import Speculator, StepTimes
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.sampling import Draw, Token
-from swarmnet_client.model.speculation import Speculator, StepTimes
 from swarmnet_protocols.machine.aio import race
 
 if TYPE_CHECKING:
-    from swarmnet_client.model.draft_model import DraftModel
+    from swarmnet_client.model.drafts.draft_model import DraftModel
 
 PREFILL = 2 * CHUNK
 """Prompt positions sent at a time. More would delay the next tokens of other answers, fewer leave

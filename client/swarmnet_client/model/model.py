@@ -32,13 +32,13 @@ from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.hosts.traffic import Traffic
 from swarmnet_client.model.cache import NewPositions, SwarmCache
 from swarmnet_client.model.client_adapter import ClientAdapter, prefix_tensors
-from swarmnet_client.model.draft_model import DraftModel
+from swarmnet_client.model.drafts.draft_model import DraftModel
+from swarmnet_client.model.drafts.speculation import StepTimes
+from swarmnet_client.model.drafts.speculative_decoding import SpeculativeDecoding, may_speculate
 from swarmnet_client.model.load_options import LoadOptions, memory_notice
 from swarmnet_client.model.local_layers import load_local_layers, logits
 from swarmnet_client.model.padding import Unpadded, check_positions, read_mask
 from swarmnet_client.model.remote_blocks import RemoteBlocks
-from swarmnet_client.model.speculation import StepTimes
-from swarmnet_client.model.speculative_decoding import SpeculativeDecoding, may_speculate
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm

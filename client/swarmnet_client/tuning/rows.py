@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.chat_template import TemplateRefused, render_chat
+from swarmnet_protocols.models.text.chat_template import TemplateRefused, render_chat
 
 MAX_ROWS = 1_000_000
 MAX_LINE_BYTES = 4 << 20

@@ -29,7 +29,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import LOAD_S, BusyShare, EngineCounters
 from swarmnet_node.engine.scheduler import (
@@ -41,6 +40,7 @@ from swarmnet_node.engine.scheduler import (
     shared_tokens,
 )
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, GraphCache, GraphKey
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
 from swarmnet_protocols.machine.aio import in_background

@@ -38,9 +38,9 @@ from swarmnet_protocols.session.arrays import as_float32
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.engine.adapters import StageAdapter
-    from swarmnet_node.engine.autograd_graphs import AutogradGraph
-    from swarmnet_node.engine.torch_stage import TorchStage
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph
+    from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
     from swarmnet_protocols.models import LocalModel
     from swarmnet_protocols.quantization.packed_experts import ExpertsModule
     from swarmnet_protocols.quantization.precisions import Precision
@@ -165,7 +165,7 @@ class ExactStage(Stage):
     def _torch(self) -> "TorchStage":
         """The same layers in torch."""
         cores = threads.current()
-        from swarmnet_node.engine.torch_stage import TorchStage
+        from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 
         threads.use(cores)  # torch has its own setting
         return TorchStage.of_layers(

@@ -5,7 +5,7 @@ There are two kinds, and ``stage_loading.py`` chooses:
 
 - ``ExactStage`` (``exact_stage.py``): C computes all layers together, with the same bits on every
   processor. It needs neither torch nor transformers, except for adapters and gradients.
-- ``TorchStage`` (``torch_stage.py``): every family, dtype and device.
+- ``TorchStage`` (``torch_layers/torch_stage.py``): every family, dtype and device.
 """
 
 from abc import ABC, abstractmethod
@@ -19,9 +19,9 @@ from swarmnet_protocols.routing import host_info
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.engine.adapters import StageAdapter
-    from swarmnet_node.engine.autograd_graphs import AutogradGraph
     from swarmnet_node.engine.routed_experts import RoutedExperts
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph
     from swarmnet_protocols.arrays import Array
     from swarmnet_protocols.quantization.packed_experts import ExpertsModule
 

@@ -45,7 +45,7 @@ def load_stage(  # noqa: PLR0913 - a model's part, and how to compute it
         found = ExactStage.loaded(model, start, end, backend, quantized, precision)
         if found is not None:
             return found
-    from swarmnet_node.engine.torch_stage import TORCH, TorchStage
+    from swarmnet_node.engine.torch_layers.torch_stage import TORCH, TorchStage
 
     return TorchStage.loaded(
         model,

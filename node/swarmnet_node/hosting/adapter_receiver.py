@@ -23,7 +23,7 @@ from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
-    from swarmnet_node.engine.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 
 AdapterStream = TypedStream[pb.AdapterReply, pb.AdapterRequest]
 

@@ -70,7 +70,7 @@ LEAVE_LOOK_S = 1.0
 
 
 if TYPE_CHECKING:
-    from swarmnet_node.engine.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 
 
 class Host:

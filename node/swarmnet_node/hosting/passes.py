@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.hosting.slots import IDLE_S, Slot
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import ProtocolViolation
@@ -35,7 +35,7 @@ from swarmnet_protocols.wire import session_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-    from swarmnet_node.engine.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 
 GRAPH_ID_BYTES = 16
 

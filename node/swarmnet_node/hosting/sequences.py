@@ -14,7 +14,7 @@ from swarmnet_protocols.net.limits.resources import Scope
 from swarmnet_protocols.session.steps import Row
 
 if TYPE_CHECKING:
-    from swarmnet_node.engine.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 
 
 @dataclass(eq=False)

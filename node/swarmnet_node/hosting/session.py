@@ -67,7 +67,7 @@ from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
 
 if TYPE_CHECKING:
-    from swarmnet_node.engine.adapters import StageAdapter
+    from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 
 _log = logging.getLogger(__name__)
 

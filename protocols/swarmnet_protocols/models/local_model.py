@@ -28,7 +28,7 @@ from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, Bloc
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
 from swarmnet_protocols.models.sizes import LayerWidths, max_positions
-from swarmnet_protocols.models.vocabulary import Vocabulary, cached_vocabulary
+from swarmnet_protocols.models.text.vocabulary import Vocabulary, cached_vocabulary
 
 if TYPE_CHECKING:
     import torch
@@ -478,7 +478,7 @@ class LocalModel:
     def end_ids(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[int, ...]:
         """Return the ids of the tokens that end an answer: one set for every program that
         generates. ``tokenizer`` is the model's own."""
-        from swarmnet_protocols.models.end_tokens import end_ids
+        from swarmnet_protocols.models.text.end_tokens import end_ids
 
         generation, config = self._checkpoint.generation_config(), self.config
         stated = [config.eos_token_id, generation and generation.eos_token_id, *self._checkpoint.end_ids]

@@ -67,7 +67,7 @@ class Conversation:
         return told if not self.turns or self.turns[-1].answer else told[:-1]
 
     def _as_dialogue(self) -> str:
-        from swarmnet_protocols.models.chat_template import TemplateFailed, render_chat
+        from swarmnet_protocols.models.text.chat_template import TemplateFailed, render_chat
 
         try:
             return render_chat(self.tokenizer, self.messages(), add_generation_prompt=True)

@@ -149,7 +149,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         _check_adapter(adapter, model, client.cache_dir)
     network = client.network(swarm)
     if not raw:
-        from swarmnet_protocols.models.chat_template import prepare_rendering
+        from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
         prepare_rendering()
     is_usual = adapter is None and trace is None and not (draft or client.hosts or wait)

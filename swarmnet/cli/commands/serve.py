@@ -40,7 +40,7 @@ from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
-from swarmnet_protocols.models.chat_template import prepare_rendering
+from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
 if TYPE_CHECKING:
     from swarmnet.web.middleware import AccessPolicy, ApiKeys

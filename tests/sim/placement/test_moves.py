@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from swarmnet_node.engine import torch_stage as stage_module
 from swarmnet_node.engine.memory_account import P2PD_BYTES, Footprint
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_layers import torch_stage as stage_module
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import DRAIN_GAP_S, DROP_S, MAY_LEAVE_LOOKS
 from swarmnet_node.supervisor import Supervisor

@@ -14,7 +14,7 @@ from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits, Overloaded
 from swarmnet_client.batching.prefix_reuse import MIN_SHARED, RunningSequence
 from swarmnet_client.batching.sequences import IDLE_S
-from swarmnet_client.model.draft_model import DraftModel
+from swarmnet_client.model.drafts.draft_model import DraftModel
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.defences import defence, replacing, yes
 from tests.support.swarm.batching import all_answered, answered, batcher, head_of, request

@@ -9,7 +9,7 @@ from typing import Any
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_client.model.draft_model import DraftModel
+from swarmnet_client.model.drafts.draft_model import DraftModel
 from swarmnet_client.model.head import LmHead
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.local_layers import LocalLayers

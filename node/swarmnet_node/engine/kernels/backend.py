@@ -4,7 +4,7 @@ A backend computes the operations of one decoder layer: products with weights, R
 embedding, attention over a KV cache, the gate of the MLP, LoRA. Models do not know its
 implementation, and call it in three ways:
 
-1. ``llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
+1. ``torch_layers/llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
    weights.
 2. transformers runs layers of any other shape. Their attention and LoRA updates go to the backend.
 3. Decoding adds few positions to each sequence. Then the overhead of each operation is long

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from swarmnet_client.model.draft_model import FEW, DraftModel, DraftModelSequence
+from swarmnet_client.model.drafts.draft_model import FEW, DraftModel, DraftModelSequence
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve

@@ -12,7 +12,7 @@ from swarmnet_client.model.native_layers import NativeLocalLayers
 from swarmnet_client.model.sampling import Draw, Sampling, choose
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
-from swarmnet_protocols.models.vocabulary import LightTokenizer
+from swarmnet_protocols.models.text.vocabulary import LightTokenizer
 
 PACKED = LoadOptions(packed=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from swarmnet_client.model.speculation import MAX_DRAFT, Draft, PromptLookup, Speculator, StepTimes
+from swarmnet_client.model.drafts.speculation import MAX_DRAFT, Draft, PromptLookup, Speculator, StepTimes
 
 
 def times(step_s: float, position_s: float) -> StepTimes:

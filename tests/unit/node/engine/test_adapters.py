@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.kernels.backend import DecodeRow
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.models.peft_oracle import (
     lora_tensors,

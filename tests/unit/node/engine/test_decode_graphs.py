@@ -17,13 +17,13 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
-from swarmnet_node.engine.attention import RangedBatch
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.kernels import ranged_attention, torch_backend
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.engine.torch_layers.attention import RangedBatch
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.defences import defence, replacing
 from tests.support.models.peft_oracle import random_tensors

@@ -13,9 +13,9 @@ from typing import cast
 import pytest
 import torch
 
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, GraphKey, record_forward
 from swarmnet_node.engine.engine import GRAPH_CLIENT_SHARE, MAX_BATCH_TOKENS, Engine
 from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, GraphKey, record_forward
 from swarmnet_protocols.errors import OutOfResources, Unreachable
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource

@@ -15,7 +15,7 @@ from swarmnet_node.engine.exact_stage import ExactStage
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TorchStage
+from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import LocalModel, resolve

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_node.engine.adapters import linear_modules
 from swarmnet_node.engine.exact_stage import ExactStage
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TORCH, TorchStage
+from swarmnet_node.engine.torch_layers.adapters import linear_modules
+from swarmnet_node.engine.torch_layers.torch_stage import TORCH, TorchStage
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve

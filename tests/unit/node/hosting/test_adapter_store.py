@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 import torch
 
-from swarmnet_node.engine.adapters import StageAdapter
 from swarmnet_node.engine.kernels.backend import LoraLayers
+from swarmnet_node.engine.torch_layers.adapters import StageAdapter
 from swarmnet_node.hosting.adapter_store import AdapterStore
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import PeerId

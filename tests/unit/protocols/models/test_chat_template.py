@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from swarmnet_protocols.models import chat_template
-from swarmnet_protocols.models.chat_template import TemplateFailed, TemplateRefused, render_chat
+from swarmnet_protocols.models.text import chat_template
+from swarmnet_protocols.models.text.chat_template import TemplateFailed, TemplateRefused, render_chat
 from tests.defences import defence, nothing, replacing
 
 SAID = [{"role": "user", "content": "w5 \N{GRINNING FACE} \ud800"}, {"role": "assistant", "content": '"w6"'}]

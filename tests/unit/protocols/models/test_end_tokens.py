@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
-from swarmnet_protocols.models.end_tokens import end_ids
+from swarmnet_protocols.models.text.end_tokens import end_ids
 from tests.support.models.tiny import save_tiny_llama
 from tests.unit.protocols.models.checkpoints.gguf.test_gguf_tokenizer import CONTROL, NORMAL, write_vocabulary
 

@@ -21,7 +21,7 @@ from swarmnet_node.engine.kernels.backend import Backend
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TORCH
+from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.models import LocalModel, resolve
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TorchStage
+from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 from swarmnet_node.loading.reading import check_quantizable
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ConfigError

@@ -19,7 +19,7 @@ from swarmnet_node.engine.kernels.native_backend import (
 )
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_node.engine.torch_stage import TORCH
+from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from tests.support.models.peft_oracle import random_tensors

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.gguf.file import GgufCheckpoint
-from swarmnet_protocols.models.end_tokens import end_ids
+from swarmnet_protocols.models.text.end_tokens import end_ids
 from tests.support.gguf.witness import SOURCE, ids_and_ends, needs_llama_cpp
 
 VOCABULARIES = (

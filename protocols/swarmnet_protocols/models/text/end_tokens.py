@@ -5,8 +5,8 @@ from contextlib import suppress
 from typing import Any
 
 from swarmnet_protocols.errors import ConfigError
-from swarmnet_protocols.models.chat_template import render_chat
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import ENDS
+from swarmnet_protocols.models.text.chat_template import render_chat
 
 _QUESTION, _ANSWER = "question", "answer"
 

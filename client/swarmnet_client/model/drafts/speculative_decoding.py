@@ -10,8 +10,8 @@ import torch
 from transformers import GenerationConfig
 
 from swarmnet_client.model.cache import SwarmCache
-from swarmnet_client.model.draft_model import DraftModel
-from swarmnet_client.model.speculation import Speculator, StepTimes
+from swarmnet_client.model.drafts.draft_model import DraftModel
+from swarmnet_client.model.drafts.speculation import Speculator, StepTimes
 
 _OTHER_LOOPS = (
     "assistant_model",

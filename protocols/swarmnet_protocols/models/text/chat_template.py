@@ -23,7 +23,7 @@ import psutil
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.platform import APART
-from swarmnet_protocols.models.chat_template_process import LENGTH, MEMORY_BYTES, memory_limit
+from swarmnet_protocols.models.text.chat_template_process import LENGTH, MEMORY_BYTES, memory_limit
 
 MAX_CHARS = 8 << 20
 """Most characters of a rendered conversation, by default."""

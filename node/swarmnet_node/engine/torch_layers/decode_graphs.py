@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmnet_node.engine.attention import Batch, RangedBatch
 from swarmnet_node.engine.caches.cache_arena import SPARE_ROWS, CacheArena
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.kernels.backend import Backend, Ranges, Recorder, Recording
-from swarmnet_node.engine.trials import agree
+from swarmnet_node.engine.torch_layers.attention import Batch, RangedBatch
+from swarmnet_node.engine.torch_layers.trials import agree
 
 _log = logging.getLogger(__name__)
 

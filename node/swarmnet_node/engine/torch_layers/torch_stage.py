@@ -21,9 +21,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swarmnet_node.engine import trials
-from swarmnet_node.engine.adapters import BatchLora, LayerTargets, StageAdapter, linear_modules, load_adapter
-from swarmnet_node.engine.attention import (
+from swarmnet_node.engine.caches.cache_arena import CacheArena
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
+from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
+from swarmnet_node.engine.kernels.backend import Backend, DecoderLayer, DecodeRow
+from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
+from swarmnet_node.engine.kernels.torch_backend import TorchBackend
+from swarmnet_node.engine.routed_experts import RoutedExperts
+from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.torch_layers import trials
+from swarmnet_node.engine.torch_layers.adapters import (
+    BatchLora,
+    LayerTargets,
+    StageAdapter,
+    linear_modules,
+    load_adapter,
+)
+from swarmnet_node.engine.torch_layers.attention import (
     IMPLEMENTATION,
     Batch,
     PackedBatch,
@@ -31,18 +45,10 @@ from swarmnet_node.engine.attention import (
     SequenceBatch,
     register,
 )
-from swarmnet_node.engine.autograd_graphs import AutogradGraph, record_forward
-from swarmnet_node.engine.caches.cache_arena import CacheArena
-from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
-from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
-from swarmnet_node.engine.decode_graphs import DecodeGraphs
-from swarmnet_node.engine.kernels.backend import Backend, DecoderLayer, DecodeRow
-from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
-from swarmnet_node.engine.kernels.torch_backend import TorchBackend
-from swarmnet_node.engine.layer_stack import bring_inputs, load_stack
-from swarmnet_node.engine.llama_layers import LlamaLayers, Rotary
-from swarmnet_node.engine.routed_experts import RoutedExperts
-from swarmnet_node.engine.stage import Stage
+from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, record_forward
+from swarmnet_node.engine.torch_layers.decode_graphs import DecodeGraphs
+from swarmnet_node.engine.torch_layers.layer_stack import bring_inputs, load_stack
+from swarmnet_node.engine.torch_layers.llama_layers import LlamaLayers, Rotary
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.devices import torch_device, torch_dtype

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarmnet_node.engine.attention import GeometryProbe
 from swarmnet_node.engine.caches.cache_arena import CacheArena
 from swarmnet_node.engine.caches.kv_cache import LayerShape
 from swarmnet_node.engine.caches.recurrent_state import StateGeometry, StateProbe
-from swarmnet_node.engine.decoder_layers import decoder_layers, is_llama
 from swarmnet_node.engine.kernels.backend import AttentionRule, Backend, DecoderLayer, DecodeStep
-from swarmnet_node.engine.llama_layers import LlamaLayers
+from swarmnet_node.engine.torch_layers.attention import GeometryProbe
+from swarmnet_node.engine.torch_layers.decoder_layers import decoder_layers, is_llama
+from swarmnet_node.engine.torch_layers.llama_layers import LlamaLayers
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
 

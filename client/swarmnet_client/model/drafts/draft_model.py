@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache
 
+from swarmnet_client.model.drafts.speculation import common_prefix
 from swarmnet_client.model.load_options import LoadOptions
-from swarmnet_client.model.speculation import common_prefix
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, resolve

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from swarmnet_node.engine.adapters import BatchLora
-from swarmnet_node.engine.attention import Batch
 from swarmnet_node.engine.kernels.backend import Angles, Backend, DecoderLayer, Norm
+from swarmnet_node.engine.torch_layers.adapters import BatchLora
+from swarmnet_node.engine.torch_layers.attention import Batch
 
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """The rotary embedding of transformers. Takes a tensor of the wanted dtype and device, and

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from swarmnet_node.engine.attention import IMPLEMENTATION
+from swarmnet_node.engine.torch_layers.attention import IMPLEMENTATION
 from swarmnet_protocols.models.partial_model import with_blocks
 
 if TYPE_CHECKING:
