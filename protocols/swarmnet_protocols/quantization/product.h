@@ -4,7 +4,7 @@
  *
  * 1. split() turns each block of 32 activations into a scale and 24-bit integers, each in three signed bytes.
  * 2. unpack_piece() (interleaved.h) turns 32 weights of 16 outputs into codes of 8 bits, scales and offsets.
- * 3. add_products() multiplies: its integers are exact, so kernels for any processor agree.
+ * 3. add_piece() multiplies: its integers are exact, so kernels for any processor agree.
  *
  * The method is that of Ozaki et al. 2012, where one factor is integers already. Its error is that of float32.
  * Weights of 16 and 32 bits and FP8 are multiplied as float32: sixteen sums (column modulo 16) by fused
@@ -207,8 +207,6 @@ ALWAYS void add_blocks(const int64_t format, const uint8_t *in, int64_t count, c
             int64_t r = 0;
             for (; HAS_DOTS && r + 4 <= rows; r += 4)
                 add_pieces(of, ready, count, x + r * pitch, pitch, 4, (float (*)[GROUP])(sums[r] + at));
-            for (; HAS_DOTS && r + 2 <= rows; r += 2)
-                add_pieces(of, ready, count, x + r * pitch, pitch, 2, (float (*)[GROUP])(sums[r] + at));
             for (; r < rows; r++) add_pieces(of, ready, count, x + r * pitch, pitch, 1, (float (*)[GROUP])(sums[r] + at));
         }
 }
@@ -259,10 +257,10 @@ ALWAYS floats weights_at(const int64_t format, const uint8_t *in) {
 }
 
 /* Adds to the lanes of sums [rows][OUTPUTS] the products of `count` columns, a multiple of LANES. Rows of weights are
- * row_bytes apart, those of x pitch floats. format, outputs and rows are compile-time constants, so that sums stay in
- * registers. */
-ALWAYS void tile(const int64_t format, const uint8_t *weights, int64_t row_bytes, int64_t ahead, const float *x, int64_t pitch, int64_t count,
-                 const int outputs, const int rows, lanes (*sums)[OUTPUTS]) {
+ * row_bytes apart, those of x pitch floats. Weights `ahead` bytes later are fetched meanwhile. format, outputs and rows are
+ * compile-time constants, so that sums stay in registers. */
+ALWAYS void tile(const int64_t format, const uint8_t *weights, int64_t row_bytes, int64_t ahead, const float *x, int64_t pitch,
+                 int64_t count, const int outputs, const int rows, lanes (*sums)[OUTPUTS]) {
     for (int part = 0; part < PARTS; part++) {
         floats sum[TILE_ROWS][OUTPUTS];
         for (int r = 0; r < rows; r++)
@@ -282,7 +280,7 @@ ALWAYS void tile(const int64_t format, const uint8_t *weights, int64_t row_bytes
     }
 }
 
-/* As tile, for any number of rows. */
+/* As tile, for any number of rows. The first tile fetches the next outputs' weights. */
 ALWAYS void tiles(const int64_t format, const uint8_t *weights, int64_t row_bytes, const float *x, int64_t pitch, int64_t count,
                   const int outputs, int64_t rows, lanes (*sums)[OUTPUTS]) {
     int64_t ahead = OUTPUTS * row_bytes;

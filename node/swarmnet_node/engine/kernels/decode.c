@@ -1,10 +1,10 @@
-/* One decode step: a few new positions of some sequences through all decoder layers, in float32, with the LoRA
- * updates of each sequence's adapter. What a layer computes is data: layer has the options of all families that
- * block_shapes.py lists.
+/* One step: new positions of some sequences through all decoder layers, in float32, with the LoRA updates of each
+ * sequence's adapter. What a layer computes is data: layer has the options of all families that block_shapes.py
+ * lists.
  *
  * The step is one OpenMP parallel region. Each thread computes a share of the outputs of every
  * product. A barrier separates writes from reads by other threads. native_backend.py declares the
- * same structs, and fills them with pointers to torch's memory.
+ * same structs, and fills them with pointers to the memory of arrays.
  */
 
 #include <math.h>
