@@ -4,12 +4,12 @@ A backend computes the operations of one decoder layer: products with weights, R
 embedding, attention over a KV cache, the gate of the MLP, LoRA. Models do not know its
 implementation, and call it in three ways:
 
-1. ``torch_layers/llama_layers.py`` computes layers of the Llama shape entirely with the backend, from joined
-   weights.
+1. ``torch_layers/llama_layers.py`` computes layers of the Llama shape entirely with the backend,
+   from joined weights.
 2. transformers runs layers of any other shape. Their attention and LoRA updates go to the backend.
-3. Decoding adds few positions to each sequence. Then the overhead of each operation is long
-   compared with the time to read its weights. So a backend may offer a :class:`DecodeStep`, which
-   computes all layers of a stage in one call.
+3. A backend may offer a :class:`DecodeStep`, which computes all layers of a stage in one call:
+   with few positions, the overhead of each operation is long compared with the time to read its
+   weights.
 
 There are two backends: ``TorchBackend`` has every operation on every device; ``NativeBackend`` adds
 a decode step in C. Both read packed weights (``swarmnet_protocols.quantization``).
