@@ -1,4 +1,4 @@
-"""What people see and type when a computer joins a household swarm by a code."""
+"""Talks with the people at both computers when one joins a household swarm by a code."""
 
 import asyncio
 import os

@@ -248,17 +248,12 @@ def _enter_by_invite(text: str, peer: LocalPeer, bootstrap: Sequence[str]) -> En
     from swarmnet_protocols.membership.invites import read_invite
 
     invite = read_invite(text, now=0.0)
-    known = (*invite.bootstrap, *bootstrap)
-    for each in (peer, peer.other):
-        folder = swarm_dir(each.folder, invite.grant.swarm)
-        if (folder / FILE_NAME).exists():
-            file = (
-                swarm_file.load(folder) if each is peer else store_file(peer.folder, swarm_file.read(folder))
-            )
-            has_ended = wall_clock() >= invite.grant.terms.not_after
-            if share_certificate(file, peer, invite.grant.id) or (
-                has_ended and peer.sealed_certificate(file.swarm_id)
-            ):
-                return _returning(file, known, peer)
-            break
+    grant, known = invite.grant, (*invite.bootstrap, *bootstrap)
+    folders = [swarm_dir(each.folder, grant.swarm) for each in (peer, peer.other)]
+    entered = next((each for each in folders if (each / FILE_NAME).exists()), None)
+    if entered is not None:
+        file = store_file(peer.folder, swarm_file.read(entered))
+        has_ended = wall_clock() >= grant.terms.not_after
+        if share_certificate(file, peer, grant.id) or (has_ended and peer.sealed_certificate(file.swarm_id)):
+            return _returning(file, known, peer)
     return _entry(redeem_invite(text, peer, known), known, peer)

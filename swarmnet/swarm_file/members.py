@@ -1,4 +1,4 @@
-"""What the owner of a swarm knows of its members, and of the invites that are still open.
+"""Lists the members of a swarm, and the invites that are still open, for its owner.
 
 Members are in the records of an issuer, or in the swarm file. Invites are in the file ``invites``
 next to the swarm file, one JSON object a line, without their secrets.
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from swarmnet_protocols.membership.revocations import RevocationList
 
 INVITES_NAME = "invites"
+Row = dict[str, Any]
+"""A member or an open invite, with the keys of `swarm members --json`."""
 _MAX_BYTES = 4 << 20
 """Bytes of the list of invites that are read: more than ten thousand invites."""
 
@@ -47,7 +49,7 @@ def note_invite(swarm: Path, identity: bytes, terms: "InviteTerms") -> None:
         lines.write(json.dumps(made) + "\n")
 
 
-def open_invites(file: SwarmFile, swarm: Path, members: list[dict[str, object]]) -> list[dict[str, Any]]:
+def open_invites(file: SwarmFile, swarm: Path, members: list[Row]) -> list[Row]:
     """Return the invites that somebody may still redeem: not expired, revoked or used up by
     ``members``."""
     now, path = wall_clock(), revocations_path(swarm)
@@ -62,7 +64,7 @@ def open_invites(file: SwarmFile, swarm: Path, members: list[dict[str, object]])
     return found
 
 
-def _made(path: Path) -> Iterator[dict[str, Any]]:
+def _made(path: Path) -> Iterator[Row]:
     try:
         with path.open(encoding="utf-8") as file:
             lines = file.read(_MAX_BYTES).splitlines()
@@ -77,18 +79,18 @@ def _made(path: Path) -> Iterator[dict[str, Any]]:
 def lists_for_owner(file: SwarmFile, swarm: Path, data_dir: Path) -> dict[str, object]:
     """Return the members and the open invites. Without an issuer's records in ``data_dir`` there
     are no members."""
-    if file.admission is Admission.ALLOW_LIST:
-        members = listed_members(file)
-    else:
-        try:
-            members = issued_members(file, swarm, data_dir)
-        except ConfigError:
-            members = []
+    try:
+        members = find_members(file, swarm, data_dir)
+    except ConfigError:
+        members = []
     return {"members": members, "invites": open_invites(file, swarm, members)}
 
 
-def listed_members(file: SwarmFile) -> list[dict[str, object]]:
-    """Return the members that the swarm file lists."""
+def find_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[Row]:
+    """Return the members that the swarm file lists, or that the issuer in ``data_dir`` admitted.
+    Raises ``ConfigError`` if it admitted none."""
+    if file.admission is not Admission.ALLOW_LIST:
+        return _issued_members(file, swarm, data_dir)
     unknown = {"until": None, "invite": None, "label": "", "client": None, "last_seen": None}
     return [
         {"peer_id": peer, "roles": sorted(roles), "state": "member", **unknown}
@@ -96,9 +98,7 @@ def listed_members(file: SwarmFile) -> list[dict[str, object]]:
     ]
 
 
-def issued_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[dict[str, object]]:
-    """Return the members that the issuer in ``data_dir`` admitted. Raises ``ConfigError`` if it
-    admitted none."""
+def _issued_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[Row]:
     from swarmnet_protocols.errors import NotAuthorised
     from swarmnet_protocols.membership.certificates import open_certificate
     from swarmnet_protocols.membership.issuer import ISSUED_NAME, IssuedCertificates
@@ -113,7 +113,7 @@ def issued_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[dict[st
         )
     path = revocations_path(swarm)
     revoked = Revocations([read_revocations(path, file, now)] if path.exists() else [])
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     with IssuedCertificates.open(folder) as ledger:
         for issued in ledger.members():
             until, state = None, "ended"

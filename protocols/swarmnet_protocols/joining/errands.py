@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.local_network import find_addresses
 from swarmnet_protocols.joining.mdns_record import peer_in
 from swarmnet_protocols.joining.network import LOOPBACK, permitted, transport_class
@@ -18,6 +18,8 @@ from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
+from swarmnet_protocols.net.protocol_ids import PAIRING, REVOCATIONS
+from swarmnet_protocols.timing import Timing
 
 if TYPE_CHECKING:
     from swarmnet_protocols.machine.clock import Clock
@@ -71,9 +73,7 @@ async def ask_issuers(
     ``accept`` checks the swarm file and the certificate: see ``admission.request_admission``.
     Raises what that function raises, and ``ConfigError`` if there is no address.
     """
-    from swarmnet_protocols.errors import ConfigError, Unreachable
     from swarmnet_protocols.joining.admission import request_admission
-    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.machine.clock import wall_clock
 
     async def ask(named: Sequence[str], seen: Sequence[str]) -> T:
@@ -98,7 +98,7 @@ async def ask_issuers(
 
 @dataclass(frozen=True)
 class Paired:
-    """What a newcomer has after pairing."""
+    """An invite to a swarm, from a house of it."""
 
     invite: str
     house: str
@@ -133,8 +133,9 @@ async def pair(
         refusal: SwarmnetError | None = None
         for peer in [each for each in places if each != transport.peer_id][:MAX_HOUSES]:
             try:
-                found.append(await knock(transport, peer, places[peer], name))
-                stack.callback(found[-1].stream.close)
+                door = await PAIRING.open(transport, peer, Timing(), addresses=places[peer])
+                stack.callback(door.close)
+                found.append(await knock(door, name))
             except SwarmnetError as error:
                 refusal = refusal or error
         if not found:
@@ -147,7 +148,7 @@ async def pair(
         while True:
             result = await try_code(house, await ask(house.name, last), transport.peer_id)
             if isinstance(result, str):
-                return Paired(result, house.name, tuple(places[house.peer]))
+                return Paired(result, house.name, tuple(places[house.stream.peer]))
             last = result
 
 
@@ -160,13 +161,11 @@ async def push_revocations(
     network get it. ``key`` signed the list. It also signs a certificate, valid for an hour, that
     lets this process join.
     """
-    from swarmnet_protocols.joining.local_network import find_addresses
     from swarmnet_protocols.membership.certificates import Admittance, issue
     from swarmnet_protocols.membership.handshake import Handshakes
     from swarmnet_protocols.membership.membership import Membership
     from swarmnet_protocols.membership.rules import MIN_LIFETIME_S
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.timing import Timing
     from swarmnet_protocols.wire.roles import Role
 
     with scratch_folder() as scratch:
@@ -197,10 +196,7 @@ async def send_revocations(handshakes: "Handshakes", addresses: Sequence[str]) -
 
 
 async def _send_revocations(handshakes: "Handshakes", address: str) -> PeerId | None:
-    from swarmnet_protocols.errors import SwarmnetError
-    from swarmnet_protocols.net.protocol_ids import REVOCATIONS
-
-    peer = PeerId(address.rpartition("/p2p/")[2])
+    peer = peer_in(address)
     try:
         async with asyncio.timeout(FETCH_S):
             await handshakes.ensure(peer, REVOCATIONS, addresses=[address], deadline_s=FETCH_S)

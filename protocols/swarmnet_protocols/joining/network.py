@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
 from swarmnet_protocols.machine.aio import in_background, persist
 from swarmnet_protocols.machine.files import scratch_folder
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.net import Transport
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.wire import membership_pb2 as pb
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 

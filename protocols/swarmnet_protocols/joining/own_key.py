@@ -7,13 +7,15 @@ With them this peer certifies itself, and an issuer also admits others. So `swar
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.handshake import Handshakes
 from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, OwnerContents, OwnerFiles
+from swarmnet_protocols.net import PeerId
 
 _log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class OwnKey:
         before: OwnerContents | None = None
         while True:
             await asyncio.sleep(LOOK_S)
-            now = self._owner.read()
+            now = await asyncio.to_thread(self._owner.read)
             is_settled, before = now == before, now
             if now is None or now == used or not is_settled:
                 continue
@@ -103,5 +105,13 @@ class OwnKey:
         """Record which members are connected, for `swarm members`."""
         while True:
             await asyncio.sleep(SEEN_S)
-            if self._issued is not None:
-                self._issued.see(list(self._handshakes.admitted.by_peer), self._membership.clock())
+            if self._owner.issued is not None:
+                peers, now = list(self._handshakes.admitted.by_peer), self._membership.clock()
+                await asyncio.to_thread(_see, self._owner.issued, peers, now)
+
+
+def _see(folder: Path, peers: Sequence[PeerId], now: float) -> None:
+    """Record that ``peers`` are connected. The connection of the event loop's thread cannot be used
+    in another one."""
+    with IssuedCertificates.open(folder) as issued:
+        issued.see(peers, now)

@@ -25,19 +25,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import (
-    NotAuthorised,
-    ProtocolViolation,
-)
+from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.joining.local_network import LocalNetwork
 from swarmnet_protocols.joining.mdns_record import is_local
 from swarmnet_protocols.membership.invites import MAX_INVITE_CHARS
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
+from swarmnet_protocols.net.limits.resource_limits import Resource
+from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import PAIRING
 from swarmnet_protocols.net.refusal import Refusal, printable
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import pairing_pb2 as pb
 from swarmnet_protocols.wire import refusal_pb2
 
@@ -56,8 +54,6 @@ CODE_S = 60.0
 by may read it."""
 MAX_TRIES = 15
 """Most tries in vain, with all codes together, before the house pairs no more."""
-MAX_AT_ONCE = 4
-"""Most newcomers that a house talks to at once."""
 MAX_HOUSES = 8
 """Most houses that a newcomer knocks at."""
 MAX_NAME_CHARS = 64
@@ -125,7 +121,7 @@ def random_code() -> str:
 
 @dataclass(frozen=True)
 class House:
-    """What a house says and does when somebody knocks."""
+    """The swarm and the people of a house, for its door."""
 
     name: str
     """The name of its swarm."""
@@ -140,26 +136,23 @@ class House:
 class Door:
     """The pairing protocol on the side of the house. Made by :func:`open_door`."""
 
-    def __init__(self, house: House, own: PeerId, is_near: Callable[[PeerId], Awaitable[bool]]) -> None:
+    def __init__(
+        self, house: House, transport: Transport, is_near: Callable[[PeerId], Awaitable[bool]]
+    ) -> None:
         """``is_near`` tells whether a peer is in a local network of this machine."""
         self._house = house
-        self._own = own
+        self._own = transport.peer_id
         self._is_near = is_near
         self._knocking = ""
         self._codes = Codes(random_code, lambda code: house.show_code(code, self._knocking))
-        self._talking = 0
+        self._slots = SubnetSlots(transport.resources.system, Resource.PAIRINGS)
 
     async def answer(self, stream: HouseStream) -> None:
         """Talk to one newcomer."""
-        if self._talking >= MAX_AT_ONCE:
-            raise Refusal(refusal_pb2.REASON_OUT_OF_RESOURCES, "other newcomers are being paired")
-        self._talking += 1
-        try:
+        with self._slots.slot(stream.stream):
             if not await self._is_near(stream.peer):
                 raise Refusal(refusal_pb2.REASON_NOT_AUTHORISED, "pairing works in the local network only")
             await self._talk(stream)
-        finally:
-            self._talking -= 1
 
     async def _talk(self, stream: HouseStream) -> None:
         request, _ = await stream.receive()
@@ -212,8 +205,7 @@ async def open_door(
     async def meet(_: Sequence[str]) -> bool:
         return True
 
-    door = Door(house, transport.peer_id, is_near)
-    await PAIRING.serve(transport, door.answer)
+    await PAIRING.serve(transport, Door(house, transport, is_near).answer)
     async with LocalNetwork(HOUSES, listen=listen, own=raw.addresses).run(meet):
         yield
 
@@ -222,21 +214,17 @@ async def open_door(
 class Found:
     """A house that answered a knock."""
 
-    peer: PeerId
     name: str
+    """The name of its swarm."""
     stream: NewcomerStream
 
 
-async def knock(transport: Transport, peer: PeerId, addresses: Sequence[str], name: str) -> Found:
-    """Knock at a house, which then shows a code. Raises ``SwarmnetError``."""
-    stream = await PAIRING.open(transport, peer, Timing(), addresses=addresses)
-    try:
-        await stream.send(pb.PairingRequest(knock=pb.Knock(name=name[:MAX_NAME_CHARS])))
-        reply, _ = await stream.receive()
-    except BaseException:
-        stream.close()
-        raise
-    return Found(peer, printable(reply.house.name[:MAX_NAME_CHARS]), stream)
+async def knock(stream: NewcomerStream, name: str) -> Found:
+    """Knock at a house, which then shows a code. ``name``: of this machine. Raises
+    ``SwarmnetError``."""
+    await stream.send(pb.PairingRequest(knock=pb.Knock(name=name[:MAX_NAME_CHARS])))
+    reply, _ = await stream.receive()
+    return Found(printable(reply.house.name[:MAX_NAME_CHARS]), stream)
 
 
 async def try_code(found: Found, code: str, own: PeerId) -> str | int:
@@ -245,11 +233,12 @@ async def try_code(found: Found, code: str, own: PeerId) -> str | int:
 
     Raises ``NotAuthorised`` if the house does not prove that it knows the code.
     """
-    stream, exchange = found.stream, newcomer_side(code, newcomer=own, house=found.peer)
+    stream = found.stream
+    exchange = newcomer_side(code, newcomer=own, house=stream.peer)
     await stream.send(pb.PairingRequest(attempt=exchange.start()))
     reply, _ = await stream.receive()
     if reply.HasField("wrong"):
-        return reply.wrong.left
+        return min(reply.wrong.left, TRIES)
     if (key := finished(exchange, reply.answer)) is None:
         raise NotAuthorised(_NOT_PROVEN, hint=_BEGIN_AGAIN)
     await stream.send(pb.PairingRequest(confirm=_mac(key, _NEWCOMER)))

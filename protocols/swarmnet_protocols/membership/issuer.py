@@ -35,11 +35,13 @@ CREATE TABLE IF NOT EXISTS issued (
     PRIMARY KEY (invite, peer)
 ) STRICT, WITHOUT ROWID
 """
-_COLUMNS = ("peer", "invite", "roles", "first_at", "certificate", "label", "client", "seen_at")
-_ADDED = {"label": "TEXT NOT NULL DEFAULT ''", "client": "TEXT NOT NULL DEFAULT ''"}
-_ADDED |= {"seen_at": "INTEGER NOT NULL DEFAULT 0"}
+_ADDED = {
+    "label": "TEXT NOT NULL DEFAULT ''",
+    "client": "TEXT NOT NULL DEFAULT ''",
+    "seen_at": "INTEGER NOT NULL DEFAULT 0",
+}
 """Columns that the file of an older version lacks."""
-_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM issued"  # noqa: S608 - names of this module
+_SELECT = "SELECT peer, invite, roles, first_at, certificate, label, client, seen_at FROM issued"
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ class IssuedCertificates:
                 if used >= uses:
                     return False
             self._connection.execute(
-                f"INSERT INTO issued ({', '.join(_COLUMNS)}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608
+                "INSERT INTO issued (peer, invite, roles, first_at, certificate, label, client, seen_at)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT DO UPDATE SET roles = excluded.roles, certificate = excluded.certificate,"
                 " client = excluded.client",
                 (
@@ -159,7 +162,7 @@ class IssuedCertificates:
 
 
 class OwnerContents(NamedTuple):
-    """What the owner's files hold at one moment."""
+    """The contents of :class:`OwnerFiles` at one moment."""
 
     swarm_file: bytes
     public_key: bytes

@@ -278,9 +278,9 @@ def host(
         from swarmnet_node.start import start
 
         network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
-        network = replace(network, house=house)
+        peer = replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)
         values = vars(options) | {
-            "network": replace(network, peer=replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)),
+            "network": replace(network, peer=peer, house=house),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,

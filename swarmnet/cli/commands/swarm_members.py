@@ -21,9 +21,8 @@ from swarmnet.cli.output import note, print_folded, print_json, print_text
 from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet.swarm_file.members import (
+    find_members,
     iso_time,
-    issued_members,
-    listed_members,
     note_invite,
     open_invites,
     read_revocations,
@@ -203,29 +202,30 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonF
     """List the members that the swarm file names, or that the issuer in this --data-dir admitted,
     and the invites that are still open."""
     file = swarm_file.load(swarm)
-    is_list = file.admission is Admission.ALLOW_LIST
-    rows = listed_members(file) if is_list else issued_members(file, swarm, data_dir)
+    rows = find_members(file, swarm, data_dir)
     invites = open_invites(file, swarm, rows)
     if as_json:
         print_json({"members": rows, "invites": invites})
         return
     for row in rows:
-        label = f"{row['label']}  " if row["label"] else ""
-        seen = f"  last seen {row['last_seen']}" if row["last_seen"] else ""
-        until = f"  until {row['until']}" if row["until"] else ""
-        invite = f"  invite {row['invite']}" if row["invite"] else ""
-        client = f"  with its client {row['client']}" if row["client"] else ""
-        print_folded(
-            f"{label}{row['peer_id']}  {row['state']}  {', '.join(row['roles'])}{seen}{until}{invite}{client}"  # type: ignore[arg-type]
-        )
+        facts = {
+            "last seen": row["last_seen"],
+            "until": row["until"],
+            "invite": row["invite"],
+            "with its client": row["client"],
+        }
+        known = [f"{name} {value}" for name, value in facts.items() if value]
+        print_folded(_line(row["label"], row["peer_id"], row["state"], ", ".join(row["roles"]), *known))
     if not rows:
         note("none yet")
     for each in invites:
-        label = f"{each['label']}  " if each["label"] else ""
-        roles = ", ".join(each["roles"])
-        note(
-            f"open invite: {label}{each['id']}  {roles}  used {each['used']} of {each['uses']}  until {each['expires']}"
-        )
+        used = f"used {each['used']} of {each['uses']}"
+        parts = (each["label"], each["id"], ", ".join(each["roles"]), used, f"until {each['expires']}")
+        note(f"open invite: {_line(*parts)}")
+
+
+def _line(*parts: str) -> str:
+    return "  ".join(filter(None, parts))
 
 
 def sign_revocations_anew(swarm: Path, file: SwarmFile, key: "Identity", now: float) -> None:

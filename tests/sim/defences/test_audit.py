@@ -69,6 +69,12 @@ def test_a_host_of_a_chain_with_wrong_outputs_is_found_in_200_steps(
     simulate(reference, scenario)
 
 
+def nobody_is_accused(swarm: ModelHosts, chain: Chain) -> None:
+    assert chain.report.audits
+    assert not chain.report.wrong
+    assert not swarm.ledger.doubted
+
+
 def judge_unread(*outputs: Any, read: object) -> Verdict:
     del read
     return verdict.judge(*outputs)
@@ -152,9 +158,7 @@ def test_hosts_of_another_precision_neither_accuse_nor_are_accused(reference: Re
 
         def look(swarm: ModelHosts, chain: Chain) -> None:
             assert chain.report.precisions == ["f32", "int4"]
-            assert chain.report.audits
-            assert not chain.report.wrong
-            assert not swarm.ledger.doubted
+            nobody_is_accused(swarm, chain)
 
         await used(lab, ["a1", "b8", "c1"], look)
 
@@ -242,12 +246,7 @@ def test_an_honest_host_of_another_kind_is_not_accused(reference: Reference) -> 
             kind = inexact(2**-8 if name == "b1" else 0.0)
             await lab.start(name, lying(hosting, kind) if span == (2, 4) else hosting)
 
-        def look(swarm: ModelHosts, chain: Chain) -> None:
-            assert chain.report.audits
-            assert not chain.report.wrong
-            assert not swarm.ledger.doubted
-
-        await used(lab, ["a1", "b1", "c1"], look)
+        await used(lab, ["a1", "b1", "c1"], nobody_is_accused)
 
     simulate(reference, scenario)
 
@@ -398,11 +397,6 @@ def test_hosts_that_round_otherwise_are_neither_accused_nor_accuse(
     async def scenario(lab: Lab) -> None:
         await start_exact(lab, exact, others, arithmetic="torch")
 
-        def look(swarm: ModelHosts, chain: Chain) -> None:
-            assert chain.report.audits
-            assert not chain.report.wrong
-            assert not swarm.ledger.doubted
-
-        await used(lab, ["a1", "b1", "c1"], look)
+        await used(lab, ["a1", "b1", "c1"], nobody_is_accused)
 
     simulate(reference, scenario)

@@ -13,7 +13,6 @@ from swarmnet_protocols.errors import NotAuthorised, StreamEnded, SwarmnetError
 from swarmnet_protocols.joining import pairing
 from swarmnet_protocols.joining.pairing import (
     CODE_S,
-    MAX_AT_ONCE,
     MAX_TRIES,
     TRIES,
     Codes,
@@ -24,8 +23,11 @@ from swarmnet_protocols.joining.pairing import (
     try_code,
 )
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.limits.resource_limits import SYSTEM_LIMITS, Resource
+from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import PAIRING
 from swarmnet_protocols.net.refusal import Refusal
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import pairing_pb2 as pb
 from tests.defences import Patch, defence
 from tests.support.network import virtual_time
@@ -57,7 +59,7 @@ class Room:
             return self.near
 
         house = House("home", self._invite, lambda code, _: self.shown.append(code), lambda _: None)
-        await PAIRING.serve(transport, Door(house, transport.peer_id, is_near).answer)
+        await PAIRING.serve(transport, Door(house, transport, is_near).answer)
         return transport.peer_id
 
     def _invite(self, peer: PeerId, label: str) -> str:
@@ -76,7 +78,7 @@ def run(scenario: Callable[[Room], Awaitable[None]], **how: bool) -> None:
 
 
 async def at_door(who: MemoryTransport, house: PeerId) -> Found:
-    return await knock(who, house, [], "laptop")
+    return await knock(await PAIRING.open(who, house, Timing(), addresses=[]), "laptop")
 
 
 def test_a_newcomer_with_the_code_gets_an_invite_for_itself() -> None:
@@ -295,13 +297,30 @@ def test_nobody_pairs_from_outside_the_local_network() -> None:
     run(scenario, near=False)
 
 
-def test_a_house_talks_to_a_few_newcomers_at_once() -> None:
+@defence(
+    "strangers that type nothing keep nobody out",
+    off=lambda patch: patch.setattr(SubnetSlots, "_make_room", lambda _: None),
+)
+def test_strangers_that_type_nothing_keep_nobody_out() -> None:
     async def scenario(room: Room) -> None:
         house = await room.open()
-        for number in range(MAX_AT_ONCE):
-            await at_door(await room.person(f"newcomer {number}"), house)
-        with pytest.raises(StreamEnded, match="other newcomers"):
-            await at_door(await room.person("one more"), house)
+        limit = SYSTEM_LIMITS[Resource.PAIRINGS]
+        idle = [await at_door(await room.person(f"stranger {each}"), house) for each in range(limit)]
+        newcomer = await room.person("newcomer")
+        found = await at_door(newcomer, house)
+        assert await try_code(found, CODE, newcomer.peer_id) == f"{INVITE} laptop"
+        with pytest.raises(StreamEnded):
+            await idle[0].stream.receive()
+
+    run(scenario)
+
+
+def test_a_stranger_has_one_pairing_at_a_time() -> None:
+    async def scenario(room: Room) -> None:
+        house, stranger = await room.open(), await room.person("stranger")
+        await at_door(stranger, house)
+        with pytest.raises(StreamEnded):
+            await at_door(stranger, house)
 
     run(scenario)
 

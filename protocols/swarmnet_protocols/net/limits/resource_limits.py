@@ -21,6 +21,8 @@ class Resource(StrEnum):
     """Streams on which a request for a certificate is expected."""
     ADMISSIONS = "admissions"
     """Requests for a certificate that are being answered."""
+    PAIRINGS = "pairings"
+    """Newcomers that type a code."""
     ADMITTED_PEERS = "admitted_peers"
     """Peers whose membership handshake succeeded."""
     CALLS = "calls"
@@ -85,6 +87,7 @@ SYSTEM_LIMITS: ResourceLimits = {
     Resource.PENDING_HANDSHAKES: 128,
     Resource.PENDING_ADMISSIONS: 32,
     Resource.ADMISSIONS: 32,
+    Resource.PAIRINGS: 4,
     Resource.CALLS: 256,
     Resource.REPORTS: 64,
     Resource.PROBES: 8,
@@ -100,6 +103,7 @@ PEER_LIMITS: ResourceLimits = {
     Resource.PENDING_HANDSHAKES: 4,
     Resource.PENDING_ADMISSIONS: 2,
     Resource.ADMISSIONS: 2,
+    Resource.PAIRINGS: 1,
     Resource.CALLS: 32,
     Resource.REPORTS: 2,
     Resource.PROBES: 1,
