@@ -1,7 +1,7 @@
-"""Adds to the wheel what is made while it is built: compiled C code, and the commit.
+"""Build the wheel with two more things in it: compiled C code, and the commit.
 
-The C code is compiled for each target of this kind of machine. So whoever installs the wheel needs
-no compiler. An editable installation gets neither: ``native_code`` compiles when it runs.
+The C code is compiled for each target of this kind of machine, so whoever installs the wheel needs
+no compiler. An editable installation gets neither: ``native_code`` compiles on first use.
 """
 
 import os

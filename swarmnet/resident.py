@@ -1,4 +1,4 @@
-"""Endpoints of this user that run on this machine: how `swarmnet run` finds a running `serve`.
+"""`swarmnet run` finds a `serve` of the same user that runs on this machine.
 
 1. ``serve`` writes its address and a secret into a file that only this user reads, and locks the
    file while it runs.
@@ -38,7 +38,7 @@ class Resident:
 
 
 def model_id(name: str) -> str:
-    """Return what a name of a model means in every folder: the whole path of a file or folder."""
+    """Return the name of a model as it counts in every folder: paths become absolute."""
     return str(Path(name).resolve()) if Path(name).exists() else name
 
 
@@ -49,8 +49,8 @@ def new_key() -> str:
 
 @contextmanager
 def announced(resident: Resident) -> Iterator[None]:
-    """Let this user's commands find an endpoint while the context is open. A folder that cannot be
-    written only means that they do not find it."""
+    """Let this user's commands find an endpoint while the context is open. If the folder cannot be
+    written, they do not find it."""
     folder = default_state_dir() / "endpoints"
     path = folder / f"{os.getpid()}-{secrets.token_hex(4)}.json"
     try:

@@ -1,4 +1,4 @@
-"""Which swarmnet this is: its version, its commit, and the compiled code that it uses here."""
+"""The version of swarmnet, its commit, and the compiled code that it uses here."""
 
 import subprocess
 from importlib.metadata import version
@@ -9,7 +9,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 def describe() -> str:
-    """Return all of it in one line."""
+    """Return version, commit and compiled code in one line."""
     from swarmnet_protocols.machine import native_code
 
     provider = native_code.provider()

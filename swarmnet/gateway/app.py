@@ -172,8 +172,7 @@ class Gateway:
 
     async def answer_own(self, request: Request) -> Response:
         check_key(request, self.own_key)
-        if self._draining:
-            raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
+        self._check_not_draining()
         body = self.parser.parse(await request.body(), OwnRequest)
         async with AsyncExitStack() as stack:
             self._count_running(1)
@@ -236,8 +235,7 @@ class Gateway:
     ) -> Response:
         """Admit a request, tokenize it with ``prepare``, generate its choices and respond."""
         self._check_model(body.model)
-        if self._draining:
-            raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
+        self._check_not_draining()
         self._check_places(body.choices)
         key = key_name(request)
         async with AsyncExitStack() as stack:
@@ -310,6 +308,10 @@ class Gateway:
                     )
                 )
         return requests
+
+    def _check_not_draining(self) -> None:
+        if self._draining:
+            raise ApiError(503, "the gateway is stopping", "stopping", "server_error", retry_after_s=RETRY_S)
 
     def _check_places(self, choices: int) -> None:
         """Raise ``Overloaded`` if the batcher and its queue are full, ``ApiError`` if they can

@@ -12,7 +12,7 @@ import asyncio
 import hmac
 import json
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from typing import Any
@@ -106,16 +106,29 @@ async def _lines(
             news.put_nowait(error)
 
     detokenizer = IncrementalDetokenizer(served.tokenizer, prompt)
-    failovers: int | None = None
+    chain, before = answer.report, asdict(answer.report)
     async with in_background(read()):
         while (item := await news.get()) is not None:
             if isinstance(item, SwarmnetError):
                 yield {"error": str(item), "hint": item.hint}
                 return
             if isinstance(item, Token):
-                failovers = answer.report.failovers if failovers is None else failovers
+                if answer.report is not chain:
+                    chain, before = answer.report, asdict(answer.report)
                 item = {"token": item.id, "text": detokenizer.push(item.id)}
             yield item
-    report = asdict(answer.report)
-    report |= {"trips": answer.trips, "failovers": report["failovers"] - (failovers or 0)}
+    report = _since(before, asdict(answer.report)) | {"trips": answer.trips}
     yield {"text": detokenizer.flush(), "prompt_tokens": total, "report": report}
+
+
+def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of a chain's report ``now`` that is newer than ``before``: the chain has also
+    computed earlier answers."""
+    stall_s = now["longest_stall_s"] if now["longest_stall_s"] > before["longest_stall_s"] else 0.0
+    return {
+        **now,
+        "failovers": now["failovers"] - before["failovers"],
+        "audits": now["audits"] - before["audits"],
+        "wrong": now["wrong"][len(before["wrong"]) :],
+        "longest_stall_s": stall_s,
+    }

@@ -1,4 +1,4 @@
-"""The head of a model at work: lm_head, and the choice of next tokens."""
+"""The local layers of a model, loaded, and its head at work: lm_head and the next tokens."""
 
 import asyncio
 from collections.abc import Callable

@@ -8,9 +8,9 @@ import torch
 from transformers.masking_utils import AttentionMaskInterface
 
 from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.native_layers import check_ids
 from swarmnet_client.model.placeholders import match_layers, stand_ins
 from swarmnet_protocols.arrays import Array, as_tensor
-from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import embed
 from swarmnet_protocols.session.as_torch import array_of
@@ -45,17 +45,7 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
 
 
 def _check_ids(count: int, _: object, arguments: tuple[torch.Tensor, ...]) -> None:
-    """Raise ``ConfigError`` unless all ids are below ``count``.
-
-    Some tokenizers have tokens, say for images, that the language model does not know.
-    """
-    ids = arguments[0]
-    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
-        stray = next(id for id in ids.flatten().tolist() if not 0 <= id < count)
-        raise ConfigError(
-            f"the model has no token {stray}: its tokens are 0 to {count - 1}",
-            hint="use the model's own tokenizer, and leave out its tokens for images and sound",
-        )
+    check_ids(array_of(arguments[0].cpu()), count)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
@@ -77,21 +67,14 @@ def logits(model: Any, forward: Callable[..., Any], hidden: torch.Tensor) -> tor
 
 
 class LocalLayers:
-    """Embeddings, final norm and lm_head of one model, for many answers at once."""
+    """The local layers of a model of any architecture, computed by transformers (``Layers``)."""
 
     def __init__(self, local: LocalModel, options: LoadOptions) -> None:
         self._model: Any = load_local_layers(local, options)
         self._device = options.torch_device
 
     @property
-    def generation_config(self) -> Any:
-        """The checkpoint's generation config."""
-        return self._model.generation_config
-
-    @property
     def can_rewind(self) -> bool:
-        """Whether caches can go back to any position at no cost. Recurrent states cannot: they are
-        computed again from a snapshot."""
         return not self._model._is_stateful
 
     @torch.inference_mode()

@@ -10,6 +10,18 @@ from swarmnet_protocols.quantization.products import Products, load_products
 from swarmnet_protocols.session.arrays import as_float32
 
 
+def check_ids(ids: Array, count: int) -> None:
+    """Raise ``ConfigError`` unless all ids are below ``count``.
+
+    Some tokenizers have tokens, say for images, that the language model does not know.
+    """
+    if strays := [id for id in ids.ravel().tolist() if not 0 <= id < count]:
+        raise ConfigError(
+            f"the model has no token {strays[0]}: its tokens are 0 to {count - 1}",
+            hint="use the model's own tokenizer, and leave out its tokens for images and sound",
+        )
+
+
 class NativeLocalLayers:
     """Embeddings, final norm and lm_head. The head multiplies with the same C code as
     ``PackedLinear``, so its results have the same bits."""
@@ -41,12 +53,7 @@ class NativeLocalLayers:
     def embed(self, ids: Array) -> Array:
         """Return embeddings [P, D] of token ids [P]. Raises ``ConfigError`` for an id that the
         model does not know."""
-        count = self._embed.shape[0]
-        if strays := [id for id in ids.tolist() if not 0 <= id < count]:
-            raise ConfigError(
-                f"the model has no token {strays[0]}: its tokens are 0 to {count - 1}",
-                hint="use the model's own tokenizer, and leave out its tokens for images and sound",
-            )
+        check_ids(ids, self._embed.shape[0])
         if isinstance(self._embed, PackedTensor):
             return self._products.unpacked(self._embed, ids)
         return self._embed[ids]

@@ -6,14 +6,11 @@ So a seeded answer depends neither on the other answers in the batch nor on a fa
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.errors import IntegrityError
-
-Array = NDArray[Any]
 
 NUCLEUS = 512
 """Tokens among which a nucleus is first searched. Most are smaller, and the rest of the vocabulary

@@ -1,4 +1,4 @@
-"""Names of models: of those that need no path, and what others see of a path."""
+"""The names of built-in models, and the public name of a model that is given by its path."""
 
 import os
 from pathlib import Path

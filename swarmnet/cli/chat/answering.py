@@ -1,4 +1,4 @@
-"""What answers the prompts of `run`, `bench` and a chat: a batch of one, or a transformers model.
+"""Two ways to answer the prompts of `run`, `bench` and a chat: a batch of one, or transformers.
 
 Both are clients of the swarm. Plain generation needs neither torch nor transformers; adapters and
 traces are those of the transformers model.
@@ -7,8 +7,10 @@ traces are those of the transformers model.
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from random import SystemRandom
-from typing import TYPE_CHECKING, Any, Protocol
+from secrets import randbits
+from typing import TYPE_CHECKING, Any
+
+from swarmnet.cli.chat.generation import SamplingOptions
 
 if TYPE_CHECKING:
     from swarmnet_client.batching.answers import Answer
@@ -16,51 +18,6 @@ if TYPE_CHECKING:
     from swarmnet_client.chain.hops import ChainReport
     from swarmnet_client.hosts.runtime import Runtime
     from swarmnet_client.hosts.traffic import Traffic
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A prompt, and how it is answered.
-
-    - ``most``: most tokens of the answer. With ``exact`` it has all of them.
-    - ``temperature``: 0 takes the most likely tokens. None, like a ``top_p`` of None, stands for
-      the model's own.
-    - ``prefilled`` is called while the prompt is computed: with its positions so far, and with all
-      of them.
-    """
-
-    ids: Sequence[int]
-    most: int
-    temperature: float | None = 0.0
-    top_p: float | None = None
-    seed: int | None = None
-    speculate: bool = True
-    exact: bool = False
-    prefilled: Callable[[int, int], None] = lambda done, total: None
-
-
-class Answerer(Protocol):
-    """A model on the swarm."""
-
-    tokenizer: Any
-    context: int
-    """Most positions of a prompt and its answer."""
-    vocabulary_size: int
-
-    @property
-    def report(self) -> "ChainReport":
-        """The report of the chain that was used last."""
-
-    @property
-    def traffic(self) -> "Traffic":
-        """Bytes sent to and received from hosts."""
-
-    def session(self) -> AbstractContextManager[object]:
-        """Return a context in which the hosts keep what they computed for the next prompt."""
-
-    def answer(self, wanted: Wanted, put: Callable[[int], None]) -> None:
-        """Answer a prompt; ``put`` gets each token. Raises ``SwarmnetError``, or
-        ``KeyboardInterrupt`` for Ctrl-C."""
 
 
 @dataclass
@@ -86,30 +43,36 @@ class BatchAnswerer:
     def session(self) -> AbstractContextManager[object]:
         return nullcontext()
 
-    def answer(self, wanted: Wanted, put: Callable[[int], None]) -> None:
+    def answer(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        put: Callable[[int], None],
+        *,
+        exact: bool = False,
+        prefilled: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         from swarmnet_client.batching.answers import Request
         from swarmnet_client.model.sampling import Sampling
 
         served = self.runtime.opened
         usual = served.sampling
-        seed = SystemRandom().getrandbits(63) if wanted.seed is None else wanted.seed
         request = Request(
-            tuple(wanted.ids),
-            wanted.most,
+            tuple(ids),
+            sampling.max_new_tokens,
             Sampling(
-                usual.temperature if wanted.temperature is None else wanted.temperature,
-                usual.top_p if wanted.top_p is None else wanted.top_p,
-                seed,
+                usual.temperature if sampling.temperature is None else sampling.temperature,
+                usual.top_p if sampling.top_p is None else sampling.top_p,
+                randbits(63) if sampling.seed is None else sampling.seed,
             ),
-            frozenset() if wanted.exact else served.end_ids,
-            speculate=wanted.speculate and served.speculates,
+            frozenset() if exact else served.end_ids,
+            speculate=sampling.speculate and served.speculates,
         )
         run = self.runtime.run
         answering = served.batcher.answer(request)
         answer: Answer = run(answering.__aenter__())
         try:
-            total = len(wanted.ids)
-            answer.prefilled = lambda done: wanted.prefilled(done, total)
+            answer.prefilled = lambda done: prefilled(done, len(ids))
             tokens = aiter(answer)
             while (token := run(_next(tokens))) is not None:
                 put(token.id)
@@ -147,27 +110,38 @@ class ModelAnswerer:
         session: AbstractContextManager[object] = self.model.session()
         return session
 
-    def answer(self, wanted: Wanted, put: Callable[[int], None]) -> None:
+    def answer(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        put: Callable[[int], None],
+        *,
+        exact: bool = False,
+        prefilled: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
         import torch
 
         from swarmnet_client.model.sampling import USUAL_SAMPLING
 
-        if wanted.seed is not None:
-            torch.manual_seed(wanted.seed)
-        ids = torch.tensor([list(wanted.ids)])
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        prompt = torch.tensor([list(ids)])
         # Without a mask, transformers takes prompt tokens that equal the padding token for padding.
-        choice: dict[str, Any] = {"attention_mask": torch.ones_like(ids), "do_sample": False}
-        if wanted.temperature != 0:
+        choice: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False}
+        if sampling.temperature != 0:
             choice["do_sample"] = True
             if not self.model.generation_config.do_sample:
                 choice |= {"temperature": USUAL_SAMPLING.temperature, "top_p": USUAL_SAMPLING.top_p}
-            given = {"temperature": wanted.temperature, "top_p": wanted.top_p}
+            given = {"temperature": sampling.temperature, "top_p": sampling.top_p}
             choice |= {name: value for name, value in given.items() if value is not None}
-        if wanted.exact:
-            choice["min_new_tokens"] = wanted.most
-        streamer = _Streamer(put)
+        if exact:
+            choice["min_new_tokens"] = sampling.max_new_tokens
         self.model.generate(
-            ids, max_new_tokens=wanted.most, streamer=streamer, speculate=wanted.speculate, **choice
+            prompt,
+            max_new_tokens=sampling.max_new_tokens,
+            streamer=_Streamer(put),
+            speculate=sampling.speculate,
+            **choice,
         )
 
 

@@ -1,14 +1,13 @@
 """One answer of a model: streamed to the terminal and measured."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from swarmnet.cli.chat.answering import Answerer, Wanted
 from swarmnet.cli.options import SpeculateOption
 from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer
@@ -16,6 +15,7 @@ from swarmnet.units import counted
 
 if TYPE_CHECKING:
     from swarmnet_client.chain.hops import ChainReport
+    from swarmnet_client.hosts.traffic import Traffic
 
 LONG_PROMPT = 512
 """Tokens of a prompt above which its progress is shown. Shorter ones come in one or two parts."""
@@ -54,6 +54,42 @@ class SamplingOptions:
         ),
     ] = None
     speculate: SpeculateOption = True
+
+
+class Answerer(Protocol):
+    """A model on the swarm."""
+
+    tokenizer: Any
+    context: int
+    """Most positions of a prompt and its answer."""
+    vocabulary_size: int
+
+    @property
+    def report(self) -> "ChainReport":
+        """The report of the chain that was used last."""
+
+    @property
+    def traffic(self) -> "Traffic":
+        """Bytes sent to and received from hosts."""
+
+    def session(self) -> AbstractContextManager[object]:
+        """Return a context in which the hosts keep what they computed for the next prompt."""
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        put: Callable[[int], None],
+        *,
+        exact: bool = False,
+        prefilled: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Answer a prompt; ``put`` gets each token.
+
+        ``sampling``: None stands for the model's own. ``exact``: the answer has all
+        ``max_new_tokens``. ``prefilled`` is called while the prompt is computed: with its positions
+        so far, and with all of them. Raises ``SwarmnetError``, or ``KeyboardInterrupt`` for Ctrl-C.
+        """
 
 
 @dataclass(frozen=True)
@@ -170,7 +206,7 @@ def generate(
     answerer: Answerer,
     ids: Sequence[int],
     sampling: SamplingOptions,
-    screen: "Screen",
+    screen: Screen,
     *,
     continues: bool = False,
     exact: bool = False,
@@ -192,58 +228,54 @@ def generate(
     report = answerer.report
     report.trips, report.failovers, report.longest_stall_s = 0, 0, 0.0
     report.audits, report.wrong = 0, []
+    detokenizer = IncrementalDetokenizer(answerer.tokenizer, ids if continues else ())
     with ExitStack() as waiting:
-        wanted = Wanted(
-            ids,
-            min(sampling.max_new_tokens, room),
-            sampling.temperature,
-            sampling.top_p,
-            sampling.seed,
-            sampling.speculate,
-            exact,
-            waiting.enter_context(screen.prefill()),
-        )
-        pieces = _Pieces(answerer.tokenizer, screen.show, ids if continues else (), waiting.close)
+        prefilled = waiting.enter_context(screen.prefill())
+        pieces = Pieces(screen.show, waiting.close)
+
+        def put(token_id: int) -> None:
+            pieces.token(token_id)
+            pieces.text(detokenizer.push(token_id))
+
+        def answer() -> RunAnswer:
+            pieces.text(detokenizer.flush())
+            return pieces.answer(len(ids), vars(answerer.report))
+
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
         try:
-            answerer.answer(wanted, pieces.put)
+            answerer.answer(ids, sampling, put, exact=exact, prefilled=prefilled)
         except KeyboardInterrupt:
-            pieces.end()
-            raise Stopped(pieces.answer(len(ids), answerer.report)) from None
-    pieces.end()
-    return pieces.answer(len(ids), answerer.report)
+            raise Stopped(answer()) from None
+    return answer()
 
 
-class _Pieces:
-    """The text of an answer, and when it came."""
+class Pieces:
+    """An answer as it comes: its tokens, its text, and their times."""
 
-    def __init__(
-        self, tokenizer: Any, show: Callable[[str], None], prompt: Sequence[int], begin: Callable[[], None]
-    ) -> None:
+    def __init__(self, show: Callable[[str], None], begin: Callable[[], None]) -> None:
+        """``show`` gets each piece of text. ``begin`` is called before the first token."""
         self.started = time.monotonic()
         self.first_token_s = 0.0
         self.token_ids: list[int] = []
         self._show = show
         self._begin = begin
         self._pieces: list[str] = []
-        self._detokenizer = IncrementalDetokenizer(tokenizer, prompt)
 
-    def put(self, token_id: int) -> None:
+    def token(self, token_id: int) -> None:
         if not self.token_ids:
             self.first_token_s = time.monotonic() - self.started
             self._begin()
         self.token_ids.append(token_id)
-        self._take(self._detokenizer.push(token_id))
 
-    def end(self) -> None:
-        self._take(self._detokenizer.flush())
+    def text(self, piece: str) -> None:
+        if piece:
+            self._pieces.append(piece)
+            self._show(piece)
 
-    def _take(self, text: str) -> None:
-        if text:
-            self._pieces.append(text)
-            self._show(text)
-
-    def answer(self, prompt_tokens: int, run: "ChainReport") -> RunAnswer:
-        """Return the answer so far, and the hosts that computed it."""
+    def answer(self, prompt_tokens: int, report: Mapping[str, Any]) -> RunAnswer:
+        """Return the answer so far. ``report``: the fields of a ``ChainReport``, as far as they are
+        known."""
+        trips = report.get("trips", 0)
         total_s = time.monotonic() - self.started
         return RunAnswer(
             text="".join(self._pieces),
@@ -252,12 +284,12 @@ class _Pieces:
             first_token_s=self.first_token_s,
             total_s=total_s,
             tokens_per_s=len(self.token_ids) / total_s,
-            route=[RunHop(*hop) for hop in run.route],
-            trips=run.trips,
-            tokens_per_trip=len(self.token_ids) / max(1, run.trips),
-            failovers=run.failovers,
-            longest_stall_s=run.longest_stall_s,
-            audited=run.audits,
-            wrong_hosts=list(run.wrong),
-            precisions=list(run.precisions),
+            route=[RunHop(*hop) for hop in report.get("route", ())],
+            trips=trips,
+            tokens_per_trip=len(self.token_ids) / max(1, trips),
+            failovers=report.get("failovers", 0),
+            longest_stall_s=report.get("longest_stall_s", 0.0),
+            audited=report.get("audits", 0),
+            wrong_hosts=list(report.get("wrong", ())),
+            precisions=list(report.get("precisions", ())),
         )

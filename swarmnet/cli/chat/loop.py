@@ -14,9 +14,16 @@ from typing import Any, NoReturn
 
 import typer
 
-from swarmnet.cli.chat.answering import Answerer
 from swarmnet.cli.chat.conversation import Conversation, Turn
-from swarmnet.cli.chat.generation import RunAnswer, RunHop, SamplingOptions, Screen, Stopped, generate
+from swarmnet.cli.chat.generation import (
+    Answerer,
+    RunAnswer,
+    RunHop,
+    SamplingOptions,
+    Screen,
+    Stopped,
+    generate,
+)
 from swarmnet.cli.chat.keyboard import QUOTES, keyboard
 from swarmnet.cli.failures import EXIT_INTERRUPTED, explain
 from swarmnet.cli.options import check_at_least_zero, check_share

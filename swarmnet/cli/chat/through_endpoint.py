@@ -2,13 +2,12 @@
 
 import http.client
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
 from typing import Any
 from urllib.parse import urlsplit
 
-from swarmnet.cli.chat.generation import RunAnswer, RunHop, SamplingOptions, Screen, Stopped
+from swarmnet.cli.chat.generation import Pieces, RunAnswer, SamplingOptions, Screen, Stopped
 from swarmnet.resident import PATH, Resident
 from swarmnet_protocols.errors import SwarmnetError
 
@@ -45,36 +44,14 @@ def ask(
 
 
 def _read(response: http.client.HTTPResponse, screen: Screen) -> RunAnswer | None:
-    started, first_token_s = time.monotonic(), 0.0
-    ids: list[int] = []
-    pieces: list[str] = []
-
-    def answer(prompt_tokens: int, report: Mapping[str, Any]) -> RunAnswer:
-        total_s = time.monotonic() - started
-        return RunAnswer(
-            text="".join(pieces),
-            token_ids=ids,
-            prompt_tokens=prompt_tokens,
-            first_token_s=first_token_s,
-            total_s=total_s,
-            tokens_per_s=len(ids) / total_s,
-            route=[RunHop(*hop) for hop in report.get("route", ())],
-            trips=report.get("trips", 0),
-            tokens_per_trip=len(ids) / max(1, report.get("trips", 0)),
-            failovers=report.get("failovers", 0),
-            longest_stall_s=report.get("longest_stall_s", 0.0),
-            audited=report.get("audits", 0),
-            wrong_hosts=list(report.get("wrong", ())),
-            precisions=list(report.get("precisions", ())),
-        )
-
     total = 0
     with ExitStack() as waiting:
         prefilled = waiting.enter_context(screen.prefill())
+        pieces = Pieces(screen.show, waiting.close)
         try:
             for line in _lines(response):
                 if "error" in line:
-                    if not ids:
+                    if not pieces.token_ids:
                         return None
                     raise SwarmnetError(str(line["error"]), hint=str(line.get("hint", "")))
                 if "done" in line:
@@ -82,18 +59,13 @@ def _read(response: http.client.HTTPResponse, screen: Screen) -> RunAnswer | Non
                     prefilled(int(line["done"]), total)
                     continue
                 if "token" in line:
-                    if not ids:
-                        first_token_s = time.monotonic() - started
-                        waiting.close()
-                    ids.append(int(line["token"]))
-                if text := str(line["text"]):
-                    pieces.append(text)
-                    screen.show(text)
+                    pieces.token(int(line["token"]))
+                pieces.text(str(line["text"]))
                 if "report" in line:
-                    return answer(int(line["prompt_tokens"]), line["report"])
+                    return pieces.answer(int(line["prompt_tokens"]), line["report"])
         except KeyboardInterrupt:
-            raise Stopped(answer(total, {})) from None
-    if not ids:
+            raise Stopped(pieces.answer(total, {})) from None
+    if not pieces.token_ids:
         return None
     raise SwarmnetError("the endpoint on this machine ended within the answer", hint="ask again")
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.chat.answering import Answerer
-from swarmnet.cli.chat.generation import RunHop, SamplingOptions, Screen, generate
+from swarmnet.cli.chat.generation import Answerer, RunHop, SamplingOptions, Screen, generate
 from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.commands.run import open_answerer
 from swarmnet.cli.options import HostDtypeOption, JsonFlag, ModelArgument, WireOption, device_option

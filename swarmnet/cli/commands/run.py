@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.cli.chat.answering import Answerer, BatchAnswerer, ModelAnswerer
+from swarmnet.cli.chat.answering import BatchAnswerer, ModelAnswerer
 from swarmnet.cli.chat.conversation import Conversation, Turn
-from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
+from swarmnet.cli.chat.generation import Answerer, SamplingOptions, Screen, generate
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
 from swarmnet.cli.chat.markdown import MarkdownScreen
@@ -28,7 +28,7 @@ from swarmnet.cli.options import (
     check_draft,
     check_share,
 )
-from swarmnet.cli.output import progress
+from swarmnet.cli.output import note, progress
 from swarmnet.paths import default_history
 from swarmnet.resident import find, model_id
 from swarmnet_protocols.errors import ConfigError
@@ -225,16 +225,24 @@ def open_answerer(
         if text := memory_notice(local, load):
             screen.notice(text)
 
+        waits: list[str] = []
+
         @asynccontextmanager
         async def connect() -> AsyncIterator[BatchedModel]:
             async with (
                 ModelHosts.connect(local, network) as hosts,
                 BatchedModel.open(local, hosts, load, BatchLimits(active=1), idle_s=None) as served,
             ):
+                if missing := served.missing:
+                    waits.append(
+                        f"{hosts.no_route(missing)}: waiting {hosts.timing.recover_s:g} s for one at most"
+                    )
                 yield served
 
         runtime = Runtime(connect)
     with runtime:
+        for text in waits if not screen.as_json else ():
+            note(text)
         yield BatchAnswerer(runtime)
 
 

@@ -19,6 +19,7 @@ from swarmnet.resident import PATH
 from swarmnet_client.batching.continuous_batching import BatchLimits
 from swarmnet_client.chain import chain
 from swarmnet_client.model.local_layers import LocalLayers
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.timing import Timing
 from tests.defences import defence, replacing
 from tests.support.attacks.lying_hosts import lying
@@ -455,6 +456,27 @@ def test_this_users_commands_get_tokens_and_hosts(tiny: Reference) -> None:
         assert len([line for line in lines if "token" in line]) == TOKENS
         assert [hop[1:] for hop in end["report"]["route"]] == [[0, 2], [2, 4], [4, 6]]
         assert caller.gateway._running == 0
+
+    served(tiny, scenario)
+
+
+def test_an_own_answer_reports_no_faults_of_earlier_answers(tiny: Reference) -> None:
+    async def scenario(_lab: Lab, caller: Caller) -> None:
+        caller.gateway.own_key = "secret"
+        body = {"text": "w5 w6", "max_new_tokens": TOKENS, "temperature": 0.0}
+
+        async def report() -> dict[str, Any]:
+            answer = await caller.http.post(PATH, json=body, headers={"authorization": "Bearer secret"})
+            found: dict[str, Any] = json.loads(answer.text.splitlines()[-1])["report"]
+            return found
+
+        await report()
+        [group] = caller.gateway.served.batcher._groups
+        group.report.wrong.append(PeerId("a host"))
+        group.report.failovers, group.report.longest_stall_s = 3, 9.0
+        after = await report()
+        assert (after["wrong"], after["failovers"], after["longest_stall_s"]) == ([], 0, 0.0)
+        assert len(after["route"]) == 3
 
     served(tiny, scenario)
 

@@ -18,7 +18,7 @@ _FORMAT = 1
 _CLEANED = {" .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't"} | {
     f" '{end}": f"'{end}" for end in ("m", "s", "ve", "re")
 }
-"""What some tokenizers replace in decoded text, in this order."""
+"""Replacements that some tokenizers make in decoded text, in this order."""
 
 
 class LightTokenizer:

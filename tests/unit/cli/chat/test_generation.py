@@ -1,7 +1,7 @@
 """An answer: shown as it comes, measured, and bounded by the model's context."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 import typer
 from transformers import GenerationConfig
 
-from swarmnet.cli.chat.answering import Answerer, ModelAnswerer, Wanted
-from swarmnet.cli.chat.generation import RunAnswer, SamplingOptions, Screen, generate
+from swarmnet.cli.chat.answering import ModelAnswerer
+from swarmnet.cli.chat.generation import Answerer, RunAnswer, SamplingOptions, Screen, generate
 from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.hosts.traffic import Traffic
 from swarmnet_client.model.cache import SwarmCache
@@ -29,7 +29,7 @@ class _Bytes:
 
 
 class _Answerer:
-    """Answers with ``reply`` and keeps what was wanted."""
+    """Answers with ``reply`` and reports one failover."""
 
     tokenizer = _Bytes()
     context = 20
@@ -44,12 +44,14 @@ class _Answerer:
 
     def session(self) -> Any: ...
 
-    def answer(self, wanted: Wanted, put: Callable[[int], None]) -> None:
+    def answer(
+        self, ids: Sequence[int], sampling: SamplingOptions, put: Callable[[int], None], **_: object
+    ) -> None:
         self.report.route = [(PeerId("a"), 0, 10), (PeerId("b"), 10, 30)]
         self.report.precisions = ["f32"]
         self.report.failovers += 1
         self.report.longest_stall_s = max(self.report.longest_stall_s, 0.5)
-        for token in self._reply[: wanted.most]:
+        for token in self._reply[: sampling.max_new_tokens]:
             put(token)
 
 
@@ -130,7 +132,7 @@ def test_a_transformers_model_samples_as_it_is_told(
     stated: dict[str, Any], temperature: float | None, expected: dict[str, Any]
 ) -> None:
     model, tokens = _Transformer(**stated), list[int]()
-    ModelAnswerer(model).answer(Wanted([1, 2], 8, temperature, seed=3), tokens.append)
+    ModelAnswerer(model).answer([1, 2], SamplingOptions(8, temperature, seed=3), tokens.append)
     assert tokens == [120]
     assert model.asked == {"max_new_tokens": 8, "speculate": True} | expected
 
