@@ -37,7 +37,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.membership.issuer import OwnerFiles
+    from swarmnet_protocols.joining.own_key import OwnerFiles
 
 GUARDS_NAME = "guards"
 

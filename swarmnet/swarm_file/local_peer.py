@@ -26,9 +26,9 @@ from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.net import PeerId
 
 if TYPE_CHECKING:
+    from swarmnet_protocols.joining.own_key import OwnerFiles
     from swarmnet_protocols.membership.certificates import Certificate
     from swarmnet_protocols.membership.invites import Invite
-    from swarmnet_protocols.membership.issuer import OwnerFiles
     from swarmnet_protocols.membership.signed import Signer
     from swarmnet_protocols.wire import membership_pb2 as pb
 
@@ -96,7 +96,7 @@ class LocalPeer:
 def owner_files(source: Path, key_path: Path, peer: LocalPeer, *, issued: Path | None = None) -> "OwnerFiles":
     """Return the files of an owner: the swarm file ``source``, the revocations next to it, and the
     key, if it exists. With a folder ``issued`` the key must exist."""
-    from swarmnet_protocols.membership.issuer import OwnerFiles
+    from swarmnet_protocols.joining.own_key import OwnerFiles
     from swarmnet_protocols.membership.revocations import MAX_LIST_BYTES
 
     def key() -> "Signer | None":

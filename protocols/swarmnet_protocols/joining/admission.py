@@ -39,12 +39,12 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
-from swarmnet_protocols.joining.own_key import OwnKey
+from swarmnet_protocols.joining.own_key import OwnerFiles, OwnKey
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.membership.handshake import Handshakes, not_admitted
 from swarmnet_protocols.membership.invites import MAX_ADDRESS_CHARS
-from swarmnet_protocols.membership.issuer import OwnerFiles, check_redemption
+from swarmnet_protocols.membership.issuer import check_redemption
 from swarmnet_protocols.membership.membership import CLOCK_CHECK_S, Membership, check_renewable
 from swarmnet_protocols.membership.signed import seal, unseal
 from swarmnet_protocols.net import PeerId, Transport

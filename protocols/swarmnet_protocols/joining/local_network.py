@@ -93,6 +93,10 @@ class _Place:
     announced: tuple[str, ...]
 
 
+async def _only_find(_: Sequence[str]) -> bool:
+    return True
+
+
 class LocalNetwork:
     """The peers of one swarm in the local network."""
 
@@ -154,7 +158,7 @@ class LocalNetwork:
             yield
 
     @contextlib.asynccontextmanager
-    async def run(self, join: Callable[[Sequence[str]], Awaitable[bool]]) -> AsyncIterator[None]:
+    async def run(self, join: Callable[[Sequence[str]], Awaitable[bool]] = _only_find) -> AsyncIterator[None]:
         """Announce this peer and look for others while the context is open.
 
         ``join`` is called with the addresses of each found peer. While it returns False, it is
@@ -350,11 +354,8 @@ async def find_addresses(swarm: bytes, *, within_s: float = FIND_S) -> list[str]
     The search ends ``SETTLE_S`` after the first peer, or after ``within_s`` without any.
     """
 
-    async def join(_: Sequence[str]) -> bool:
-        return True
-
     local = LocalNetwork(swarm)
-    async with local.run(join):
+    async with local.run():
         await local.wait_joined(within_s)
         if local.addresses():
             await asyncio.sleep(SETTLE_S)

@@ -32,8 +32,8 @@ from swarmnet_protocols.net.p2pd.config import P2pdConfig
 if TYPE_CHECKING:
     from swarmnet_protocols.directory import Directory
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
+    from swarmnet_protocols.joining.own_key import OwnerFiles
     from swarmnet_protocols.joining.pairing import House
-    from swarmnet_protocols.membership.issuer import OwnerFiles
     from swarmnet_protocols.net import Transport
     from swarmnet_protocols.net.p2pd.transport import P2pdTransport
     from swarmnet_protocols.wire import membership_pb2 as pb

@@ -7,15 +7,20 @@ With them this peer certifies itself, and an issuer also admits others. So `swar
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised, OutOfResources
+from swarmnet_protocols.membership.certificates import NO_PEER, Admittance, issue
 from swarmnet_protocols.membership.handshake import Handshakes
-from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer, OwnerContents, OwnerFiles
+from swarmnet_protocols.membership.issuer import IssuedCertificates, Issuer
+from swarmnet_protocols.membership.membership import Membership
+from swarmnet_protocols.membership.signed import Signer
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.wire.roles import ANY_ROLE
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +29,49 @@ LOOK_S = 1.0
 rotation replaces first the swarm file and then the key."""
 SEEN_S = 60.0
 """Seconds between two records of which members are connected."""
+
+
+@dataclass(frozen=True)
+class OwnerFiles:
+    """Files of this machine that the owner of the swarm may change while a peer runs."""
+
+    swarm_file: Callable[[], bytes]
+    """Reads the file that the owner signs. Raises ``ConfigError``."""
+    revocations: Callable[[], bytes]
+    """Reads the owner's revocation list; empty without one. Raises ``ConfigError``."""
+    key: Callable[[], Signer | None]
+    """Reads the key of the authority or an issuer; None if the owner keeps none here. Raises
+    ``ConfigError``."""
+    client: PeerId = NO_PEER
+    """The client on this machine, which the certificate names too; empty without one."""
+    issued: Path | None = None
+    """Folder for the records of an issuer. None: this peer certifies itself only."""
+
+    def read(self) -> tuple[bytes, bytes, bytes] | None:
+        """Return the swarm file, the public key and the revocations; None if they cannot be read
+        now."""
+        try:
+            key = self.key()
+            return self.swarm_file(), key.public_key if key else b"", self.revocations()
+        except ConfigError:
+            return None
+
+    def certify(self, membership: Membership) -> bool:
+        """Give ``membership`` a certificate by the key in all roles, if it needs one or a renewal
+        is due. Returns whether the key may do so.
+        """
+        key, rules, now = self.key(), membership.rules, membership.clock()
+        if key is None or not rules.trusts(key.public_key, now):
+            return False
+        with suppress(NotAuthorised):
+            membership.check()
+            if not membership.certificate or now < (membership.renew_at or 0.0):
+                return True
+        admittance = Admittance(membership.peer, ANY_ROLE, client=self.client)
+        membership.replace_certificate(
+            issue(admittance, swarm=rules.swarm, key=key, now=now, lifetime_s=rules.certificate_lifetime_s)
+        )
+        return True
 
 
 class OwnKey:
@@ -84,8 +132,8 @@ class OwnKey:
 
     async def follow(self) -> NoReturn:
         """Take over what the owner changes: swarm file, key and revocations."""
-        used: OwnerContents | None = None
-        before: OwnerContents | None = None
+        used: tuple[bytes, bytes, bytes] | None = None
+        before: tuple[bytes, bytes, bytes] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
             now = await asyncio.to_thread(self._owner.read)
@@ -93,11 +141,12 @@ class OwnKey:
             if now is None or now == used or not is_settled:
                 continue
             used = now
-            self._membership.adopt_swarm_file(now.swarm_file)
+            swarm_file, _, revocations = now
+            self._membership.adopt_swarm_file(swarm_file)
             self._take()
-            if now.revocations:
+            if revocations:
                 try:
-                    self._membership.add_revocations([now.revocations])
+                    self._membership.add_revocations([revocations])
                 except (IntegrityError, NotAuthorised) as error:
                     _log.warning("the owner's revocation list is not used: %s", error)
 

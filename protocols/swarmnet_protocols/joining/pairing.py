@@ -70,8 +70,8 @@ HouseStream = TypedStream[pb.PairingReply, pb.PairingRequest]
 class Codes:
     """The code that the house shows. Decisions only: the caller gives the time."""
 
-    def __init__(self, make: Callable[[], str], show: Callable[[str], None]) -> None:
-        """``show`` shows a new code to the people in the room."""
+    def __init__(self, make: Callable[[], str], show: Callable[[str, str], None]) -> None:
+        """``show`` shows a new code to the people in the room, and the name of a newcomer."""
         self._make = make
         self._show = show
         self._code = ""
@@ -82,8 +82,9 @@ class Codes:
     def has_valid(self, now: float) -> bool:
         return self._left > 0 and now < self._until and self._tried < MAX_TRIES
 
-    def ensure_shown(self, now: float) -> None:
-        """Show a new code unless one is valid. Raises ``Refusal`` if the door is shut."""
+    def ensure_shown(self, name: str, now: float) -> None:
+        """Show a new code for the newcomer ``name`` unless one is valid. Raises ``Refusal`` if the
+        door is shut."""
         if self.has_valid(now):
             return
         if self._tried >= MAX_TRIES:
@@ -92,7 +93,7 @@ class Codes:
                 "too many wrong codes were tried: stop `swarmnet start` there and start it again",
             )
         self._code, self._until, self._left = self._make(), now + CODE_S, TRIES
-        self._show(self._code)
+        self._show(self._code, name)
 
     def take_try(self) -> str:
         """Return the valid code for one try, which counts before its result is known: a newcomer
@@ -101,13 +102,13 @@ class Codes:
         self._tried += 1
         return self._code
 
-    def fail(self, code: str, now: float) -> int:
-        """Note that a try with ``code`` was wrong, and show another code if it was the last.
-        Returns how many tries the shown code has left; 0 if another code is shown now. Raises
+    def fail(self, code: str, name: str, now: float) -> int:
+        """Note that a try of ``name`` with ``code`` was wrong, and show another code if it was the
+        last. Returns how many tries the shown code has left; 0 if another code is shown now. Raises
         ``Refusal`` if the door is shut."""
         if code == self._code and self.has_valid(now):
             return self._left
-        self.ensure_shown(now)
+        self.ensure_shown(name, now)
         return 0
 
     def succeed(self) -> None:
@@ -143,8 +144,7 @@ class Door:
         self._house = house
         self._own = transport.peer_id
         self._is_near = is_near
-        self._knocking = ""
-        self._codes = Codes(random_code, lambda code: house.show_code(code, self._knocking))
+        self._codes = Codes(random_code, house.show_code)
         self._slots = SubnetSlots(transport.resources.system, Resource.PAIRINGS)
 
     async def answer(self, stream: HouseStream) -> None:
@@ -159,8 +159,7 @@ class Door:
         if request.WhichOneof("kind") != "knock":
             raise ProtocolViolation("the first message is no knock")
         name = printable(request.knock.name[:MAX_NAME_CHARS])
-        self._knocking = name
-        self._codes.ensure_shown(_now())
+        self._codes.ensure_shown(name, _now())
         await stream.send(pb.PairingReply(house=pb.House(name=self._house.name[:MAX_NAME_CHARS])))
         while not await self._one_try(stream, name):
             pass
@@ -170,9 +169,8 @@ class Door:
         request, _ = await stream.receive()
         if request.WhichOneof("kind") != "attempt":
             raise ProtocolViolation("a pairing message other than a try")
-        self._knocking = name
         if not self._codes.has_valid(_now()):
-            self._codes.ensure_shown(_now())
+            self._codes.ensure_shown(name, _now())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=0)))
             return False
         code = self._codes.take_try()
@@ -181,7 +179,7 @@ class Door:
         key = finished(exchange, request.attempt)
         confirmation, _ = await stream.receive()
         if key is None or not hmac.compare_digest(confirmation.confirm, _mac(key, _NEWCOMER)):
-            left = self._codes.fail(code, _now())
+            left = self._codes.fail(code, name, _now())
             await stream.send(pb.PairingReply(wrong=pb.Wrong(left=left)))
             return False
         self._codes.succeed()
@@ -202,11 +200,8 @@ async def open_door(
     async def is_near(peer: PeerId) -> bool:
         return is_local(await raw.address_of(peer), (*LOOPBACK_NETWORKS, *raw.networks()))
 
-    async def meet(_: Sequence[str]) -> bool:
-        return True
-
     await PAIRING.serve(transport, Door(house, transport, is_near).answer)
-    async with LocalNetwork(HOUSES, listen=listen, own=raw.addresses).run(meet):
+    async with LocalNetwork(HOUSES, listen=listen, own=raw.addresses).run():
         yield
 
 

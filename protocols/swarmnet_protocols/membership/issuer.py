@@ -1,24 +1,22 @@
 """An issuer gives new certificates for invites and for certificates that will expire, and records
 each on disk."""
 
-import contextlib
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, OutOfResources
 from swarmnet_protocols.membership.certificates import NO_PEER, Admittance, issue, open_certificate, peers_of
 from swarmnet_protocols.membership.invites import Grant, open_redemption
-from swarmnet_protocols.membership.membership import Membership, Revoked, check_renewable
+from swarmnet_protocols.membership.membership import Revoked, check_renewable
 from swarmnet_protocols.membership.revocations import Revocations
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import Signer
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
-from swarmnet_protocols.wire.roles import ANY_ROLE, Role
+from swarmnet_protocols.wire.roles import Role
 
 ISSUED_NAME = "issued.sqlite"
 
@@ -80,7 +78,7 @@ class IssuedCertificates:
         path = directory / ISSUED_NAME
         try:
             path.touch(mode=0o600)
-            with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
                 connection.execute(_SCHEMA)
                 has = {row[1] for row in connection.execute("PRAGMA table_info(issued)")}
                 for column in _ADDED.keys() - has:
@@ -159,56 +157,6 @@ class IssuedCertificates:
             raise OutOfResources(
                 f"the list of members cannot be used: {error}", hint="check the disk of the issuer"
             ) from error
-
-
-class OwnerContents(NamedTuple):
-    """The contents of :class:`OwnerFiles` at one moment."""
-
-    swarm_file: bytes
-    public_key: bytes
-    revocations: bytes
-
-
-@dataclass(frozen=True)
-class OwnerFiles:
-    """Files of this machine that the owner of the swarm may change while a peer runs."""
-
-    swarm_file: Callable[[], bytes]
-    """Reads the file that the owner signs. Raises ``ConfigError``."""
-    revocations: Callable[[], bytes]
-    """Reads the owner's revocation list; empty without one. Raises ``ConfigError``."""
-    key: Callable[[], Signer | None]
-    """Reads the key of the authority or an issuer; None if the owner keeps none here. Raises
-    ``ConfigError``."""
-    client: PeerId = NO_PEER
-    """The client on this machine, which the certificate names too; empty without one."""
-    issued: Path | None = None
-    """Folder for the records of an issuer. None: this peer certifies itself only."""
-
-    def read(self) -> OwnerContents | None:
-        """Return the contents of the files; None if they cannot be read now."""
-        try:
-            key = self.key()
-            return OwnerContents(self.swarm_file(), key.public_key if key else b"", self.revocations())
-        except ConfigError:
-            return None
-
-    def certify(self, membership: Membership) -> bool:
-        """Give ``membership`` a certificate by the key in all roles, if it needs one or a renewal
-        is due. Returns whether the key may do so.
-        """
-        key, rules, now = self.key(), membership.rules, membership.clock()
-        if key is None or not rules.trusts(key.public_key, now):
-            return False
-        with contextlib.suppress(NotAuthorised):
-            membership.check()
-            if not membership.certificate or now < (membership.renew_at or 0.0):
-                return True
-        admittance = Admittance(membership.peer, ANY_ROLE, client=self.client)
-        membership.replace_certificate(
-            issue(admittance, swarm=rules.swarm, key=key, now=now, lifetime_s=rules.certificate_lifetime_s)
-        )
-        return True
 
 
 class Issuer:

@@ -118,14 +118,13 @@ def test_a_used_code_admits_no_second_newcomer() -> None:
 
 @defence("a code ends after a minute", off=lambda patch: patch.setattr(pairing, "CODE_S", 1e9))
 def test_a_code_ends_after_a_minute() -> None:
-    now, shown = [0.0], list[str]()
-    numbers = count()
-    codes = Codes(lambda: str(next(numbers)), shown.append)
-    codes.ensure_shown(now[0])
-    codes.ensure_shown(CODE_S - 1)
+    numbers, shown = count(), list[str]()
+    codes = Codes(lambda: str(next(numbers)), lambda code, _: shown.append(code))
+    codes.ensure_shown("laptop", 0.0)
+    codes.ensure_shown("laptop", CODE_S - 1)
     assert shown == ["0"]
     assert not codes.has_valid(CODE_S)
-    codes.ensure_shown(CODE_S)
+    codes.ensure_shown("laptop", CODE_S)
     assert shown == ["0", "1"]
 
 
@@ -338,10 +337,10 @@ def test_an_element_that_is_no_point_is_a_wrong_code(element: bytes) -> None:
 
 
 def test_a_shut_door_says_what_to_do() -> None:
-    codes = Codes(lambda: CODE, lambda _: None)
+    codes = Codes(lambda: CODE, lambda *_: None)
     for _ in range(MAX_TRIES):
-        codes.ensure_shown(0.0)
+        codes.ensure_shown("laptop", 0.0)
         codes.take_try()
     with pytest.raises(Refusal, match="start it again"):
-        codes.ensure_shown(0.0)
+        codes.ensure_shown("laptop", 0.0)
     assert issubclass(Refusal, SwarmnetError)

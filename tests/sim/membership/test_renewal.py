@@ -10,8 +10,8 @@ import pytest
 
 from swarmnet_protocols.errors import IntegrityError, NotAuthorised
 from swarmnet_protocols.joining.admission import FILE_S, ISSUERS_TOPIC, renewal, request_admission
+from swarmnet_protocols.joining.own_key import OwnerFiles
 from swarmnet_protocols.membership.certificates import open_certificate
-from swarmnet_protocols.membership.issuer import OwnerFiles
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.membership.signed import seal
 from swarmnet_protocols.net import Message, Stream

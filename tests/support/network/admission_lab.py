@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from swarmnet_protocols.joining.admission import Admissions, request_admission
+from swarmnet_protocols.joining.own_key import OwnerFiles
 from swarmnet_protocols.membership.invites import Invite, InviteTerms, make_invite, read_invite, redemption
-from swarmnet_protocols.membership.issuer import OwnerFiles
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
