@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer, StopStrings
 from swarmnet.gateway.metrics import GatewayMetrics
-from swarmnet_client.batching.answers import Request
+from swarmnet_client.batching.answers import Prefill, Request
 from swarmnet_client.batching.continuous_batching import BatchedModel
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
@@ -23,14 +23,6 @@ class Delta:
     text: str
     tokens: tuple[Token, ...] = ()
     finish_reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """How many of a choice's prompt tokens the hosts have read."""
-
-    done: int
-    total: int
 
 
 class Generation:
@@ -130,9 +122,10 @@ class Generation:
         count = 0
         last_s = self._start_s
         async with self._served.batcher.answer(request) as answer:
-            total = len(request.ids)
-            answer.prefilled = lambda done: self._queue.put_nowait(Prefill(done, total))
-            async for token in answer:
+            async for token in answer.news():
+                if isinstance(token, Prefill):
+                    self._queue.put_nowait(token)
+                    continue
                 last_s = self._observe_token(count, last_s)
                 count += 1
                 if token.id in request.end_ids:

@@ -8,7 +8,6 @@ response is a stream of JSON lines:
 3. ``{"text": "", "prompt_tokens": 9, "report": {...}}``, or ``{"error": "...", "hint": "..."}``.
 """
 
-import asyncio
 import hmac
 import json
 import secrets
@@ -27,9 +26,8 @@ from swarmnet.gateway.schemas import Messages, StrictModel
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
-from swarmnet_client.model.sampling import Sampling, Token
+from swarmnet_client.model.sampling import Sampling
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import in_background
 
 OWNER = "this user"
 """Owner of the KV caches that these answers leave."""
@@ -93,32 +91,21 @@ async def _closing(lines: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) 
 async def _lines(
     served: BatchedModel, answer: answers.Answer, prompt: Sequence[int]
 ) -> AsyncIterator[dict[str, Any]]:
-    total = len(answer.request.ids)
-    news: asyncio.Queue[dict[str, Any] | Token | SwarmnetError | None] = asyncio.Queue()
-    answer.prefilled = lambda done: news.put_nowait({"done": done, "total": total})
-
-    async def read() -> None:
-        try:
-            async for token in answer:
-                news.put_nowait(token)
-            news.put_nowait(None)
-        except SwarmnetError as error:
-            news.put_nowait(error)
-
     detokenizer = IncrementalDetokenizer(served.tokenizer, prompt)
     chain, before = answer.report, asdict(answer.report)
-    async with in_background(read()):
-        while (item := await news.get()) is not None:
-            if isinstance(item, SwarmnetError):
-                yield {"error": str(item), "hint": item.hint}
-                return
-            if isinstance(item, Token):
-                if answer.report is not chain:
-                    chain, before = answer.report, asdict(answer.report)
-                item = {"token": item.id, "text": detokenizer.push(item.id)}
-            yield item
+    try:
+        async for news in answer.news():
+            if isinstance(news, answers.Prefill):
+                yield asdict(news)
+                continue
+            if answer.report is not chain:
+                chain, before = answer.report, asdict(answer.report)
+            yield {"token": news.id, "text": detokenizer.push(news.id)}
+    except SwarmnetError as error:
+        yield {"error": str(error), "hint": error.hint}
+        return
     report = _since(before, asdict(answer.report)) | {"trips": answer.trips}
-    yield {"text": detokenizer.flush(), "prompt_tokens": total, "report": report}
+    yield {"text": detokenizer.flush(), "prompt_tokens": len(answer.request.ids), "report": report}
 
 
 def _since(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

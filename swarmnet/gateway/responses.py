@@ -12,7 +12,8 @@ from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.detokenizer import TokenBytes
 from swarmnet.gateway.errors import swarm_error
-from swarmnet.gateway.generation import Delta, Generation, Prefill
+from swarmnet.gateway.generation import Delta, Generation
+from swarmnet_client.batching.answers import Prefill
 from swarmnet_client.model.sampling import Token
 from swarmnet_protocols.errors import SwarmnetError
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from swarmnet_client.chain.hops import ChainReport
@@ -28,6 +28,14 @@ class Request:
     """Whether drafts are sent along with its newest token. The answer is the same."""
 
 
+@dataclass(frozen=True)
+class Prefill:
+    """How many of a prompt's tokens the hosts have read."""
+
+    done: int
+    total: int
+
+
 class Answer:
     """The tokens of one answer, as an asynchronous iterator. Iterating raises ``SwarmnetError`` if
     the answer fails."""
@@ -47,11 +55,13 @@ class Answer:
         """Steps that brought tokens of the answer."""
         self.report = ChainReport()
         """The report of the chain that computed the answer last."""
-        self.prefilled: Callable[[int], None] = lambda done: None
-        """Called while the prompt is computed, with its positions so far."""
         self.retries = 0
         self.ids_at_retry = 0
-        self._news: asyncio.Queue[Token | SwarmnetError | None] = asyncio.Queue()
+        self._news: asyncio.Queue[Token | Prefill | SwarmnetError | None] = asyncio.Queue()
+
+    def prefilled(self, done: int) -> None:
+        """Note that the hosts have read the first ``done`` tokens of the prompt."""
+        self._news.put_nowait(Prefill(done, len(self.request.ids)))
 
     def add(self, token: Token) -> bool:
         """Add the next token. Returns whether the answer needs more."""
@@ -76,6 +86,13 @@ class Answer:
         self._news.put_nowait(error)
 
     async def __aiter__(self) -> AsyncIterator[Token]:
+        async for news in self.news():
+            if isinstance(news, Token):
+                yield news
+
+    async def news(self) -> AsyncIterator[Token | Prefill]:
+        """Yield the tokens, and before them the progress of the prompt. Raises ``SwarmnetError`` if
+        the answer fails."""
         while (news := await self._news.get()) is not None:
             if isinstance(news, SwarmnetError):
                 raise news

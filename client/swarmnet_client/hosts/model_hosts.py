@@ -58,7 +58,7 @@ measured."""
 
 MISSING_S = 1.0
 """Seconds between two looks into the directory while a block has no host. With more, a client would
-refuse work for longer after a host has returned."""
+refuse work for longer after a host has returned; with fewer, it would ask peers more often."""
 
 
 class ModelHosts:

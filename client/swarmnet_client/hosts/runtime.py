@@ -1,5 +1,4 @@
-"""The client's event loop: its thread owns the network, while the caller's thread
-computes."""
+"""The client's event loop: its thread owns the network, while the caller's thread computes."""
 
 import asyncio
 import threading

@@ -4,7 +4,7 @@ Both are clients of the swarm. Plain generation needs neither torch nor transfor
 traces are those of the transformers model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from secrets import randbits
@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from swarmnet.cli.chat.generation import SamplingOptions
 
 if TYPE_CHECKING:
-    from swarmnet_client.batching.answers import Answer
+    from swarmnet_client.batching.answers import Answer, Prefill
     from swarmnet_client.batching.continuous_batching import BatchedModel
     from swarmnet_client.chain.hops import ChainReport
     from swarmnet_client.hosts.runtime import Runtime
     from swarmnet_client.hosts.traffic import Traffic
+    from swarmnet_client.model.sampling import Token
 
 
 @dataclass
@@ -52,7 +53,7 @@ class BatchAnswerer:
         exact: bool = False,
         prefilled: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        from swarmnet_client.batching.answers import Request
+        from swarmnet_client.batching.answers import Prefill, Request
         from swarmnet_client.model.sampling import Sampling
 
         served = self.runtime.opened
@@ -72,17 +73,19 @@ class BatchAnswerer:
         answering = served.batcher.answer(request)
         answer: Answer = run(answering.__aenter__())
         try:
-            answer.prefilled = lambda done: prefilled(done, len(ids))
-            tokens = aiter(answer)
-            while (token := run(_next(tokens))) is not None:
-                put(token.id)
+            coming = answer.news()
+            while (news := run(_next(coming))) is not None:
+                if isinstance(news, Prefill):
+                    prefilled(news.done, news.total)
+                else:
+                    put(news.id)
         finally:
             self.report = answer.report
             run(answering.__aexit__(None, None, None))
 
 
-async def _next(tokens: Any) -> Any:
-    return await anext(tokens, None)
+async def _next(coming: "AsyncIterator[Token | Prefill]") -> "Token | Prefill | None":
+    return await anext(coming, None)
 
 
 @dataclass
