@@ -21,9 +21,8 @@ from ipaddress import ip_address
 
 import numpy as np
 
-from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.hosting.served_blocks import ServedBlocks
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_array, as_float32
 from swarmnet_protocols.errors import PeerUnreachable, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net import PeerId, Transport
@@ -34,7 +33,7 @@ from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.routing.sightings import MAX_CALLS, ModelClaims, Sightings, covering, in_turn
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim, holders
-from swarmnet_protocols.session.arrays import ElementType, as_float32
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.passes import request_pass
 from swarmnet_protocols.session.pings import ping
 from swarmnet_protocols.timing import Timing
@@ -108,7 +107,7 @@ async def make_trial(blocks: ServedBlocks, rng: random.Random, span: Span) -> Tr
     inputs = trial_inputs(stage.hidden_size, rng)
     compute = partial(stage.run_sequences, inputs, (len(inputs),))
     outputs = await blocks.engine.compute_pass(lambda: compute, len(inputs))
-    return Trial(span, inputs, as_float32(in_array(outputs)))
+    return Trial(span, inputs, as_float32(as_array(outputs)))
 
 
 class HostChecker:

@@ -28,9 +28,8 @@ from functools import partial
 
 from swarmnet_node.claims import ClaimReader
 from swarmnet_node.host_checks import Trial, make_trial, trial_inputs
-from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.node import Node
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_array, as_float32
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.routing.model_needs import ServedModel
@@ -47,7 +46,6 @@ from swarmnet_protocols.routing.relocation import (
 )
 from swarmnet_protocols.routing.spans import Span
 from swarmnet_protocols.routing.throughput import Claim
-from swarmnet_protocols.session.arrays import as_float32
 
 _log = logging.getLogger(__name__)
 
@@ -158,7 +156,7 @@ class Relocator:
 
         def outputs() -> Array:
             loaded = (hosting.load_on_cpu or hosting.load)(block, block + 1)
-            return as_float32(in_array(loaded.run_sequences(inputs, (len(inputs),))))
+            return as_float32(as_array(loaded.run_sequences(inputs, (len(inputs),))))
 
         try:
             return await asyncio.get_running_loop().run_in_executor(None, outputs)

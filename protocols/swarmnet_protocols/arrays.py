@@ -22,3 +22,22 @@ def as_tensor(values: "Array | torch.Tensor") -> "torch.Tensor":
     if values.dtype == np.uint16:
         return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(values)
+
+
+def as_array(values: "Array | torch.Tensor") -> Array:
+    """Return a tensor on the CPU as an array on the same memory. Arrays stay as they are."""
+    if isinstance(values, np.ndarray):
+        return values
+    import torch
+
+    tensor = values.detach()
+    if tensor.dtype is not torch.bfloat16:
+        return np.asarray(tensor.numpy())
+    return tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
+
+
+def as_float32(values: Array) -> Array:
+    """Return numbers as float32, exactly. float32 arrays are returned as they are."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)

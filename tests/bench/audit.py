@@ -47,12 +47,11 @@ from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TORCH
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_float32, as_tensor
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
-from swarmnet_protocols.session.arrays import ElementType, as_float32
-from swarmnet_protocols.session.as_torch import array_of
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import as_received
 from tests.bench.exactness import prompts
 from tests.support.attacks.forgers import FORGERS
@@ -125,7 +124,7 @@ def computed(
 
 
 def received(values: torch.Tensor, wire: ElementType) -> torch.Tensor:
-    return as_tensor(as_float32(as_received(array_of(values), wire)))
+    return as_tensor(as_float32(as_received(as_array(values), wire)))
 
 
 class Pair:
@@ -204,7 +203,7 @@ def main() -> None:
                     inputs = received(states, wire)
                     beside = inputs if before is None else received(before, wire)
                     seconds = {name: computed(name, stage, inputs) for name, stage in loaded.items()}
-                    nudges = [as_tensor(each) for each in nudged(array_of(inputs), text)]
+                    nudges = [as_tensor(each) for each in nudged(as_array(inputs), text)]
                     thirds = {
                         name: tuple(computed(name, stage, each) for each in nudges)
                         for name, stage in loaded.items()
@@ -222,9 +221,9 @@ def main() -> None:
                         same = [outputs for third, outputs in thirds.items() if third.startswith(weights)]
                         pair = pairs[wire_name, f"{name} {way} | {second}"]
                         pair.add(
-                            array_of(claimed),
-                            array_of(seconds[second]),
-                            [list(map(array_of, each)) for each in same],
+                            as_array(claimed),
+                            as_array(seconds[second]),
+                            [list(map(as_array, each)) for each in same],
                             read,
                         )
                         if text < arguments.forged and way == "pass":
@@ -232,9 +231,9 @@ def main() -> None:
                             first = slice(NEWCOMER_POSITIONS)
                             for lie, forger in FORGERS.items():
                                 said = received(forger(claimed[first]), wire)
-                                third = [array_of(outputs[first]) for outputs in thirds[second]]
-                                right = array_of(seconds[second][first])
-                                verdict = judge(array_of(said), right, third, read=read)
+                                third = [as_array(outputs[first]) for outputs in thirds[second]]
+                                right = as_array(seconds[second][first])
+                                verdict = judge(as_array(said), right, third, read=read)
                                 missed[lie] += verdict is not Verdict.WRONG
                 before = states
             return_freed_memory()  # small results lie between the logits of many pairs

@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_float32, as_tensor
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.session.arrays import ElementType, as_float32
-from swarmnet_protocols.session.as_torch import array_of
+from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.wire_tensors import as_received, position_bytes
 from tests.bench.exactness import pieces
 from tests.support.swarm.generation import are_greedy, greedy
@@ -42,7 +41,7 @@ def received_as(model: Any, wire: ElementType) -> Iterator[None]:
 
     def receive(_: Any, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         values, *others = arguments
-        received = as_received(array_of(values.flatten(0, 1)), wire)
+        received = as_received(as_array(values.flatten(0, 1)), wire)
         return as_tensor(as_float32(received)).view_as(values), *others
 
     hooks = [model.model.layers[edge].register_forward_pre_hook(receive) for edge in EDGES]

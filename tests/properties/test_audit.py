@@ -16,7 +16,7 @@ from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.plan import SHARE, Ledger, witnesses
 from swarmnet_client.audit.verdict import STATES, Read, Verdict, differences, distances, judge, nudged
 from swarmnet_node.engine.stage_loading import load_stage
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.resources import Scope
@@ -24,7 +24,6 @@ from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
 from swarmnet_protocols.session.activation_log import ActivationLog
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.received_digests import MAX_DIGEST_POSITIONS, ReceivedDigests, digest
 from swarmnet_protocols.session.steps import Row, Step
 from swarmnet_protocols.session.wire_tensors import as_received
@@ -47,7 +46,7 @@ WIRES = (ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.INT8)
 
 
 def agree(one: torch.Tensor, other: torch.Tensor, read: Read | None = None) -> bool:
-    return bool((distances(array_of(one), array_of(other), read) <= 1).all())
+    return bool((distances(as_array(one), as_array(other), read) <= 1).all())
 
 
 def judged(
@@ -57,11 +56,11 @@ def judged(
     *,
     read: Read | None = None,
 ) -> Verdict:
-    return judge(array_of(said), array_of(second), [array_of(each) for each in third], read=read)
+    return judge(as_array(said), as_array(second), [as_array(each) for each in third], read=read)
 
 
 def nudges(inputs: torch.Tensor, seed: int) -> list[torch.Tensor]:
-    return [as_tensor(each) for each in nudged(array_of(inputs), seed)]
+    return [as_tensor(each) for each in nudged(as_array(inputs), seed)]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +75,7 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
     return {
         hop: [
             as_tensor(
-                as_received(array_of(computed(reference, span, inputs_of(reference, span), dtype)), wire)
+                as_received(as_array(computed(reference, span, inputs_of(reference, span), dtype)), wire)
             )
             for wire in WIRES
             for dtype in DTYPES
@@ -249,7 +248,7 @@ def test_a_lie_in_ordinary_channels_is_not_hidden_by_a_huge_one(size: float, cha
     true = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
     false = torch.roll(true, 1, -1)
     true[:, channel] = false[:, channel] = size
-    whole, _ = differences(array_of(true), array_of(false))
+    whole, _ = differences(as_array(true), as_array(false))
     assert (whole > STATES.whole).all()
     assert not agree(true, false)
 
@@ -269,7 +268,7 @@ def test_no_lie_hides_in_a_few_channels(channels: int) -> None:
     for size in (1e6, 30.0, 8.0):
         false = true.clone()
         false[:, :channels] = size
-        whole, _ = differences(array_of(true), array_of(false))
+        whole, _ = differences(as_array(true), as_array(false))
         assert (whole < STATES.whole).all()
         assert not agree(true, false)
 
@@ -287,7 +286,7 @@ def test_what_a_norm_makes_of_large_channels_is_compared() -> None:
     assert all(
         (each <= bound).all()
         for each, bound in zip(
-            differences(array_of(true), array_of(false)), (STATES.whole, STATES.part), strict=True
+            differences(as_array(true), as_array(false)), (STATES.whole, STATES.part), strict=True
         )
     )
     assert not agree(true, false)

@@ -25,8 +25,8 @@ from enum import Enum, auto
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array
-from swarmnet_protocols.session.arrays import as_float32, rounded, type_of
+from swarmnet_protocols.arrays import Array, as_float32
+from swarmnet_protocols.session.arrays import rounded, type_of
 
 Read = Callable[[Array], Array]
 """Turns outputs [P, D] of the last block into logits [P, V]: final norm and lm_head."""

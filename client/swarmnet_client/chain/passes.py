@@ -21,7 +21,7 @@ from swarmnet_client.chain.failures import CLIENT_FAULTS, Blame, RetryPolicy, ex
 from swarmnet_client.chain.hop_passes import GraphGone, ask_pass
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.errors import (
     ConfigError,
     NoRoute,
@@ -30,10 +30,10 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import all_of
+from swarmnet_protocols.machine.devices import torch_dtype
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.as_torch import array_of, torch_dtype
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES, unpack_tensors
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -166,7 +166,7 @@ class RemoteBatch:
                     "hidden states or gradients are not finite",
                     hint=CLIENT_FAULTS[refusal_pb2.REASON_NOT_FINITE],
                 )
-            parts.append(part.to(torch_dtype(self._spec.dtype)))
+            parts.append(part.to(torch_dtype(self._spec.dtype.decoded)))
             await asyncio.sleep(0)
         return parts
 
@@ -300,7 +300,7 @@ class PassClient:
 
         async def question(adapter: bytes) -> torch.Tensor:
             begin = self._begin(hop_pass, adapter, backward=False)
-            inputs = array_of(hop_pass.inputs)
+            inputs = as_array(hop_pass.inputs)
             (outputs,) = await ask_pass(self._hosts, hop_pass.hop, begin, (inputs,), [inputs.shape])
             return as_tensor(outputs)
 
@@ -320,7 +320,7 @@ class PassClient:
         if adapter_tensors:
             shapes.append((sum(tensor.numel() for tensor in adapter_tensors.values()), 1))
         given = (grad_outputs,) if hop_pass.graph else (hop_pass.inputs, grad_outputs)
-        tensors = [array_of(each) for each in given]
+        tensors = [as_array(each) for each in given]
 
         async def question(adapter: bytes) -> list[Array]:
             begin = self._begin(hop_pass, adapter, backward=True)

@@ -15,9 +15,8 @@ from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.model.client_adapter import ClientAdapter
 from swarmnet_client.model.padding import Unpadded
 from swarmnet_client.model.remote_blocks import RemoteBlocks
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_tensor
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.steps import Row
 
 
@@ -263,7 +262,7 @@ class SwarmCache(Cache):  # type: ignore[misc]  # transformers is not typed
             self._chain = await self._stack.enter_async_context(
                 self._blocks.open_chain(self._max_length, self._adapter)
             )
-        return as_tensor(await self._chain.forward(rows, array_of(values)))
+        return as_tensor(await self._chain.forward(rows, as_array(values)))
 
     def __enter__(self) -> "SwarmCache":
         return self

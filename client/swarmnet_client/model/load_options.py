@@ -61,7 +61,7 @@ class LoadOptions:
 
     @property
     def torch_dtype(self) -> "torch.dtype":
-        from swarmnet_protocols.session.as_torch import torch_dtype
+        from swarmnet_protocols.machine.devices import torch_dtype
 
         return torch_dtype(self.dtype)
 

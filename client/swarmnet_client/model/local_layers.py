@@ -10,10 +10,9 @@ from transformers.masking_utils import AttentionMaskInterface
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.native_layers import check_ids
 from swarmnet_client.model.placeholders import match_layers, stand_ins
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.partial_model import embed
-from swarmnet_protocols.session.as_torch import array_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,9 +79,9 @@ class LocalLayers:
     @torch.inference_mode()
     def embed(self, ids: Array) -> Array:
         """Return embeddings [P, D] of token ids [P]."""
-        return array_of(embed(self._model, as_tensor(ids).to(self._device)).cpu())
+        return as_array(embed(self._model, as_tensor(ids).to(self._device)).cpu())
 
     @torch.inference_mode()
     def logits(self, hidden: Array) -> Array:
         """Return logits [N, V], float32, of outputs [N, D] of the last block."""
-        return array_of(logits(self._model, type(self._model).forward, as_tensor(hidden)).cpu())
+        return as_array(logits(self._model, type(self._model).forward, as_tensor(hidden)).cpu())

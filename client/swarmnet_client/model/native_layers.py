@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import Products, load_products
-from swarmnet_protocols.session.arrays import as_float32
 
 
 def check_ids(ids: Array, count: int) -> None:

@@ -17,9 +17,8 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.client_adapter import ClientAdapter
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_tensor
 from swarmnet_protocols.session.adapters import Adapter
-from swarmnet_protocols.session.as_torch import array_of
 
 T = TypeVar("T")
 
@@ -42,8 +41,8 @@ class RemoteBlocks:
         self.report = ChainReport()
         """The report of the chain or batch that was used last."""
         self._runtime = runtime
-        self._embed = lambda values: array_of(embed(as_tensor(values)))
-        self._read = lambda outputs: array_of(read(as_tensor(outputs)).cpu())
+        self._embed = lambda values: as_array(embed(as_tensor(values)))
+        self._read = lambda outputs: as_array(read(as_tensor(outputs)).cpu())
         self._adapter: Adapter | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

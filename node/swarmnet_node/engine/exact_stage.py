@@ -6,14 +6,12 @@ and imports torch.
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from swarmnet_node.engine.caches.kv_cache import KVGeometry, LayerShape, SequenceCache
 from swarmnet_node.engine.kernels.backend import (
-    PRODUCTS,
     AttentionRule,
     Backend,
     DecoderLayer,
@@ -25,15 +23,14 @@ from swarmnet_node.engine.kernels.backend import (
 from swarmnet_node.engine.kernels.block_shapes import BlockShape, block_shapes
 from swarmnet_node.engine.routed_experts import RoutedExperts
 from swarmnet_node.engine.stage import Stage
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.machine import threads
 from swarmnet_protocols.machine.devices import CPU
-from swarmnet_protocols.models.llama_shape import EmptyStack, LlamaShape
+from swarmnet_protocols.models.llama_shape import LlamaShape
 from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.session.arrays import as_float32
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +70,11 @@ class ExactStage(Stage):
         self.blocks = len(layers)
         self.first = first
         self.devices = (CPU,) * len(layers)
-        self.weight_bytes = sum(map(_layer_bytes, layers))
+        self.weight_bytes = sum(int(each.nbytes) for layer in layers for each in layer.weights)
         self.widths = LayerWidths.of(shape)
         caches = LayerShape(shape.num_key_value_heads, shape.head_dim, shape.head_dim)
         self.geometry = KVGeometry((caches,) * len(layers), self.dtype, CPU)
-        self.experts = RoutedExperts(EmptyStack(shape, 0))
+        self.experts = RoutedExperts()
         self._shape = shape
         self._layers = layers
         self._backend = backend
@@ -145,6 +142,9 @@ class ExactStage(Stage):
         )
         return np.split(outputs, np.cumsum(counts)[:-1])
 
+    def catch_up(self, sequence: SequenceCache, positions: int) -> None:
+        """Do nothing: no layer has recurrent states."""
+
     def run_sequences(
         self, inputs: Any, counts: Sequence[int], adapter: "StageAdapter | None" = None
     ) -> Array:
@@ -168,13 +168,7 @@ class ExactStage(Stage):
         from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 
         threads.use(cores)  # torch has its own setting
-        return TorchStage.of_layers(
-            self._shape,
-            self._layers,
-            self._backend,
-            precision=self.precision,
-            first=self.first,
-        )
+        return TorchStage.of_layers(self, self._layers, self._shape.linears, self._backend)
 
 
 def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -> DecoderLayer:
@@ -183,12 +177,9 @@ def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -
     Raises ``IntegrityError`` if some of the joined modules have a bias, and others have none.
     """
     family, sizes = block.family, shape.linears
-    products = (family.qkv, (family.output,), family.gate_up, (family.down,))
-    modules = {}
-    for name, paths in zip(PRODUCTS, products, strict=True):
-        ends = list(accumulate(sizes[path][0] for path in paths))
-        modules[name] = tuple(zip(paths, map(slice, [0, *ends], ends), strict=False))
-    qkv, output, gate_up, down = (_joined(weights, f"layers.{index}.", paths) for paths in products)
+    products: dict[str, Any] = {
+        name: _joined(weights, f"layers.{index}.", paths) for name, paths in family.products.items()
+    }
 
     def norm(path: str) -> Norm | None:
         weight = weights.get(f"layers.{index}.{path}.weight")
@@ -199,11 +190,10 @@ def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -
         shape=block,
         rule=PLAIN,
         key_heads=shape.num_key_value_heads,
-        qkv=qkv,
-        output=output,
-        gate_up=gate_up,
-        down=down,
-        modules=modules,
+        modules={
+            name: tuple((path, sizes[path][0]) for path in paths) for name, paths in family.products.items()
+        },
+        **products,
         attention_norm=norm(family.attention_norm),
         mlp_norm=norm(family.mlp_norm),
         query_norm=norm(family.query_norm),
@@ -214,10 +204,7 @@ def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -
 def _joined(weights: Weights, prefix: str, modules: Sequence[str]) -> Linear:
     paths = [prefix + path for path in modules]
     matrices = [weights[f"{path}.weight"] for path in paths]
-    packed = [
-        each if isinstance(each, PackedTensor) else PackedTensor.of(Format.F32, _bytes(each))
-        for each in matrices
-    ]
+    packed = [each if isinstance(each, PackedTensor) else _packed(each) for each in matrices]
     biases = [np.asarray(weights[f"{path}.bias"]) for path in paths if f"{path}.bias" in weights]
     if biases and len(biases) < len(paths):
         raise IntegrityError(f"only some of {' and '.join(paths)} have a bias")
@@ -225,13 +212,5 @@ def _joined(weights: Weights, prefix: str, modules: Sequence[str]) -> Linear:
     return Linear(weight, np.concatenate(biases) if biases else None)
 
 
-def _bytes(matrix: Array) -> Array:
-    return np.ascontiguousarray(matrix, np.float32).view(np.uint8)
-
-
-def _layer_bytes(layer: DecoderLayer) -> int:
-    linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-    norms = (layer.attention_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
-    found = [each for linear in linears for each in (linear.weight, linear.bias)]
-    found += [norm.weight for norm in norms if norm is not None]
-    return sum(int(each.nbytes) for each in found if each is not None)
+def _packed(matrix: Array) -> PackedTensor:
+    return PackedTensor.of(Format.F32, np.ascontiguousarray(matrix, np.float32).view(np.uint8))

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 class RoutedExperts:
     """The modules of routed experts of a decoder stack, by number of the layer."""
 
-    def __init__(self, model: Any) -> None:
-        paths = {int(path.split(".")[1]): (path, module) for path, module in experts_modules(model)}
+    def __init__(self, model: Any = None) -> None:
+        """``model``: None if no layer has experts."""
+        found = () if model is None else experts_modules(model)
+        paths = {int(path.split(".")[1]): (path, module) for path, module in found}
         self.modules: dict[int, ExpertsModule] = {layer: module for layer, (_, module) in paths.items()}
         self.blocks: dict[int, tuple[nn.Module, ExpertsModule]] = {
             layer: (model.get_submodule(path.rpartition(".")[0]), module)

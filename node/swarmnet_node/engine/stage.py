@@ -49,10 +49,12 @@ class Stage(ABC):
     devices: "tuple[torch.device, ...]"
     """The device of each layer."""
     experts: "RoutedExperts"
-    has_recordings: bool = False
-    """Whether decode steps are recorded."""
-    is_exact: bool = False
-    """Whether sessions get the same bits on every processor: C computes all of their positions."""
+
+    @property
+    @abstractmethod
+    def is_exact(self) -> bool:
+        """Whether sessions get the same bits on every processor: C computes all of their
+        positions."""
 
     @property
     def arithmetic(self) -> str:
@@ -128,7 +130,8 @@ class Stage(ABC):
     def _forward_rows(self, rows: "Sequence[tuple[SequenceCache, Any]]") -> list[Any]:
         """Run ``forward`` for sequences that have room. The caller counts the new positions."""
 
-    def catch_up(self, sequence: SequenceCache, positions: int) -> None:  # noqa: B027 - few have such states
+    @abstractmethod
+    def catch_up(self, sequence: SequenceCache, positions: int) -> None:
         """Compute up to ``positions`` positions of a sequence again.
 
         Its recurrent states are ``behind`` by this or more.

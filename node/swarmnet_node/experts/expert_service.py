@@ -25,6 +25,7 @@ import torch
 from swarmnet_node.experts.expert_link import ExpertModel
 from swarmnet_node.hosting.slots import Slot, Slots
 from swarmnet_node.running_node import Dependencies, Hosted
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import (
     BlockExperts,
@@ -47,7 +48,6 @@ from swarmnet_protocols.quantization.packed_experts import (
     drop_experts,
     has_expert,
 )
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import (
     ExpertRows,
     ExpertsStream,
@@ -286,7 +286,7 @@ class ExpertService:
         outputs = await self.compute(rows)
         self.rows_of.update({(rows.block, expert): len(each) for expert, each in rows.rows.items()})
         self.requests += 1
-        tensor, encoded = encode_tensor(array_of(outputs))
+        tensor, encoded = encode_tensor(as_array(outputs))
         await stream.send(pb.ExpertsReply(computed=pb.Computed(id=number, tensor=tensor)), encoded)
 
     def _check_here(self, request: ExpertRows) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-
 from swarmnet_node.engine.engine import Engine
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, GraphKey
 from swarmnet_node.hosting.slots import IDLE_S, Slot
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_array
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.aio import race
 from swarmnet_protocols.net import Buffer, PeerId
@@ -135,11 +133,11 @@ class HostedPass:
 
     def _differentiate(self, graph: AutogradGraph, grad_outputs: Array) -> list[Array]:
         gradients, of_adapter = self._stage.gradients(graph, grad_outputs)
-        arrays = {name: in_array(values) for name, values in of_adapter.items()}
+        arrays = {name: as_array(values) for name, values in of_adapter.items()}
         return [self._sent(gradients), *([finite(pack_tensors(arrays))] if arrays else [])]
 
     def _sent(self, values: "Array | torch.Tensor") -> Array:
-        return finite(rounded(in_array(values), self._wire))
+        return finite(rounded(as_array(values), self._wire))
 
     async def _compute(self, work: Callable[[], T]) -> T:
         return await self._start(lambda: work)
@@ -184,15 +182,6 @@ def graph_key(wanted: pb.Begin, client: PeerId) -> GraphKey | None:
         raise ProtocolViolation("a graph's id is 16 bytes")
     span = wanted.span.start, wanted.span.end
     return GraphKey(client, wanted.graph, span, tuple(wanted.counts), wanted.adapter)
-
-
-def in_array(values: "Array | torch.Tensor") -> Array:
-    """Return what a stage computed as an array."""
-    if isinstance(values, np.ndarray):
-        return values
-    from swarmnet_protocols.session.as_torch import array_of
-
-    return array_of(values)
 
 
 def finite(values: Array) -> Array:

@@ -34,12 +34,12 @@ import numpy as np
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.downstream import Downstream
-from swarmnet_node.hosting.passes import finite, in_array
+from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.sequences import SessionSequences
 from swarmnet_node.hosting.served_blocks import ServedBlocks
 from swarmnet_node.hosting.slots import Slot, idle
 from swarmnet_node.hosting.step_times import HopStepTimes
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_array
 from swarmnet_protocols.directory.node_reports import is_peer_id
 from swarmnet_protocols.errors import (
     DeadlineExceeded,
@@ -531,7 +531,7 @@ class HostedSession:
         if wait_s := self._scope.charge(Rate.POSITIONS, self._behind(rows), now):
             await asyncio.sleep(wait_s)
         started = partial(self._step_times.mark, step.seq, Moment.STARTED)
-        outputs = np.concatenate([*map(in_array, await self.engine.compute(self._stage, rows, started))])
+        outputs = np.concatenate([*map(as_array, await self.engine.compute(self._stage, rows, started))])
         return finite(rounded(outputs, self.wire))
 
     def _behind(self, rows: Sequence[tuple[SequenceCache, Array]]) -> int:

@@ -46,7 +46,7 @@ def torch_device(device: Any) -> "torch.device":
 
 
 def torch_dtype(dtype: Any) -> "torch.dtype":
-    """Return a dtype of numpy or torch as torch's type."""
+    """Return a dtype of numpy or torch, or an element type of the wire, as torch's type."""
     import torch
 
     found: torch.dtype = getattr(torch, str(dtype).removeprefix("torch."))

@@ -8,14 +8,11 @@ transformers builds every other model.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.unread import UNUSED
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE
-
-if TYPE_CHECKING:
-    pass
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Values of ``model_type`` whose layers have this shape, unless a setting says otherwise."""
@@ -101,20 +98,36 @@ class LlamaShape:
         return whole | dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), self.head_dim)
 
 
-class EmptyStack:
-    """Stands for an empty decoder stack of transformers: where checkpoints look up the names and
-    shapes of the weights of some layers."""
+class EmptyModel:
+    """Stands for an empty model of transformers: where checkpoints look up the names and shapes of
+    weights."""
 
     base_model_prefix = "model"
 
-    def __init__(self, shape: LlamaShape, layers: int) -> None:
-        """``layers``: the number of layers. Biases that few families have are among the weights."""
+    def __init__(
+        self, shape: LlamaShape, weights: Mapping[str, tuple[int, ...]], *, is_stack: bool = False
+    ) -> None:
+        """``weights``: their shapes. ``is_stack``: a decoder stack, otherwise a CausalLM."""
         self.config = shape
-        self._shapes = {
-            f"layers.{layer}.{name}": SimpleNamespace(shape=sizes)
-            for layer in range(layers)
-            for name, sizes in _weights(shape)
+        self.base_model = self if is_stack else None
+        self._shapes = {name: SimpleNamespace(shape=sizes) for name, sizes in weights.items()}
+
+    @classmethod
+    def stack(cls, shape: LlamaShape, layers: int) -> "EmptyModel":
+        """Return a decoder stack. Biases that few families have are among its weights."""
+        weights = {
+            f"layers.{layer}.{name}": sizes for layer in range(layers) for name, sizes in _weights(shape)
         }
+        return cls(shape, weights, is_stack=True)
+
+    @classmethod
+    def ends(cls, shape: LlamaShape, vocabulary: int) -> "EmptyModel":
+        """Return a CausalLM without layers: its embeddings, final norm and lm_head."""
+        sizes = (vocabulary, shape.hidden_size)
+        return cls(
+            shape,
+            {"model.embed_tokens.weight": sizes, "model.norm.weight": sizes[1:], "lm_head.weight": sizes},
+        )
 
     def check(self, weights: Mapping[str, Any], of: str) -> None:
         """Raise ``IntegrityError`` if a weight is missing or has another shape, and ``ConfigError``
@@ -130,10 +143,6 @@ class EmptyStack:
             elif not UNUSED.search(name):
                 raise ConfigError(f"{of} have the tensor {name[:200]!r}, which is not used")
 
-    @property
-    def base_model(self) -> "EmptyStack":
-        return self
-
     def state_dict(self) -> dict[str, SimpleNamespace]:
         """Return the shape of each weight, by name."""
         return self._shapes
@@ -142,31 +151,9 @@ class EmptyStack:
         """Yield the modules that checkpoints treat in a special way. There are none."""
         return iter(())
 
-    def packable_weight(self, name: str) -> str | None:
-        """Return the name here of a weight that can be packed. None for other tensors."""
-        own = name.removeprefix("model.")
-        return own if len(getattr(self._shapes.get(own), "shape", ())) == 2 else None
-
-
-class EmptyEnds(EmptyStack):
-    """Stands for an empty CausalLM of transformers without layers: its embeddings, final norm and
-    lm_head."""
-
-    def __init__(self, shape: LlamaShape, vocabulary: int) -> None:
-        super().__init__(shape, 0)
-        sizes = (vocabulary, shape.hidden_size)
-        self._shapes = {
-            "model.embed_tokens.weight": SimpleNamespace(shape=sizes),
-            "model.norm.weight": SimpleNamespace(shape=sizes[1:]),
-            "lm_head.weight": SimpleNamespace(shape=sizes),
-        }
-
-    @property
-    def base_model(self) -> "EmptyStack":
-        return EmptyStack(self.config, 0)
-
-    def packable_weight(self, name: str) -> str | None:
-        return name if len(getattr(self._shapes.get(name), "shape", ())) == 2 else None
+    def has_matrix(self, name: str) -> bool:
+        """Return whether a weight is a matrix, which can be packed."""
+        return name in self._shapes and len(self._shapes[name].shape) == 2
 
 
 def _weights(shape: LlamaShape) -> Iterator[tuple[str, tuple[int, ...]]]:

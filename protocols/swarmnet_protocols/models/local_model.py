@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import ModelFile, Progress, listing_hash
+from swarmnet_protocols.machine.devices import CPU
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
@@ -23,7 +23,7 @@ from swarmnet_protocols.models.checkpoints.checkpoint import (
     sha256_of,
 )
 from swarmnet_protocols.models.checkpoints.safetensors_header import StoredTensor
-from swarmnet_protocols.models.llama_shape import EmptyEnds, EmptyStack, LlamaShape
+from swarmnet_protocols.models.llama_shape import EmptyModel, LlamaShape
 from swarmnet_protocols.models.manifest import MAX_BLOCKS, MAX_HIDDEN_SIZE, BlockKey, Manifest
 from swarmnet_protocols.models.parts import Parts, Slices
 from swarmnet_protocols.models.shared_weights import SharedWeights
@@ -189,7 +189,7 @@ class LocalModel:
         return self._checkpoint.holders(self._checkpoint.tensor_names)
 
     def _state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyModel", form: WeightForm
     ) -> dict[str, Any]:
         slices: Slices = {}
         if form.experts:
@@ -222,8 +222,8 @@ class LocalModel:
         size = settings.get("vocab_size")
         if shape is None or not isinstance(size, int):
             return None
-        ends = EmptyEnds(shape, size)
-        form = WeightForm(SimpleNamespace(type="cpu"), packed=True)  # type: ignore[arg-type]
+        ends = EmptyModel.ends(shape, size)
+        form = WeightForm(CPU, packed=True)
         weights = self._state_dict(self.manifest.tensors["local_layers"], 0, ends, form)
         found = {
             name: each.float32() if isinstance(each, StoredTensor) else each for name, each in weights.items()
@@ -282,7 +282,7 @@ class LocalModel:
         if shape is None:
             raise ConfigError(f"the layers of {self.name} have another shape")
         form = WeightForm(device, packed=True, quantized=quantized)
-        stack = EmptyStack(shape, end - start)
+        stack = EmptyModel.stack(shape, end - start)
         weights = self._state_dict(self._tensors_of(start, end), start, stack, form)
         found = {
             name.removeprefix("model."): each.float32() if isinstance(each, StoredTensor) else each

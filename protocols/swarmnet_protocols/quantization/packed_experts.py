@@ -27,8 +27,6 @@ Matrix = PackedTensor | torch.Tensor
 """[outputs, inputs]."""
 ExpertMatrices = Mapping[int, Matrix]
 """The matrices of some experts, by the numbers of the experts."""
-
-
 Outputs = Mapping[int, torch.Tensor]
 """The outputs [n, D] of some experts for their rows, not weighted, by the numbers of the
 experts."""

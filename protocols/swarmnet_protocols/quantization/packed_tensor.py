@@ -16,6 +16,7 @@ from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, WHOLE_R
 
 if TYPE_CHECKING:
     import torch
+
 GROUP = 16
 """Rows that are interleaved with each other. ``GROUP`` in product.h must be equal."""
 

@@ -42,8 +42,6 @@ PANEL_BYTES = 8 << 20
 ACCELERATOR_PANEL_BYTES = 128 << 20
 """Bytes of the float32 weights that an accelerator unpacks at a time: each panel costs about a
 dozen launches of operations."""
-
-
 INTERLEAVED_BYTES = 1 << 20
 """Bytes that are interleaved at a time: few enough for the processor's cache."""
 _NUMBERS = {Format.F32: "float32", Format.F16: "float16", Format.BF16: "bfloat16"}

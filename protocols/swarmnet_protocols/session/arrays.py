@@ -1,7 +1,4 @@
-"""Activations as numpy arrays: their element types, rounding, and cutting.
-
-numpy has no bfloat16. An array of ``uint16`` holds the bits of bfloat16 numbers.
-"""
+"""Activations as numpy arrays: their element types, rounding, and cutting."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -10,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.wire import session_pb2 as pb
 
 _EXPONENT = np.uint16(0x7F80)
@@ -57,13 +54,6 @@ _TYPES = {dtype: each for each, dtype in _DTYPES.items()}
 def type_of(values: Array) -> ElementType:
     """Return the element type of activations."""
     return _TYPES[values.dtype]
-
-
-def as_float32(values: Array) -> Array:
-    """Return activations as float32, exactly. float32 arrays are returned as they are."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32, copy=False)
 
 
 def rounded(values: Array, to: ElementType) -> Array:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_tensor
 from swarmnet_protocols.directory.expert_announcements import (
     MAX_EXPERT_BLOCKS,
     BlockExperts,
@@ -26,8 +26,7 @@ from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.quantization.packed_experts import Outputs
-from swarmnet_protocols.session.arrays import ElementType, are_finite
-from swarmnet_protocols.session.as_torch import array_of, element_type
+from swarmnet_protocols.session.arrays import ElementType, are_finite, type_of
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, wire_type
 from swarmnet_protocols.wire import session_pb2 as pb
 
@@ -66,7 +65,7 @@ def split_rows(block: int, hidden: torch.Tensor, rows: Mapping[int, torch.Tensor
 
     ``rows``: expert → indexes of its rows.
     """
-    most = max_pairs(hidden.shape[1], element_type(hidden.dtype))
+    most = max_pairs(hidden.shape[1], type_of(as_array(hidden)))
     left = most
     taken: dict[int, torch.Tensor] = {}
     for expert in sorted(rows):
@@ -100,7 +99,7 @@ def max_pairs(hidden_size: int, type: ElementType) -> int:
 
 def encode_rows(request: ExpertRows, number: int) -> tuple[pb.Rows, memoryview]:
     """Return the header and payload of a request."""
-    tensor, payload = encode_tensor(array_of(request.values))
+    tensor, payload = encode_tensor(as_array(request.values))
     experts = [pb.ExpertRows(expert=expert, rows=rows.tolist()) for expert, rows in request.rows.items()]
     return pb.Rows(id=number, block=request.block, tensor=tensor, experts=experts), payload
 
@@ -138,7 +137,7 @@ def decode_outputs(message: pb.Computed, payload: Buffer, request: ExpertRows, n
     """
     if message.id != number:
         raise ProtocolViolation(f"an answer to request {message.id} instead of {number}")
-    if wire_type(message.tensor.dtype) is not element_type(request.values.dtype):
+    if wire_type(message.tensor.dtype) is not type_of(as_array(request.values)):
         raise ProtocolViolation("outputs of another element type than the rows")
     values = decode_tensor(
         message.tensor, payload, positions=request.pairs, hidden_size=request.values.shape[1]

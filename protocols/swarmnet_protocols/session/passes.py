@@ -14,13 +14,13 @@ from typing import Self
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.errors import DeadlineExceeded, ProtocolViolation
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net import Buffer
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.typed_stream import TypedStream
-from swarmnet_protocols.session.arrays import ElementType, are_finite, as_float32, split, type_of
+from swarmnet_protocols.session.arrays import ElementType, are_finite, split, type_of
 from swarmnet_protocols.session.wire_tensors import decode_tensor, encode_tensor, position_bytes, wire_type
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import session_pb2 as pb

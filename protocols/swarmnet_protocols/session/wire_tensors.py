@@ -17,10 +17,10 @@ changes by at most 1/256 of itself.
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.arrays import Array, as_float32
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net import Buffer
-from swarmnet_protocols.session.arrays import ElementType, as_float32, rounded, type_of
+from swarmnet_protocols.session.arrays import ElementType, rounded, type_of
 from swarmnet_protocols.wire import session_pb2 as pb
 
 BLOCK = 32

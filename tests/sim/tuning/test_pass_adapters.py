@@ -12,12 +12,12 @@ import torch
 from swarmnet_client.chain.adapter_upload import upload_adapter
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch, split
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import ADAPTER, PASS
 from swarmnet_protocols.session.adapters import Adapter
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS, pack_tensors, split_tensor
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -185,7 +185,7 @@ def test_a_host_with_invalid_gradients_of_an_adapter_is_replaced(
             # the one that the client uses first
             if shape[1:] == [1] and sender in (liars or [sender]):
                 liars.append(sender)
-                ((part, payload),) = split_tensor(array_of(lie(torch.ones(shape))))
+                ((part, payload),) = split_tensor(as_array(lie(torch.ones(shape))))
                 message = Message(pb.PassReply(part=part).SerializeToString(), payload)
                 lies.append(message)
         await honest(self, message)

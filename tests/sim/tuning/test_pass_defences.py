@@ -10,10 +10,10 @@ import torch
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_node.hosting.client_limits import ClientLimits
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS, MAX_SEQUENCES
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
@@ -33,7 +33,7 @@ TOKENS = 6
 
 
 def part(values: torch.Tensor) -> Message:
-    tensor, payload = encode_tensor(array_of(values))
+    tensor, payload = encode_tensor(as_array(values))
     return Message(pb.PassRequest(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 
@@ -120,7 +120,7 @@ BAD_TENSORS: dict[str, list[Message]] = {
     "gradients of another shape": [part(zeros()), part(zeros(9))],
     "a shape that is not its payload's": [
         Message(
-            pb.PassRequest(part=pb.Part(tensor=encode_tensor(array_of(zeros()))[0])).SerializeToString(),
+            pb.PassRequest(part=pb.Part(tensor=encode_tensor(as_array(zeros()))[0])).SerializeToString(),
             b"1234",
         )
     ],

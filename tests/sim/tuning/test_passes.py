@@ -13,12 +13,12 @@ from swarmnet_client.chain.failures import CLIENT_FAULTS
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.passes import PASSES_PER_HOST, RemoteBatch, split
 from swarmnet_node.hosting.client_limits import ClientLimits
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import ConfigError, NoRoute, OutOfResources
 from swarmnet_protocols.net import Message, PeerId
 from swarmnet_protocols.net.protocol_ids import PASS
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import MAX_POSITIONS
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import refusal_pb2
@@ -170,7 +170,7 @@ def test_backward_may_run_where_forward_did_not(reference: Reference) -> None:
 
 
 def answer_of(values: torch.Tensor) -> Message:
-    tensor, payload = encode_tensor(array_of(values))
+    tensor, payload = encode_tensor(as_array(values))
     return Message(pb.PassReply(part=pb.Part(tensor=tensor)).SerializeToString(), payload)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_tensor
 from swarmnet_protocols.directory.host_announcements import PROTOCOL, hosts_topic
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.net import Stream
 from swarmnet_protocols.net.protocol_ids import PASS, PING
 from swarmnet_protocols.net.refusal import Refusal
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import receive_tensor, split_tensor
 from swarmnet_protocols.session.pings import answer_pings
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -99,7 +98,7 @@ async def answer_passes(lie: Forger, stream: Stream) -> None:
 
     inputs = await receive_tensor(part, positions=sum(begin.begin.counts), hidden_size=WIDTH)
     try:
-        outputs = array_of(lie(as_tensor(inputs)))
+        outputs = as_array(lie(as_tensor(inputs)))
     except Refusal as refusal:
         asked.refuse(refusal)
         return

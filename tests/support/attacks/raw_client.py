@@ -9,12 +9,12 @@ import pytest
 import torch
 from google.protobuf.message import Message as Protobuf
 
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import StreamEnded
 from swarmnet_protocols.net import Message, Stream, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.protocol_ids import LINK, PASS, SESSION
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.passes import split_tensor
 from swarmnet_protocols.session.steps import Row, Step, encode_step
 from swarmnet_protocols.wire import session_pb2 as pb
@@ -78,7 +78,7 @@ class Stranger:
         """The answer to a pass with one tensor."""
         stream = await self.begin_pass(**changes)
         await stream.receive()  # a heartbeat, unless the pass is refused
-        for part, payload in split_tensor(array_of(values)):
+        for part, payload in split_tensor(as_array(values)):
             await stream.send(Message(pb.PassRequest(part=part).SerializeToString(), payload))
         reply = await next_reply(stream, pb.PassReply)
         stream.close()

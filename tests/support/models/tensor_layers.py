@@ -4,9 +4,8 @@ import torch
 
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.model.local_layers import LocalLayers
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_tensor
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.session.as_torch import array_of
 
 
 class TensorLayers:
@@ -14,7 +13,7 @@ class TensorLayers:
         self._layers = LocalLayers(local, LoadOptions())
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return as_tensor(self._layers.embed(array_of(ids)))
+        return as_tensor(self._layers.embed(as_array(ids)))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return as_tensor(self._layers.logits(array_of(hidden)))
+        return as_tensor(self._layers.logits(as_array(hidden)))

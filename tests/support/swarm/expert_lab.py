@@ -19,12 +19,12 @@ from swarmnet_node.experts.expert_service import ExpertService
 from swarmnet_node.experts.trunk import CacheOptions, ExpertOptions
 from swarmnet_node.hosted_blocks import Hosting
 from swarmnet_node.node import Node
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.directory.expert_announcements import BlockExperts
 from swarmnet_protocols.directory.node_reports import request_report
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.protocol_ids import EXPERTS, REPORT
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import ExpertRows, ExpertsStream, TrunkStream
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -201,7 +201,7 @@ class FaultyService(ExpertService):
         if self.fault == "end":
             stream.close()
             return
-        tensor, encoded = encode_tensor(array_of(wrong))
+        tensor, encoded = encode_tensor(as_array(wrong))
         number += 1000 * (self.fault == "unknown request")
         await stream.send(
             session_pb2.ExpertsReply(computed=session_pb2.Computed(id=number, tensor=tensor)), encoded

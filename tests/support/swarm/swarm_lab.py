@@ -27,7 +27,7 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes
@@ -36,7 +36,6 @@ from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
@@ -82,12 +81,12 @@ class Reference:
 
     @torch.inference_mode()
     def embed(self, ids: Array) -> Array:
-        return array_of(self.model.get_input_embeddings()(as_tensor(ids)))
+        return as_array(self.model.get_input_embeddings()(as_tensor(ids)))
 
     @torch.inference_mode()
     def logits(self, hidden: Array) -> Array:
         """Logits [n, V] of hidden states [n, D]."""
-        return array_of(self.model.lm_head(self.model.model.norm(as_tensor(hidden))))
+        return as_array(self.model.lm_head(self.model.model.norm(as_tensor(hidden))))
 
     def next_token(self, hidden: Array) -> int:
         """The greedy token after the last position of hidden states [n, D]."""

@@ -34,6 +34,11 @@ needs no subtraction."""
 
 PRODUCTS = ("qkv", "output", "gate_up", "down")
 """The four products of a :class:`DecoderLayer`."""
+NORMS = (
+    *("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
+    *("query_norm", "key_norm", "value_norm"),
+)
+"""The norms of a :class:`DecoderLayer`, in the order of ``layer`` in decode.c."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class DecoderLayer:
     - ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
     - ``gate_up`` has the gate's outputs, if there is a gate, then the up projection's.
     - Norms of heads have the size of one head, or that of all heads together.
-    - ``modules`` has the path of each linear module of a product, and its columns in the outputs.
+    - ``modules`` has the linear modules whose outputs each product concatenates: paths, and numbers
+      of outputs.
     """
 
     index: int
@@ -105,7 +111,7 @@ class DecoderLayer:
     output: Linear
     gate_up: Linear
     down: Linear
-    modules: Mapping[str, tuple[tuple[str, slice], ...]]
+    modules: Mapping[str, tuple[tuple[str, int], ...]]
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
     attention_out_norm: Norm | None = None
@@ -116,19 +122,25 @@ class DecoderLayer:
     scale: float = 1.0
     """Factor of the layer's outputs."""
 
+    @property
+    def weights(self) -> list[Any]:
+        """All weights and biases."""
+        tensors = [each for part in self._parts.values() for each in (part.weight, part.bias)]
+        return [each for each in tensors if each is not None]
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        found = {name: getattr(self, name) for name in (*PRODUCTS, *NORMS)}
+        return {name: part for name, part in found.items() if part is not None}
+
     def mapped(self, change: Callable[[Any], Any]) -> "DecoderLayer":
         """Return the layer with ``change`` of each weight and bias in its place."""
 
         def of(part: Any) -> Any:
-            if part is None:
-                return None
             bias = None if part.bias is None else change(part.bias)
             return replace(part, weight=change(part.weight), bias=bias)
 
-        norms = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
-        parts = (*PRODUCTS, *norms, "query_norm", "key_norm", "value_norm")
-        changed: dict[str, Any] = {name: of(getattr(self, name)) for name in parts}
-        return replace(self, **changed)
+        return replace(self, **{name: of(part) for name, part in self._parts.items()})
 
 
 @dataclass(frozen=True, eq=False)

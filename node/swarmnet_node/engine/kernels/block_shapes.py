@@ -59,6 +59,11 @@ class Family:
     scale: str = ""
     """A number by which a block multiplies its outputs."""
 
+    @property
+    def products(self) -> "dict[str, tuple[str, ...]]":
+        """The linear modules of each product of a block."""
+        return {"qkv": self.qkv, "output": (self.output,), "gate_up": self.gate_up, "down": (self.down,)}
+
 
 @dataclass(frozen=True)
 class BlockShape:

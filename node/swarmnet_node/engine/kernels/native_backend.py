@@ -119,21 +119,23 @@ def _joined(layer: DecoderLayer, lora: Mapping[str, LoraUpdate], product: str) -
     """Return the update of a product, whose modules may have updates of their own."""
     import torch
 
-    found = [(columns, lora[path]) for path, columns in layer.modules[product] if path in lora]
-    if product in lora or not found:
-        return lora.get(product)
-    ups, rank = [], 0
-    for columns, update in found:
-        ups += [
-            (
-                slice(columns.start + outputs.start, columns.start + outputs.stop),
-                slice(rank + ranks.start, rank + ranks.stop),
-                up,
-            )
-            for outputs, ranks, up in update.ups
-        ]
-        rank += len(update.down)
-    return LoraUpdate(torch.cat([update.down for _, update in found]), tuple(ups))
+    if product in lora:
+        return lora[product]
+    ups, downs, first, rank = [], [], 0, 0
+    for path, size in layer.modules[product]:
+        if update := lora.get(path):
+            ups += [
+                (
+                    slice(first + outputs.start, first + outputs.stop),
+                    slice(rank + ranks.start, rank + ranks.stop),
+                    up,
+                )
+                for outputs, ranks, up in update.ups
+            ]
+            downs.append(update.down)
+            rank += len(update.down)
+        first += size
+    return LoraUpdate(torch.cat(downs), tuple(ups)) if downs else None
 
 
 class NativeBackend:

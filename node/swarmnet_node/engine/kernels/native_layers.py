@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from swarmnet_node.engine.kernels.backend import PRODUCTS, DecoderLayer, Linear, Norm
+from swarmnet_node.engine.kernels.backend import NORMS, PRODUCTS, DecoderLayer, Linear, Norm
 from swarmnet_node.engine.kernels.block_shapes import ACTIVATIONS
 from swarmnet_node.engine.kernels.rotary_embeddings import RotaryEmbedding
 from swarmnet_protocols.quantization.products import NativeLinear, native_segments
 
-NORMS = (
-    *("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm"),
-    *("query_norm", "key_norm", "value_norm"),
-)
-"""The norms of a :class:`DecoderLayer`, in the order of ``layer`` in decode.c."""
 MOST_POSITIONS = 1 << 62
 """A sliding window that is never full. A larger number would overflow in C."""
 

@@ -3,13 +3,12 @@ inputs."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
 
-from swarmnet_node.engine.kernels.backend import PRODUCTS, AttentionRule, DecoderLayer, Linear, Norm
+from swarmnet_node.engine.kernels.backend import AttentionRule, DecoderLayer, Linear, Norm
 from swarmnet_node.engine.kernels.block_shapes import BlockShape, Family, block_shapes
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
@@ -64,7 +63,7 @@ def _products(layer: nn.Module, family: Family) -> dict[str, tuple[str, ...]]:
     qkv = family.qkv
     if family.has_shared_values and _module(layer, qkv[-1]) is None:
         qkv = (*qkv[:-1], qkv[-2])
-    return dict(zip(PRODUCTS, (qkv, (family.output,), family.gate_up, (family.down,)), strict=True))
+    return family.products | {"qkv": qkv}
 
 
 def _norms(layer: nn.Module, family: Family) -> Iterator[tuple[str, str]]:
@@ -129,8 +128,9 @@ def _decoder_layer(layer: Any, shape: BlockShape, rule: AttentionRule, index: in
     for product, paths in _products(layer, family).items():
         linears = [layer.get_submodule(path) for path in paths]
         parts[product] = _join(*linears)
-        ends = list(accumulate(linear.out_features for linear in linears))
-        modules[product] = tuple(zip(paths, map(slice, [0, *ends], ends), strict=False))
+        modules[product] = tuple(
+            (path, linear.out_features) for path, linear in zip(paths, linears, strict=True)
+        )
     for name, path in _norms(layer, family):
         parts[name] = _norm(layer.get_submodule(path), shape)
     return DecoderLayer(

@@ -7,7 +7,6 @@ operations are faster (``tests/bench/decode.py``).
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -43,16 +42,8 @@ class LlamaLayers:
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Return the weights that are not packed."""
-        found: list[torch.Tensor] = []
-
-        def note(weight: Any) -> Any:
-            if isinstance(weight, torch.Tensor):
-                found.append(weight)
-            return weight
-
-        for layer in self.layers:
-            layer.mapped(note)
-        return tuple(found)
+        weights = (weight for layer in self.layers for weight in layer.weights)
+        return tuple(weight for weight in weights if isinstance(weight, torch.Tensor))
 
     def __call__(
         self, inputs: torch.Tensor, positions: torch.Tensor, batch: Batch, lora: BatchLora | None

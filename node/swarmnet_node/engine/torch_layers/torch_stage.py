@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swarmnet_node.engine.caches.cache_arena import CacheArena
-from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, LayerShape, SequenceCache
+from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, KVGeometry, SequenceCache
 from swarmnet_node.engine.caches.recurrent_state import BatchStates, split_mixers
 from swarmnet_node.engine.kernels.backend import Backend, DecoderLayer, DecodeRow
 from swarmnet_node.engine.kernels.ranged_attention import is_worth_padding
@@ -53,11 +53,9 @@ from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.machine.devices import torch_device, torch_dtype
 from swarmnet_protocols.models import LocalModel
-from swarmnet_protocols.models.llama_shape import EmptyStack, LlamaShape
 from swarmnet_protocols.models.partial_model import weight_bytes, with_blocks
 from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.quantization.packed_experts import ExpertsModule, add_experts
-from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.precisions import Precision
 
 if TYPE_CHECKING:
@@ -128,7 +126,7 @@ class TorchStage(Stage):
                 {path: (path,) for path in paths} for paths in linears
             ]
         else:
-            products = [products_of(layer) for layer in self.method.layers]
+            products = [_products_of(layer) for layer in self.method.layers]
         self._targets = tuple(
             LayerTargets(*each) for each in zip(linears, products, probed.shapes, self.devices, strict=True)
         )
@@ -163,41 +161,43 @@ class TorchStage(Stage):
     @classmethod
     def of_layers(
         cls,
-        shape: LlamaShape,
+        original: Stage,
         layers: Sequence[DecoderLayer],
+        linears: Mapping[str, tuple[int, int]],
         backend: Backend,
-        *,
-        precision: str,
-        first: int,
     ) -> "TorchStage":
-        """Make a stage of layers in the machine's memory, in float32, without a model of
-        transformers."""
+        """Make a stage with the weights of ``original``, in float32 on the CPU, without a model of
+        transformers.
+
+        ``layers`` are its layers, and ``linears`` the linear modules of each, as in
+        ``LayerTargets``.
+        """
         stage = cls.__new__(cls)
-        device, count = torch.device("cpu"), len(layers)
+        device = torch.device("cpu")
         stage._model = None
-        stage.devices, stage.device, stage.dtype = (device,) * count, device, torch.float32
-        stage.hidden_size, stage.precision = shape.hidden_size, precision
-        stage.experts = RoutedExperts(EmptyStack(shape, 0))
-        stage.widths = LayerWidths.of(shape)
-        stage.blocks, stage.first, stage.weight_bytes = count, first, 0
+        stage.devices, stage.device, stage.dtype = (device,) * len(layers), device, torch.float32
+        stage.hidden_size, stage.precision = original.hidden_size, original.precision
+        stage.experts, stage.widths = original.experts, original.widths
+        stage.blocks, stage.first, stage.weight_bytes = original.blocks, original.first, 0
         stage._backend, stage._graphs, stage._parts = backend, None, {}
-        caches = LayerShape(shape.num_key_value_heads, shape.head_dim, shape.head_dim)
-        stage.geometry = KVGeometry((caches,) * count, torch.float32, device)
+        stage.geometry = KVGeometry(original.geometry.layers, torch.float32, device)
         stage._rules = tuple(layer.rule for layer in layers)
-        own = [layer.mapped(_as_tensor) for layer in layers]
+        own = [layer.mapped(as_tensor) for layer in layers]
         llama_layers = LlamaLayers(own, _rotary_of(own[0]), backend, stage.devices)
         stage.method = trials.ForwardMethod(own, llama_layers)
         stage._targets = tuple(
-            LayerTargets(shape.linears, products_of(layer), caches, device) for layer in layers
+            LayerTargets(linears, _products_of(layer), shape, device)
+            for layer, shape in zip(layers, stage.geometry.layers, strict=True)
         )
         return stage
 
     @property
-    def is_exact(self) -> bool:  # type: ignore[override]
+    def is_exact(self) -> bool:
         return self.method.decode_step is not None
 
     @property
-    def has_recordings(self) -> bool:  # type: ignore[override]
+    def has_recordings(self) -> bool:
+        """Whether decode steps are recorded."""
         return self._graphs is not None and not self._graphs.failure
 
     @torch.inference_mode()
@@ -280,7 +280,7 @@ class TorchStage(Stage):
         counts = [inputs.shape[0] for _, inputs in rows]
         for sequence, _ in rows:
             self.catch_up(sequence, sequence.behind)
-        packed = torch.cat([_as_activations(inputs) for _, inputs in rows]).to(self.device, self.dtype)
+        packed = torch.cat([as_tensor(inputs) for _, inputs in rows]).to(self.device, self.dtype)
         sequences = [sequence for sequence, _ in rows]
         decode_step = self.method.decode_step
         if decode_step is not None:
@@ -335,7 +335,7 @@ class TorchStage(Stage):
         return taken
 
     def _taken(self, values: Any) -> torch.Tensor:
-        return _as_activations(values).to(self.device, self.dtype)
+        return as_tensor(values).to(self.device, self.dtype)
 
     def record_sequences(
         self, inputs: Any, counts: Sequence[int], adapter: StageAdapter | None = None
@@ -440,7 +440,7 @@ class TorchStage(Stage):
         return outputs[0].to(self.device)
 
 
-def products_of(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
+def _products_of(layer: DecoderLayer) -> dict[str, tuple[str, ...]]:
     """Return the linear modules whose outputs each product of a layer concatenates."""
     return {name: tuple(path for path, _ in modules) for name, modules in layer.modules.items()}
 
@@ -457,14 +457,6 @@ def _rotary_of(layer: DecoderLayer) -> Rotary:
         return (both.cos() * rotary.scale).to(like), (both.sin() * rotary.scale).to(like)
 
     return angles
-
-
-def _as_activations(values: Any) -> torch.Tensor:
-    return values if isinstance(values, torch.Tensor) else as_tensor(values)
-
-
-def _as_tensor(weight: Any) -> Any:
-    return weight if isinstance(weight, PackedTensor) else as_tensor(weight)
 
 
 def _tensors_of(model: Any) -> tuple[torch.Tensor, ...]:

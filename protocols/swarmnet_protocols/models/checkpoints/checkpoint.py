@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.fetching.hub_files import HubFiles, Known
 from swarmnet_protocols.fetching.pieces import Hasher, Layout, Progress
-from swarmnet_protocols.models.llama_shape import EmptyStack
+from swarmnet_protocols.models.llama_shape import EmptyModel
 
 if TYPE_CHECKING:
     import torch
@@ -254,7 +254,7 @@ class ModelCheckpoint(Protocol):
     def tokenizer(self) -> "PreTrainedTokenizerBase": ...
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyModel", form: WeightForm
     ) -> dict[str, Any]:
         """Return these tensors by transformers' names, with blocks numbered from ``first_block``.
 
@@ -264,24 +264,24 @@ class ModelCheckpoint(Protocol):
         """
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyModel"
     ) -> "dict[str, ExpertPlace]":
         """Return the place in ``model`` of each tensor with weights of routed experts. Others are
         left out.
         """
 
 
-def packable_weight(model: "PreTrainedModel | EmptyStack", name: str) -> str | None:
+def packable_weight(model: "PreTrainedModel | EmptyModel", name: str) -> str | None:
     """Return the name in ``model`` of a weight that can be packed. None for other tensors.
 
     ``name`` is transformers' name in the whole model. In ``model`` it may lack the base model's
     prefix.
     """
-    if isinstance(model, EmptyStack):
-        return model.packable_weight(name)
+    own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
+    if isinstance(model, EmptyModel):
+        return own if model.has_matrix(own) else None
     from swarmnet_protocols.quantization.packed_linear import can_be_packed
 
-    own = name.removeprefix(f"{model.base_model_prefix}.") if model.base_model is model else name
     path = own.removesuffix(".weight")
     return own if path != own and can_be_packed(dict(model.named_modules()).get(path)) else None
 

@@ -16,7 +16,7 @@ from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from swarmnet_protocols.models.llama_shape import EmptyStack
+    from swarmnet_protocols.models.llama_shape import EmptyModel
     from swarmnet_protocols.quantization.packed_experts import Matrix
 
 ChosenExperts = Mapping[int, Collection[int]]
@@ -71,7 +71,7 @@ class ExpertPlace:
 class ExpertPlaces:
     """The places in one model, which may be on the meta device."""
 
-    def __init__(self, model: "PreTrainedModel | EmptyStack") -> None:
+    def __init__(self, model: "PreTrainedModel | EmptyModel") -> None:
         self._modules = {
             f"{path}.{name}": module
             for path, module in experts_modules(model)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
     from swarmnet_protocols.models.checkpoints.quantized_weights import Scheme
-    from swarmnet_protocols.models.llama_shape import EmptyStack
+    from swarmnet_protocols.models.llama_shape import EmptyModel
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -309,7 +309,7 @@ class SafetensorsCheckpoint:
         return tokenizer_in(self.root, METADATA_PATTERNS)
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyModel", form: WeightForm
     ) -> dict[str, Any]:
         """Return tensors that transformers reads one by one as it copies them into the model.
 
@@ -391,7 +391,7 @@ class SafetensorsCheckpoint:
         return self._headers[file][1]
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyModel"
     ) -> "dict[str, ExpertPlace]":
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 

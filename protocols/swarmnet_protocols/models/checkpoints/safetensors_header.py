@@ -70,10 +70,12 @@ class StoredTensor:
         """Read the numbers, of 16 or 32 bits, as float32. Raises as ``rows``."""
         import numpy as np
 
+        from swarmnet_protocols.arrays import as_float32
+
         data = self.rows().reshape(-1)
         match self.kind:
             case "BF16":
-                return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32).reshape(self.shape)
+                return as_float32(data.view(np.uint16)).reshape(self.shape)
             case "F16" | "F32":
                 numbers = data.view(np.float16 if self.kind == "F16" else np.float32)
                 return numbers.astype(np.float32).reshape(self.shape)

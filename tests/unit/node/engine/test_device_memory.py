@@ -14,11 +14,11 @@ from swarmnet_node.config import NodeConfig
 from swarmnet_node.engine.device_memory import BlockNeeds, fit_on_cards, room_bytes, spread
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.host_checks import Trial, trial_inputs
-from swarmnet_node.hosting.passes import in_array
 from swarmnet_node.loading import fitting
 from swarmnet_node.loading.loaded_model import LoadedModel
 from swarmnet_node.loading.reading import read_model
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.fetching.peers import SwarmPeers
 from swarmnet_protocols.joining.network import Network
@@ -222,4 +222,4 @@ def test_a_node_with_a_card_loads_a_block_on_the_cpu_to_check_others(
     inputs = trial_inputs(stage.hidden_size, random.Random(0))
     own = load_stage(found.model, 1, 2, dtype=torch.float32, device=cpu).run_sequences(inputs, (len(inputs),))
     outputs = stage.run_sequences(inputs, (len(inputs),)).float()
-    assert Trial((1, 2), inputs, in_array(own)).agrees(in_array(outputs))
+    assert Trial((1, 2), inputs, as_array(own)).agrees(as_array(outputs))

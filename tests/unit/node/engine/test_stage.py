@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.session.adapters import block_of
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.wire_tensors import encode_tensor
 from tests.support.models.pass_oracle import assert_same, lora_pass, prefix_pass
 from tests.support.models.rounding import assert_near
@@ -52,7 +52,7 @@ def test_outputs_of_a_stage_on_a_gpu_can_be_sent(tmp_path: Path) -> None:
     )
     rows = inputs(7)
     outputs = forward(got, got.new_sequence(), rows)
-    encode_tensor(array_of(outputs.cpu()))
+    encode_tensor(as_array(outputs.cpu()))
     assert_near(outputs.cpu(), forward(expected, expected.new_sequence(), rows).cpu())
 
 

@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.arrays import as_array
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.net.protocol_ids import EXPERTS
 from swarmnet_protocols.session import expert_rows
 from swarmnet_protocols.session.arrays import ElementType
-from swarmnet_protocols.session.as_torch import array_of
 from swarmnet_protocols.session.expert_rows import (
     MAX_ROWS,
     ExpertRows,
@@ -96,7 +96,7 @@ def test_a_request_of_too_many_rows_is_refused() -> None:
 
 
 def answer(values: torch.Tensor, number: int = 9) -> tuple[pb.Computed, bytes]:
-    tensor, payload = encode_tensor(array_of(values))
+    tensor, payload = encode_tensor(as_array(values))
     return pb.Computed(id=number, tensor=tensor), bytes(payload)
 
 

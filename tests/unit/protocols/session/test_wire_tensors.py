@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnet_protocols.arrays import as_tensor
+from swarmnet_protocols.arrays import as_array, as_float32, as_tensor
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.machine.devices import torch_dtype
 from swarmnet_protocols.session import wire_tensors
-from swarmnet_protocols.session.arrays import ElementType, are_finite, as_float32, rounded
-from swarmnet_protocols.session.as_torch import array_of, torch_dtype
+from swarmnet_protocols.session.arrays import ElementType, are_finite, rounded
 from swarmnet_protocols.session.wire_tensors import (
     BLOCK,
     as_received,
@@ -45,7 +45,7 @@ def sent(values: torch.Tensor, wire: ElementType) -> torch.Tensor:
 def test_as_received_gives_what_the_receiver_decodes(wire: ElementType, shape: tuple[int, int]) -> None:
     values = activations(*shape)
     received = sent(values, wire)
-    assert received.dtype == torch_dtype(wire)
+    assert received.dtype == torch_dtype(wire.decoded)
     assert torch.equal(received, as_tensor(as_received(values.numpy(), wire)))
 
 
@@ -56,7 +56,7 @@ def test_numbers_are_rounded_as_torch_rounds_them(wire: ElementType) -> None:
     numbers = numbers[~np.isnan(numbers)]
     expected = torch.from_numpy(numbers).to(torch_dtype(wire))
     assert torch.equal(as_tensor(rounded(numbers, wire)), expected)
-    assert np.array_equal(as_float32(array_of(expected)), expected.float().numpy())
+    assert np.array_equal(as_float32(as_array(expected)), expected.float().numpy())
 
 
 @pytest.mark.parametrize("wire", [ElementType.BFLOAT16, ElementType.FLOAT16])

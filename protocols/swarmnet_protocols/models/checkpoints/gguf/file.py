@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
-    from swarmnet_protocols.models.llama_shape import EmptyStack
+    from swarmnet_protocols.models.llama_shape import EmptyModel
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
     from swarmnet_protocols.quantization.precisions import Precision
 
@@ -237,7 +237,7 @@ class GgufCheckpoint:
             raise ConfigError(f"{self.path}: {error}", hint=error.hint) from error
 
     def _check_used(
-        self, names: Iterable[str], used: Collection[str], model: "PreTrainedModel | EmptyStack"
+        self, names: Iterable[str], used: Collection[str], model: "PreTrainedModel | EmptyModel"
     ) -> None:
         if unused := next((name for name in names if name not in used), None):
             raise ConfigError(
@@ -295,7 +295,7 @@ class GgufCheckpoint:
         return cached
 
     def state_dict(
-        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyStack", form: WeightForm
+        self, names: Sequence[str], first_block: int, model: "PreTrainedModel | EmptyModel", form: WeightForm
     ) -> dict[str, Any]:
         """Return weights by their recipes.
 
@@ -328,7 +328,7 @@ class GgufCheckpoint:
         self,
         name: str,
         recipe: Recipe,
-        model: "PreTrainedModel | EmptyStack",
+        model: "PreTrainedModel | EmptyModel",
         form: WeightForm,
         opened: Mapping[str, BinaryIO],
     ) -> tuple[str, Any]:
@@ -361,7 +361,7 @@ class GgufCheckpoint:
         return _read_bytes(file, tensor.size_bytes, name).reshape(*tensor.shape[:-1], -1)
 
     def expert_places(
-        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyStack"
+        self, names: Iterable[str], first_block: int, model: "PreTrainedModel | EmptyModel"
     ) -> "dict[str, ExpertPlace]":
         from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlaces
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from swarmnet_protocols.arrays import Array
-    from swarmnet_protocols.models.llama_shape import EmptyStack
+    from swarmnet_protocols.models.llama_shape import EmptyModel
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
@@ -80,7 +80,7 @@ class Recipe:
         return found_order
 
 
-def recipes(header: Header, model: "PreTrainedModel | EmptyStack", first_block: int) -> dict[str, Recipe]:
+def recipes(header: Header, model: "PreTrainedModel | EmptyModel", first_block: int) -> dict[str, Recipe]:
     """Return the recipe of each weight that the file may have, by transformers' name in the whole
     CausalLM.
 
@@ -103,7 +103,7 @@ class _Makers:
     """Makes recipes by the row of an architecture."""
 
     def __init__(
-        self, header: Header, model: "PreTrainedModel | EmptyStack", first_block: int, prefix: str
+        self, header: Header, model: "PreTrainedModel | EmptyModel", first_block: int, prefix: str
     ) -> None:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
