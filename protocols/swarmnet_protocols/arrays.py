@@ -3,6 +3,7 @@
 numpy has no bfloat16. An array of ``uint16`` holds the bits of bfloat16 numbers.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,3 +42,14 @@ def as_float32(values: Array) -> Array:
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
+
+
+def joined(parts: "Sequence[Array | torch.Tensor]") -> "Array | torch.Tensor":
+    """Return the parts one after another, as the kind of the first."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], np.ndarray):
+        return np.concatenate([np.asarray(each) for each in parts])
+    import torch
+
+    return torch.cat([as_tensor(each) for each in parts])

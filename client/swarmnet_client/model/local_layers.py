@@ -44,7 +44,7 @@ def load_local_layers(local: LocalModel, options: LoadOptions) -> "PreTrainedMod
 
 
 def _check_ids(count: int, _: object, arguments: tuple[torch.Tensor, ...]) -> None:
-    check_ids(array_of(arguments[0].cpu()), count)
+    check_ids(as_array(arguments[0].cpu()), count)
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

@@ -27,8 +27,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.counters import LOAD_S, BusyShare, EngineCounters
 from swarmnet_node.engine.scheduler import (
@@ -41,6 +39,7 @@ from swarmnet_node.engine.scheduler import (
 )
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.torch_layers.autograd_graphs import AutogradGraph, GraphCache, GraphKey
+from swarmnet_protocols.arrays import joined
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.errors import StreamEnded, Unreachable
 from swarmnet_protocols.machine.aio import in_background
@@ -495,18 +494,7 @@ class Engine:
         if work.sequence.reservation is not None:  # not released meanwhile
             self._last_work[work.sequence] = _now()
         if not work.done.done():
-            work.done.set_result(_joined(work.outputs))
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    """Return the outputs of all parts of a sequence, arrays or tensors."""
-    if len(outputs) == 1:
-        return outputs[0]
-    if isinstance(outputs[0], np.ndarray):
-        return np.concatenate(outputs)
-    import torch
-
-    return torch.cat([*outputs])
+            work.done.set_result(joined(work.outputs))
 
 
 def _fail(done: "asyncio.Future[Any]", error: Exception) -> None:

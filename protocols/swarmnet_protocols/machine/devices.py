@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from glob import glob
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from swarmnet_protocols.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -190,4 +188,8 @@ def pick_dtype(name: str, device: Any) -> Any:
         name = "float32" if device.type == "cpu" else "bfloat16"
     if name not in DTYPES:
         raise ConfigError(f"{name} is not a precision", hint=f"use one of {', '.join(DTYPES)}")
-    return np.dtype(np.float32) if name == "float32" else torch_dtype(name)
+    if name != "float32":
+        return torch_dtype(name)
+    import numpy as np
+
+    return np.dtype(np.float32)

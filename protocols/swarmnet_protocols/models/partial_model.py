@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import init
@@ -344,10 +343,7 @@ class ModelBuilder:
         if a weight is not used.
         """
         device, dtype = torch_device(device), torch_dtype(dtype)
-        weights = {
-            name: as_tensor(each) if isinstance(each, np.ndarray) else each
-            for name, each in state_dict(self.empty()).items()
-        }
+        weights = {name: as_tensor(each) for name, each in state_dict(self.empty()).items()}
         packed, experts = _pop(weights, PackedTensor), _pop(weights, Mapping)
         cls: Any = self._cls
         if (packed or experts) and products is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from swarmnet_protocols.arrays import Array, as_tensor
+from swarmnet_protocols.arrays import Array, as_tensor, joined
 from swarmnet_protocols.quantization.formats import BLOCKS, OWN_FORMATS, WHOLE_ROWS, Format
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class PackedTensor:
         for segment in (segment for matrix in matrices for segment in matrix.segments):
             is_alike = bool(segments) and segments[-1].format == segment.format
             if is_alike and not segment.is_interleaved and not segments[-1].is_interleaved:
-                segments[-1] = Segment(segment.format, _joined(segments[-1].data, segment.data))
+                segments[-1] = Segment(segment.format, joined([segments[-1].data, segment.data]))
             else:
                 segments.append(segment)
         return cls(tuple(segments))
@@ -240,14 +240,6 @@ class PackedTensor:
                 found.append(segment.part(max(first, 0), min(end, size)))
             first, end = first - size, end - size
         return PackedTensor(tuple(found), self.inputs)
-
-
-def _joined(first: "Array | torch.Tensor", second: "Array | torch.Tensor") -> "Array | torch.Tensor":
-    if isinstance(first, np.ndarray):
-        return np.concatenate([first, second])
-    import torch
-
-    return torch.cat([first, as_tensor(second)])
 
 
 def _with_blocks_moved(segment: Segment, columns: Array) -> Segment | None:
