@@ -184,7 +184,7 @@ def test_one_liar_among_three_hosts_never_convicts_an_honest_one(seed: int, is_w
     assert judged(false, true, nudges(true, seed)) is Verdict.WRONG
 
 
-def believing_two(reported: Array, second: Array, third: Array | None = None) -> Verdict:
+def believing_two(reported: Array, second: Array, third: Sequence[Array] = ()) -> Verdict:
     return Verdict.RIGHT if np.array_equal(reported, second) else Verdict.WRONG
 
 
@@ -198,9 +198,9 @@ def test_exact_outputs_are_equal_or_wrong(position: int, channel: int) -> None:
     judge = verdict.judge_exactly
     assert judge(true, true.copy()) is Verdict.RIGHT
     assert judge(true, false) is judge(false, true) is Verdict.OPEN
-    assert judge(false, true, true.copy()) is Verdict.WRONG
-    assert judge(true, false, true.copy()) is Verdict.DOUBTED_WITNESS
-    assert judge(true, false, other) is Verdict.UNDECIDED
+    assert judge(false, true, [true.copy()]) is Verdict.WRONG
+    assert judge(true, false, [true.copy()]) is Verdict.DOUBTED_WITNESS
+    assert judge(true, false, [other]) is Verdict.UNDECIDED
 
 
 def ill_conditioned(inputs: torch.Tensor, error: float = 0.0) -> torch.Tensor:

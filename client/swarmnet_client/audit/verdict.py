@@ -190,15 +190,16 @@ def judge(
     return Verdict.WRONG if is_wrong else Verdict.DOUBTED_WITNESS
 
 
-def judge_exactly(reported: Array, second: Array, third: Array | None = None) -> Verdict:
+def judge_exactly(reported: Array, second: Array, third: Sequence[Array] = ()) -> Verdict:
     """Return the verdict on outputs [P, D] of exact arithmetic: they are equal or wrong.
 
-    ``second`` and ``third`` are what two other hosts computed from the same inputs.
+    ``second`` is what another host computed from the same inputs, and the one array of ``third``
+    what one more host did.
     """
     if np.array_equal(reported, second):
         return Verdict.RIGHT
-    if third is None:
+    if not third:
         return Verdict.OPEN
-    if np.array_equal(third, second):
+    if np.array_equal(third[0], second):
         return Verdict.WRONG
-    return Verdict.DOUBTED_WITNESS if np.array_equal(third, reported) else Verdict.UNDECIDED
+    return Verdict.DOUBTED_WITNESS if np.array_equal(third[0], reported) else Verdict.UNDECIDED

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -276,9 +277,11 @@ class Auditor:
             self._repair.separate(one, other, error)
 
     async def _judge(self, plan: AuditPlan, live: LiveHop, claimed: _ClaimedOutputs) -> None:
-        verdict, asked = await self._compare_exactly(plan, claimed)
+        verdict, asked = Verdict.OPEN, tuple[PeerId, ...]()
+        if self._has_equal_bits(plan.hop):
+            verdict, asked = await self._compare(plan, claimed, exactly=True)
         if verdict is Verdict.OPEN:
-            verdict, asked = await self._compare(plan, claimed)
+            verdict, asked = await self._compare(plan, claimed, exactly=False)
         if asked:
             self._report.audits += 1
         if verdict is Verdict.WRONG:
@@ -288,47 +291,40 @@ class Auditor:
         elif verdict is Verdict.DOUBTED_WITNESS:
             self._ledger.doubted.update(asked)
 
-    async def _compare_exactly(
-        self, plan: AuditPlan, claimed: _ClaimedOutputs
-    ) -> tuple[Verdict, tuple[PeerId, ...]]:
-        """Return a verdict by hosts of exact arithmetic, and the second host.
+    def _has_equal_bits(self, hop: Hop) -> bool:
+        """Return whether hosts of exact arithmetic answer with the bits of this hop.
 
-        Open without enough such hosts, and for outputs that were rounded to 8 bits or to another
-        type: rounding is not part of the arithmetic.
+        Not if outputs are rounded to 8 bits or to another type: rounding is not part of the
+        arithmetic.
         """
-        wire = self._spec.wire_of(plan.hop.precision)
-        if plan.hop.end == self._spec.blocks:
+        wire = self._spec.wire_of(hop.precision)
+        if hop.end == self._spec.blocks:
             wire = wire.decoded  # the last hop sends no 8 bits to clients
-        types = {wire, self._spec.dtype}
-        if plan.hop.arithmetic != EXACT or types != {ElementType.FLOAT32}:
-            return Verdict.OPEN, ()
-        found: list[Array] = []
-        second: tuple[PeerId, ...] = ()
-        verdict = Verdict.OPEN
-        while verdict is Verdict.OPEN and len(found) < 2:
-            recomputed, asked = await self._recompute(plan, (claimed.inputs,), second, EXACT)
-            if not recomputed:
-                break
-            second = second or asked
-            found.append(recomputed[0][claimed.at])
-            verdict = judge_exactly(claimed.outputs, *found)
-        return verdict, second
+        return hop.arithmetic == EXACT and {wire, self._spec.dtype} == {ElementType.FLOAT32}
 
-    async def _compare(self, plan: AuditPlan, claimed: _ClaimedOutputs) -> tuple[Verdict, tuple[PeerId, ...]]:
-        """Return a verdict by hosts of any arithmetic, and the second host. Open without enough
-        hosts."""
-        recomputed, asked = await self._recompute(plan, (claimed.inputs,), ())
+    async def _compare(
+        self, plan: AuditPlan, claimed: _ClaimedOutputs, *, exactly: bool
+    ) -> tuple[Verdict, tuple[PeerId, ...]]:
+        """Return a verdict by other hosts, and the second host. Open without enough hosts.
+
+        ``exactly``: by hosts of exact arithmetic, bit for bit. Otherwise by hosts of any
+        arithmetic, within bounds.
+        """
+        arithmetic = EXACT if exactly else None
+        read = self._read if plan.hop.end == self._spec.blocks else None
+        compare: Callable[..., Verdict] = judge_exactly if exactly else partial(judge, read=read)
+        recomputed, asked = await self._recompute(plan, (claimed.inputs,), (), arithmetic)
         if not recomputed:
             return Verdict.OPEN, ()
-        read = self._read if plan.hop.end == self._spec.blocks else None
         second = recomputed[0][claimed.at]
-        verdict = await asyncio.to_thread(judge, claimed.outputs, second, read=read)
+        verdict = await asyncio.to_thread(compare, claimed.outputs, second)
         if verdict is Verdict.OPEN:
-            inputs = nudged(claimed.inputs, self._ledger.rng.getrandbits(63))
-            recomputed, _ = await self._recompute(plan, inputs, asked)
+            seed = self._ledger.rng.getrandbits(63)
+            inputs = (claimed.inputs,) if exactly else nudged(claimed.inputs, seed)
+            recomputed, _ = await self._recompute(plan, inputs, asked, arithmetic)
             if recomputed:
                 third = [outputs[claimed.at] for outputs in recomputed]
-                verdict = await asyncio.to_thread(judge, claimed.outputs, second, third, read=read)
+                verdict = await asyncio.to_thread(compare, claimed.outputs, second, third)
         return verdict, asked
 
     async def _recompute(

@@ -354,7 +354,7 @@ def test_exact_arithmetic_leaves_no_room_for_small_lies(
     simulate(reference, scenario, wire=wire)
 
 
-def believe_the_second_exactly(said: Array, second: Array, third: Array | None = None) -> Verdict:
+def believe_the_second_exactly(said: Array, second: Array, third: Sequence[Array] = ()) -> Verdict:
     return Verdict.RIGHT if np.array_equal(said, second) else Verdict.WRONG
 
 
