@@ -33,17 +33,21 @@ _MAX_BYTES = 4 << 20
 """Bytes of the list of invites that are read: more than ten thousand invites."""
 
 
-def note_invite(swarm: Path, identity: bytes, terms: "InviteTerms") -> None:
-    """Add an invite to the list next to the swarm file. Raises ``OSError``."""
-    path = swarm_file.file_in(swarm).with_name(INVITES_NAME)
-    made = {
+def invite_row(identity: bytes, terms: "InviteTerms") -> Row:
+    """Return an invite for the list, without its secret. ``expires`` is a Unix time."""
+    return {
         "id": identity.hex(),
-        "label": terms.label,
         "roles": sorted(terms.roles),
         "uses": terms.uses,
         "peer_id": terms.peer,
+        "label": terms.label,
         "expires": terms.not_after,
     }
+
+
+def note_invite(swarm: Path, made: Row) -> None:
+    """Add an invite to the list next to the swarm file. Raises ``OSError``."""
+    path = swarm_file.file_in(swarm).with_name(INVITES_NAME)
     path.touch(mode=0o600)
     with path.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(made) + "\n")

@@ -98,7 +98,7 @@ async def ask_issuers(
 
 @dataclass(frozen=True)
 class Paired:
-    """An invite to a swarm, from a house of it."""
+    """The invite that a house gave, and where to redeem it."""
 
     invite: str
     house: str

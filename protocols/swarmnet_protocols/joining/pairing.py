@@ -122,7 +122,7 @@ def random_code() -> str:
 
 @dataclass(frozen=True)
 class House:
-    """The swarm and the people of a house, for its door."""
+    """The name of a house's swarm, and the callbacks of its door."""
 
     name: str
     """The name of its swarm."""

@@ -22,6 +22,7 @@ from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet.swarm_file.members import (
     find_members,
+    invite_row,
     iso_time,
     note_invite,
     open_invites,
@@ -266,21 +267,13 @@ def _print_invite(
 
     known = (*bootstrap, *file.bootstrap)
     text = make_invite(terms, swarm=file.swarm_id, key=signer, bootstrap=known)
-    identity = read_invite(text, now=0.0).grant.id
+    made = invite_row(read_invite(text, now=0.0).grant.id, terms)
     try:
-        note_invite(swarm, identity, terms)
+        note_invite(swarm, made)
     except OSError as error:
         note(f"`swarm members` will not list this invite: {error.strerror}")
     if as_json:
-        fields = {
-            "invite": text,
-            "id": identity.hex(),
-            "roles": sorted(terms.roles),
-            "uses": terms.uses,
-            "peer_id": terms.peer,
-            "label": terms.label,
-        }
-        print_json(fields | {"expires": iso_time(terms.not_after)})
+        print_json({"invite": text, **made, "expires": iso_time(terms.not_after)})
         return
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
