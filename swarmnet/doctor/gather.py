@@ -306,7 +306,7 @@ async def count_local_peers(entry: "Entry | None", node: "NodeStatus | None") ->
     if entry is None or not entry.file.mdns:
         return 0
     from swarmnet_protocols.joining.local_network import FIRST_S, find_addresses
-    from swarmnet_protocols.joining.mdns_record import peer_in
+    from swarmnet_protocols.net.multiaddr import peer_in
 
     found = set(map(peer_in, await find_addresses(entry.file.swarm_id, within_s=FIRST_S)))
     return len(found - set(map(peer_in, node.addresses if node else ())))

@@ -13,6 +13,7 @@ from pathlib import Path
 from swarmnet.addresses import check_peer_address
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.net.multiaddr import peer_in
 
 PEERS_NAME = "peers"
 MAX_PEERS = 16
@@ -37,8 +38,8 @@ class KnownPeers:
 
     def after(self, answered: Sequence[str]) -> "KnownPeers":
         """Return the peers to keep when the peers at ``answered`` are in the swarm."""
-        there = {_peer(each) for each in answered}
-        named = tuple(each for each in self.named if _peer(each) in there)
+        there = {peer_in(each) for each in answered}
+        named = tuple(each for each in self.named if peer_in(each) in there)
         return KnownPeers(named or self.named, tuple(dict.fromkeys(answered))[:MAX_PEERS])
 
 
@@ -64,7 +65,3 @@ def _checked(addresses: Iterable[str]) -> tuple[str, ...]:
             check_peer_address(each)
             found.append(each)
     return tuple(found[:MAX_PEERS])
-
-
-def _peer(address: str) -> str:
-    return address.rpartition("/p2p/")[2]

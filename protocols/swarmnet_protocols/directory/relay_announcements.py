@@ -21,6 +21,7 @@ from swarmnet_protocols.machine.latest import Latest
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import relay_of
 from swarmnet_protocols.net.limits.subnets import subnet_of
+from swarmnet_protocols.net.multiaddr import peer_in
 from swarmnet_protocols.wire import records_pb2 as pb
 
 TOPIC = "relays"
@@ -125,7 +126,7 @@ class RelayFinder:
     def _remember(self) -> None:
         held = self._held()
         for address in self._found:
-            peer = PeerId(address.rpartition("/p2p/")[2])
+            peer = peer_in(address)
             if peer in held:
                 self._answered[peer] = address
 

@@ -50,6 +50,7 @@ from swarmnet_protocols.membership.signed import seal, unseal
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
+from swarmnet_protocols.net.multiaddr import peer_in
 from swarmnet_protocols.net.protocol_ids import ADMISSION, ADMISSION_S
 from swarmnet_protocols.net.refusal import Refusal, Refused
 from swarmnet_protocols.net.typed_stream import TypedStream
@@ -364,10 +365,10 @@ async def _ask_with_retries(
 
 
 async def _ask_one(transport: Transport, address: str, request: pb.AdmissionRequest) -> pb.AdmissionReply:
-    _, _, peer = address.rpartition("/p2p/")
+    peer = peer_in(address)
     if not peer or peer == transport.peer_id:
         raise ConfigError(f"{address[:100]!r} is not the address of another peer")
-    stream = await ADMISSION.open(transport, PeerId(peer), addresses=[address], deadline_s=ADMISSION_S)
+    stream = await ADMISSION.open(transport, peer, addresses=[address], deadline_s=ADMISSION_S)
     reply, _ = await stream.ask(request)
     return reply
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.joining.local_network import find_addresses
-from swarmnet_protocols.joining.mdns_record import peer_in
 from swarmnet_protocols.joining.network import LOOPBACK, permitted, transport_class
 from swarmnet_protocols.joining.pairing import HOUSES, MAX_HOUSES, Found, knock, try_code
 from swarmnet_protocols.machine.files import scratch_folder
 from swarmnet_protocols.membership.rules import Rules
 from swarmnet_protocols.net import PeerId
+from swarmnet_protocols.net.multiaddr import peer_in
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.protocol_ids import PAIRING, REVOCATIONS
 from swarmnet_protocols.timing import Timing

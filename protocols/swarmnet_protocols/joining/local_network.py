@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from swarmnet_protocols.errors import NotAuthorised, SwarmnetError, Unreachable
-from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, peer_in, read_record
+from swarmnet_protocols.joining.mdns_record import MAX_ANNOUNCED, is_local, make_record, read_record
 from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import (
@@ -37,6 +37,7 @@ from swarmnet_protocols.net.dialling import (
 from swarmnet_protocols.net.limits.rate_limit import RateLimit
 from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.limits.resources import ResourceManager
+from swarmnet_protocols.net.multiaddr import peer_in
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf

@@ -11,8 +11,8 @@ import hmac
 import secrets
 from collections.abc import Iterator, Sequence
 
-from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.dialling import Network, dialable, ip_of
+from swarmnet_protocols.net.multiaddr import peer_in
 
 MAX_RECORD_BYTES = 1200
 """Largest TXT record in bytes, sent or read. It fits into one packet."""
@@ -54,11 +54,6 @@ def read_record(swarm: bytes, record: bytes, networks: Sequence[Network]) -> tup
     peer = peers.pop()
     found = dialable(peer, addresses, networks)
     return tuple(f"{each}/p2p/{peer}" for each in found if is_local(each, networks))
-
-
-def peer_in(address: str) -> PeerId:
-    """Return the peer id at the end of a multiaddr; the whole text if there is none."""
-    return PeerId(address.rpartition("/p2p/")[2])
 
 
 def _hash(swarm: bytes, salt: bytes, addresses: Sequence[str]) -> str:

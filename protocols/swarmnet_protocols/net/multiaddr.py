@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from swarmnet_protocols.net import PeerId
+
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 MAX_ADDRESS_CHARS = 512
@@ -45,6 +47,11 @@ class Multiaddr:
         """Return this address without the peer id at its end."""
         ends_in_peer = len(self.rest) > 1 and self.rest[-2] == "p2p"
         return replace(self, rest=self.rest[:-2]) if ends_in_peer else self
+
+
+def peer_in(address: str) -> PeerId:
+    """Return the peer id at the end of a multiaddr; the whole text if there is none."""
+    return PeerId(address.rpartition("/p2p/")[2])
 
 
 def parse_multiaddr(text: str) -> Multiaddr | None:

@@ -14,6 +14,7 @@ from swarmnet_protocols.machine.aio import cancel, persist
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.net import PeerId, ReachKind, Transport
 from swarmnet_protocols.net.dialling import own_interfaces
+from swarmnet_protocols.net.multiaddr import peer_in
 from swarmnet_protocols.net.protocol_ids import PROBE
 from swarmnet_protocols.reachability.dial_back import Probed, ports_of, probe
 from swarmnet_protocols.reachability.reservations import Reservations
@@ -180,7 +181,7 @@ class Reachability:
         return own_interfaces(), set(ports_of(self._transport.own_addresses()))
 
     async def _ask(self, address: str, ports: Sequence[int]) -> Probed | None:
-        peer = PeerId(address.rpartition("/p2p/")[2])
+        peer = peer_in(address)
         try:
             async with asyncio.timeout(ASK_S):
                 stream = await PROBE.open(self._guarded, peer, addresses=[address], deadline_s=ASK_S)

@@ -11,7 +11,7 @@ from functools import partial
 from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background
 from swarmnet_protocols.net import PeerId, Transport
-from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr
+from swarmnet_protocols.net.multiaddr import Multiaddr, parse_multiaddr, peer_in
 from swarmnet_protocols.net.protocol_ids import RELAY
 from swarmnet_protocols.reachability.relay import HEARTBEAT_S
 from swarmnet_protocols.wire import relay_pb2 as pb
@@ -101,7 +101,7 @@ class Reservations:
         now = asyncio.get_running_loop().time()
         self._pauses = {peer: pause for peer, pause in self._pauses.items() if now < pause[0] + MAX_RETRY_S}
         for address in await self._candidates():
-            peer = PeerId(address.rpartition("/p2p/")[2])
+            peer = peer_in(address)
             retry_at, _ = self._pauses.get(peer, (0.0, 0.0))
             if missing and peer not in self._attempts and peer != self._transport.peer_id and now >= retry_at:
                 missing -= 1

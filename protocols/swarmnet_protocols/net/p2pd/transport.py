@@ -22,7 +22,7 @@ from swarmnet_protocols.net.dialling import Network, dialable, own_interfaces, s
 from swarmnet_protocols.net.endpoint import Endpoint
 from swarmnet_protocols.net.framed_stream import FramedStream
 from swarmnet_protocols.net.identity import Identity
-from swarmnet_protocols.net.multiaddr import parse_multiaddrs
+from swarmnet_protocols.net.multiaddr import parse_multiaddrs, peer_in
 from swarmnet_protocols.net.p2pd.config import P2pdConfig
 from swarmnet_protocols.net.p2pd.connection_limits import ConnectionGuard
 from swarmnet_protocols.net.p2pd.daemon import P2pd, prepare_hivemind, run_p2pd, unpack_multiaddr
@@ -41,13 +41,13 @@ _ADDRESSES_S = 5.0
 
 def peer_of(address: str) -> PeerId:
     """Return the peer id at the end of a multiaddr. Raises ``ConfigError`` without one."""
-    _, _, peer = address.rpartition("/p2p/")
+    peer = peer_in(address)
     if not peer or "/" in peer:
         raise ConfigError(
             f"{address!r} does not end in /p2p/PEER_ID",
             hint="take the address a node prints when it is ready",
         )
-    return PeerId(peer)
+    return peer
 
 
 def no_bootstrap_peer(addresses: Sequence[str]) -> Unreachable:

@@ -21,6 +21,7 @@ from swarmnet_protocols.directory.relay_announcements import (
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resources import ResourceManager
+from swarmnet_protocols.net.multiaddr import peer_in
 from swarmnet_protocols.wire import records_pb2
 from tests.defences import defence, replacing
 from tests.support.network import virtual_time
@@ -153,7 +154,7 @@ def test_relays_that_held_a_reservation_come_before_announced_ones() -> None:
         held: list[PeerId] = []
         finder = RelayFinder(directory, random.Random(0), lambda: held)  # type: ignore[arg-type]
         [known] = await finder.find()
-        held.append(PeerId(known.rpartition("/p2p/")[2]))
+        held.append(peer_in(known))
         await finder.find()
         held.clear()
         directory.records = [announced(number, f"/ip4/25.1.{number}.1/tcp/4001") for number in range(1, 200)]

@@ -24,7 +24,6 @@ from swarmnet_protocols.joining.mdns_record import (
     MAX_ANNOUNCED,
     MAX_RECORD_BYTES,
     make_record,
-    peer_in,
     read_record,
 )
 from swarmnet_protocols.net import PeerId
@@ -32,6 +31,7 @@ from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.resource_limits import Rate
 from swarmnet_protocols.net.limits.resources import ResourceManager
+from swarmnet_protocols.net.multiaddr import peer_in
 from tests.defences import defence, nothing, replacing, yes
 from tests.support.network.virtual_time import run
 
