@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from swarmnet_client.batching.answers import Answer, Request
 from swarmnet_client.batching.sequences import IDLE_S, KEPT_POSITIONS, SequenceGroup
 from swarmnet_client.chain.chain import Chain
-from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.chain.steps_in_flight import GiveUpIdle
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.head import Layers, LmHead, open_layers
@@ -301,15 +300,7 @@ class BatchedModel:
                 from swarmnet_client.model.drafts.draft_model import DraftModel
 
                 draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
-            spec = ChainSpec(
-                local.manifest.blocks,
-                local.manifest.hidden_size,
-                local.max_positions,
-                options.dtype,
-                options.wire,
-                standby=options.standby,
-                wait_s=options.wait_s,
-            )
+            spec = options.chain_spec(local)
             await hosts.refresh()
             async with Batcher(
                 LmHead(layers, computing),

@@ -1,10 +1,11 @@
-"""How a client loads a model's embeddings and head."""
+"""The options with which a client loads a model's embeddings and head, and opens its chains."""
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.session.arrays import ElementType
@@ -58,6 +59,18 @@ class LoadOptions:
         place = _picked_device(device)
         packed = only_generates and dtype == "auto" and place == "cpu"
         return cls(_picked_dtype(dtype, place), place, labels, packed, wire=_WIRES[wire], **others)
+
+    def chain_spec(self, local: LocalModel) -> ChainSpec:
+        """Return what chains of ``local`` have in common."""
+        return ChainSpec(
+            local.manifest.blocks,
+            local.manifest.hidden_size,
+            local.max_positions,
+            self.dtype,
+            self.wire,
+            standby=self.standby,
+            wait_s=self.wait_s,
+        )
 
     @property
     def torch_dtype(self) -> "torch.dtype":

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache
 
-from swarmnet_client.chain.hops import ChainReport, ChainSpec
+from swarmnet_client.chain.hops import ChainReport
 from swarmnet_client.chain.trace import Trace
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
@@ -149,19 +149,8 @@ def wrap(local: LocalModel, runtime: Runtime[ModelHosts], options: LoadOptions) 
     if model.config.pad_token_id is None:
         model.config.pad_token_id = model.tokenizer.pad_token_id
     model._runtime = runtime
-    manifest = local.manifest
-    spec = ChainSpec(
-        manifest.blocks,
-        manifest.hidden_size,
-        local.max_positions,
-        options.dtype,
-        options.wire,
-        standby=options.standby,
-        wait_s=options.wait_s,
-    )
-    model.blocks = RemoteBlocks(
-        runtime, spec, model._embed, functools.partial(logits, model, architecture.forward)
-    )
+    read = functools.partial(logits, model, architecture.forward)
+    model.blocks = RemoteBlocks(runtime, options.chain_spec(local), model._embed, read)
     model._session = None
     model._generating = None
     model._step_times = StepTimes()
