@@ -19,6 +19,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import Field
+from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.errors import ApiError
@@ -79,13 +80,21 @@ async def answer_own(
     )
     answer = await stack.enter_async_context(served.batcher.answer(wanted))
     lines = _lines(served, answer, ids if body.messages is None else ())
-    return StreamingResponse(_closing(lines, stack.pop_all()), media_type="application/x-ndjson")
+    return LineStreamResponse(lines, stack.pop_all())
 
 
-async def _closing(lines: AsyncIterator[dict[str, Any]], stack: AsyncExitStack) -> AsyncIterator[bytes]:
-    async with stack:
-        async for line in lines:
-            yield json.dumps(line).encode() + b"\n"
+class LineStreamResponse(StreamingResponse):
+    """A streamed response of JSON lines that closes ``resources`` as soon as the client disconnects
+    or the stream ends."""
+
+    def __init__(self, lines: AsyncIterator[dict[str, Any]], resources: AsyncExitStack) -> None:
+        encoded = (json.dumps(line).encode() + b"\n" async for line in lines)
+        super().__init__(encoded, media_type="application/x-ndjson")
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await super().__call__(scope, receive, send)
 
 
 async def _lines(
