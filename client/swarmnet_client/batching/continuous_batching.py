@@ -35,6 +35,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
 )
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.machine.threads import compute_on
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.models.text.vocabulary import Vocabulary
@@ -259,6 +260,13 @@ def _loaded(local: LocalModel, options: LoadOptions) -> tuple[Layers, Vocabulary
     return open_layers(local, options), local.vocabulary()
 
 
+def _draft_model(local: LocalModel, options: LoadOptions) -> "DraftModel":
+    import_transformers()
+    from swarmnet_client.model.drafts.draft_model import DraftModel
+
+    return DraftModel.load(local, options)
+
+
 @dataclass(frozen=True)
 class BatchedModel:
     """A model whose answers an endpoint serves. Made by :meth:`open`."""
@@ -297,9 +305,7 @@ class BatchedModel:
             layers, vocabulary = await loop.run_in_executor(computing, _loaded, local, options)
             speculates = speculate and layers.can_rewind
             if speculates and options.draft:
-                from swarmnet_client.model.drafts.draft_model import DraftModel
-
-                draft_model = await loop.run_in_executor(computing, DraftModel.load, local, options)
+                draft_model = await loop.run_in_executor(computing, _draft_model, local, options)
             spec = options.chain_spec(local)
             await hosts.refresh()
             async with Batcher(
