@@ -19,7 +19,6 @@ from swarmnet_client.chain.auditor import Auditor
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainReport, ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.arrays import Array
@@ -33,6 +32,7 @@ from swarmnet_protocols.session.steps import Row
 from tests.defences import Patch, defence, nothing, replacing
 from tests.support.attacks.forgers import FORGERS, Forger, towards
 from tests.support.attacks.lying_hosts import PROMPT, STEPS, THREE_OF_EACH, lying, names, start, used
+from tests.support.compiled import compiled_backend
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 POSITIONS = STEPS + len(PROMPT)
@@ -295,11 +295,9 @@ def test_a_host_that_does_not_report_its_outputs_is_replaced(
 
 
 @pytest.fixture(scope="module")
-def exact(reference: Reference, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], Stage]:
+def exact(reference: Reference) -> Callable[[int, int], Stage]:
     """Loads stages of exact arithmetic, one for all hosts of a span."""
-    native = NativeBackend.load(tmp_path_factory.mktemp("native"))
-    if native is None:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
+    native = compiled_backend()
 
     @cache
     def load(start: int, end: int) -> Stage:

@@ -9,14 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swarmnet.paths import default_cache_dir
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.routing import host_info
+from tests.support.compiled import compiled_backend
 from tests.support.models.tiny_models import save_tiny
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -29,9 +28,7 @@ EXACT_1 = {
 
 
 def load(folder: Path, weights: str, family: str = "llama-tied", target: str | None = None) -> Stage:
-    native = NativeBackend.load(default_cache_dir(), target)
-    if native is None:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
+    native = compiled_backend(target)
     if not (folder / "model").exists():
         save_tiny(family, folder / "model", **SIZES)
     return load_stage(

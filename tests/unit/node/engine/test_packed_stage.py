@@ -25,7 +25,8 @@ from swarmnet_protocols.models.checkpoints.conversion import experts_modules
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_linear import PackedLinear, install, packed_bytes
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.products import Products, load_products
+from swarmnet_protocols.quantization.products import Products
+from tests.support.compiled import compiled_backend, compiled_products
 from tests.support.gguf.packed_matrices import loaded_copy, values_of
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.rounding import assert_near
@@ -78,9 +79,7 @@ def two_stages(
 
 @pytest.fixture(scope="module")
 def native() -> NativeBackend:
-    found = NativeBackend.load(default_cache_dir())
-    assert found is not None
-    return found
+    return compiled_backend()
 
 
 @pytest.mark.matrix
@@ -94,7 +93,7 @@ def native() -> NativeBackend:
 def test_packed_weights_compute_as_their_dequantised_values_do(
     family: str, formats: tuple[Format, Format], is_native: bool, native: NativeBackend, tmp_path: Path
 ) -> None:
-    products = load_products(default_cache_dir()) if is_native else Products(None)
+    products = compiled_products() if is_native else Products(None)
     backend = native if is_native else TORCH
     mine, theirs = two_stages(family, tmp_path, products, backend, formats)
     assert (mine.method.llama_layers is None) == (theirs.method.llama_layers is None)
@@ -116,7 +115,7 @@ def test_packed_weights_compute_as_their_dequantised_values_do(
 def test_gradients_of_packed_weights_are_those_of_dequantised_values(
     family: str, native: NativeBackend, tmp_path: Path
 ) -> None:
-    products = load_products(default_cache_dir())
+    products = compiled_products()
     stages = two_stages(family, tmp_path, products, native, (Format.Q4_1, Format.Q4_1))
     generator = torch.Generator().manual_seed(1)
     inputs, towards = (torch.randn(40, stages[0].hidden_size, generator=generator) for _ in range(2))

@@ -15,6 +15,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.products import HEADERS
 from tests.defences import defence, replacing
+from tests.support.compiled import compiled_backend
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,8 +28,7 @@ def compiled_once() -> None:
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache directory with the native code that was compiled there."""
     path = tmp_path_factory.mktemp("native")
-    if NativeBackend.load(path) is None:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
+    compiled_backend(cache_dir=path)
     return path
 
 

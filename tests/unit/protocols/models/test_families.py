@@ -15,14 +15,13 @@ import pytest
 import torch
 import transformers
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import Backend
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.models import LocalModel, resolve
+from tests.support.compiled import compiled_backend
 from tests.support.gguf.families import FILES
 from tests.support.gguf.writing import write
 from tests.support.models.family_page import EXACT, MOST_USED, PAGE, current, reasons_in
@@ -164,10 +163,8 @@ def test_c_gives_the_tokens_and_logits_of_transformers(
     case: Case, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For the families that the page lists so. C computes prompts of any length in tiles."""
-    native = NativeBackend.load(default_cache_dir())
-    assert native is not None
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 100)
-    hops = case.hops(1, backend=native)
+    hops = case.hops(1, backend=compiled_backend())
     assert (hops.stages[1].method.decode_step is not None) == case.is_exact
     if case.is_exact:
         check_answer(case, length, hops)

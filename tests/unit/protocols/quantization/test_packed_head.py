@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_head import PackedHead, pack_head
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.products import Products, load_products
+from swarmnet_protocols.quantization.products import Products
+from tests.support.compiled import compiled_products
 from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 from tests.support.models.rounding import assert_product
 
@@ -39,10 +39,7 @@ class Tied(nn.Module):
 
 @pytest.fixture(scope="module")
 def products() -> Products:
-    found = load_products(default_cache_dir())
-    if not found.is_native:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
-    return found
+    return compiled_products()
 
 
 def stored(format: Format, seed: int) -> PackedTensor:

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.arrays import Array
 from swarmnet_protocols.quantization import products as products_module
 from swarmnet_protocols.quantization.formats import BLOCKS, WHOLE_ROWS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor, Segment
-from swarmnet_protocols.quantization.products import Products, load_products
+from swarmnet_protocols.quantization.products import Products
 from swarmnet_protocols.quantization.unpack import unpack
+from tests.support.compiled import compiled_products
 from tests.support.gguf.packed_matrices import loaded_copy, random_matrix
 from tests.support.models.rounding import assert_product
 
@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def products() -> Products:
-    found = load_products(default_cache_dir())
-    assert found.is_native
-    return found
+    return compiled_products()
 
 
 @pytest.mark.parametrize("rows", [7, 16, 43])
@@ -128,7 +126,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_other_rows(products: Products
 
 def test_plain_c_multiplies_few_rows_only() -> None:
     """With many rows it takes dozens of times as long as torch."""
-    products = load_products(default_cache_dir(), "plain")
+    products = compiled_products("plain")
     matrix = loaded_copy(random_matrix(Format.Q4_1, 43, 768), products)
     inputs = torch.randn(9, 768)
     assert torch.equal(products.linear(inputs, matrix), products._by_panels(inputs, matrix, None))

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 from swarmnet_node.loading.reading import check_quantizable
@@ -24,6 +23,7 @@ from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.quantization.quantize import GROUP, can_be_quantized, quantize
+from tests.support.compiled import compiled_backend
 from tests.support.gguf.packed_matrices import values_of
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny
@@ -138,9 +138,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
     weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     model = resolve(str(folder), cache_dir=tmp_path / "cache")
-    native = NativeBackend.load(default_cache_dir())
-    assert native is not None
-    options: dict[str, Any] = {**FLOAT32, "backend": native}
+    options: dict[str, Any] = {**FLOAT32, "backend": compiled_backend()}
     mine = load_stage(model, 1, 3, packed=True, quantized=PRECISIONS[precision], **options)
     assert mine.precision == precision
     span = model.load_span(1, 3, packed=True, quantized=PRECISIONS[precision], **FLOAT32)
@@ -154,7 +152,7 @@ def test_a_stage_computes_with_quantised_weights_as_with_their_values(
         format = PRECISIONS[precision].format_of(name, weight.shape[1])
         weight.data = quantize(matrix(weight.data), format).dequantize()
         assert torch.equal(weight.data, values_of(span.get_submodule(name).packed))
-    rounded = TorchStage(expected, 64, native)
+    rounded = TorchStage(expected, 64, options["backend"])
     inputs = torch.randn(20, 64, generator=torch.Generator().manual_seed(0))
     outputs = [stage.forward([(stage.new_sequence(), inputs)])[0] for stage in (mine, rounded)]
     assert_near(*map(as_tensor, outputs))

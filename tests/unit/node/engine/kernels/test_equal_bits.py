@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
 from swarmnet_node.engine.exact_stage import ExactStage
 from swarmnet_node.engine.kernels import native_backend
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.arrays import as_tensor
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
+from tests.support.compiled import compiled_backend
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.tiny_models import save_tiny
 
@@ -34,9 +33,7 @@ POSITIONS = 40
 
 
 def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
-    native = NativeBackend.load(default_cache_dir(), target)
-    if native is None:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
+    native = compiled_backend(target)
     directory = folder / "model"
     if not directory.exists():
         save_tiny("llama-tied", directory, **sizes)

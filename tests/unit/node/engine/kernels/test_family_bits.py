@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine import stage_loading
-from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
+from tests.support.compiled import compiled_backend
 from tests.support.models.family_page import EXACT
 from tests.support.models.hub_families import FAMILIES
 
@@ -25,8 +24,7 @@ def test_a_position_has_the_same_bits_however_it_is_computed(family: str, tmp_pa
     model = resolve(str(FAMILIES[family].save(tmp_path / "model")), cache_dir=tmp_path / "cache")
     expected = None
     for target in TARGETS:
-        backend = NativeBackend.load(default_cache_dir(), target)
-        assert backend is not None
+        backend = compiled_backend(target)
         stage = load_stage(model, 0, 4, dtype=torch.float32, device=torch.device("cpu"), backend=backend)
         assert stage.method.decode_step is not None
         rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -46,8 +44,7 @@ def test_blocks_err_by_less_than_a_millionth(
     processor, and so is the error."""
     monkeypatch.setitem(stage_loading._ACTIVATIONS, "float64", "/f64")
     model = resolve(str(FAMILIES[family].save(tmp_path / "model")), cache_dir=tmp_path / "cache")
-    backend = NativeBackend.load(default_cache_dir())
-    assert backend is not None
+    backend = compiled_backend()
     outputs = []
     for dtype, each in ((torch.float32, backend), (torch.float64, None)):
         stage = load_stage(model, 0, 4, dtype=dtype, device=torch.device("cpu"), backend=each)

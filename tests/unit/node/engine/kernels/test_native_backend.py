@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
@@ -22,6 +21,7 @@ from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
+from tests.support.compiled import compiled_backend
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.rounding import assert_near
 from tests.support.models.tiny_models import save_tiny
@@ -86,10 +86,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def native() -> NativeBackend:
-    loaded = NativeBackend.load(default_cache_dir())
-    if loaded is None:
-        pytest.skip("no compiler, or torch has no libgomp of its own")
-    return loaded
+    return compiled_backend()
 
 
 def load(tmp_path: Path, shape: str, native: NativeBackend | None) -> Stage:
@@ -198,8 +195,7 @@ def test_several_positions_of_a_sequence_match_torch(
 def test_simpler_targets_compute_the_same(
     target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    simple = NativeBackend.load(default_cache_dir(), target)
-    assert simple is not None
+    simple = compiled_backend(target)
     assert "not used" not in caplog.text
     for number, shape in enumerate(SHAPES):
         check_several_positions(shape, simple, tmp_path / str(number))
