@@ -84,7 +84,7 @@ def prepare_package(name: str, **stand_ins: object) -> None:
 
 
 def use() -> None:
-    """Import transformers this way when a checkpoint first needs it, in this process.
+    """Import transformers this way when a model first needs it, in this process.
 
     Only programs of swarmnet call this: others may use more of the library.
     """

@@ -15,7 +15,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.fetching.piece_file import PieceFile
 from swarmnet_protocols.fetching.pieces import ModelFile, Progress, listing_hash
 from swarmnet_protocols.machine.devices import CPU
-from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.machine.lean_imports import import_transformers, import_transformers_if_used
 from swarmnet_protocols.models.checkpoints.checkpoint import (
     ModelCheckpoint,
     WeightForm,
@@ -500,6 +500,7 @@ def make_manifest(
     ``ConfigError`` or ``IntegrityError`` if the model would not use all of the files, or they do
     not fit together.
     """
+    import_transformers_if_used()
     from swarmnet_protocols.models.partial_model import architecture_of, build_whole, decoder_stack
 
     checkpoint.check_kind()

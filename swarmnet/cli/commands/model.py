@@ -9,7 +9,7 @@ from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, ModelArgument
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.units import counted, show_size
-from swarmnet_protocols.machine.lean_imports import import_transformers
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.models import DEFAULT_MODEL
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def pull(
     from swarmnet_protocols.models import resolve
 
     with progress(quiet=as_json) as report:
-        import_transformers()
+        lean_imports.use()
         local = resolve(model, cache_dir=cache_dir, progress=report, max_disk_bytes=max_disk_bytes)
         local.fetch()
     if as_json:

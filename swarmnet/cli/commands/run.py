@@ -32,6 +32,7 @@ from swarmnet.cli.output import note, progress
 from swarmnet.paths import default_history
 from swarmnet.resident import find, model_id
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def open_answerer(
         from swarmnet_client.model.load_options import LoadOptions, memory_notice
         from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
+        lean_imports.use()
         load = LoadOptions.picked(only_generates=True, **options)
         local = resolve_in_swarm(
             name,

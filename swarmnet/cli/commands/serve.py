@@ -37,6 +37,7 @@ from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
 from swarmnet_protocols.joining.network import Network
 from swarmnet_protocols.joining.without_hub import resolve_in_swarm
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.platform import allow_open_files
 from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
 from swarmnet_protocols.models.text.chat_template import prepare_rendering
@@ -148,6 +149,7 @@ def serve(
     listen(options.host, options.port).close()  # reports an address in use before the swarm is searched
     network = client.network(swarm)
     with progress(quiet=options.as_json) as report:
+        lean_imports.use()
         local = resolve_in_swarm(
             model,
             lambda: network,

@@ -16,8 +16,8 @@ from swarmnet.swarm_file.content import ListedModel, SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet.units import parse_duration_s
+from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.clock import wall_clock
-from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.wire.roles import name_roles
 
@@ -134,7 +134,7 @@ def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     from swarmnet_protocols.models.public_names import name_for_peers
 
     with progress(quiet=quiet) as report:
-        import_transformers()
+        lean_imports.use()
         local = resolve(name, cache_dir=cache_dir, progress=report)
         if local.is_whole:
             local.fetch()  # hashes the pieces

@@ -94,6 +94,16 @@ model = local.load_whole(dtype=torch.float32, device=torch.device("meta"))
 assert {each.device.type for each in model.parameters()} == {"meta"}
 """
 
+CLIENT = """
+import json, sys
+from pathlib import Path
+from swarmnet_protocols.machine import lean_imports
+from swarmnet_protocols.models import resolve
+lean_imports.use()
+resolve(sys.argv[1], cache_dir=Path(sys.argv[2])).vocabulary()
+print(json.dumps({"modules": sorted(sys.modules)}))
+"""
+
 DHT = """
 import sys
 from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
@@ -124,6 +134,13 @@ def test_a_host_of_any_family_starts_without_compiler_and_clusters(tmp_path: Pat
         stage = load_stage(local, 1, 3, dtype=torch.float32, device=torch.device("cpu"))
         [answer] = stage.forward([(stage.new_sequence(), torch.ones(4, local.manifest.hidden_size))])
         torch.testing.assert_close(torch.tensor(seen["outputs"][name]), answer)
+
+
+def test_a_client_reads_a_new_model_without_the_compiler(tmp_path: Path) -> None:
+    model, cache_dir = str(write_gguf(tmp_path / "llama.gguf", "llama")), str(tmp_path / "cache")
+    assert not set(UNWANTED) & set(run(CLIENT, model, cache_dir)["modules"])
+    known = run(CLIENT, model, cache_dir)["modules"]
+    assert not {"torch", "transformers"} & set(known)
 
 
 def test_weights_can_be_placed_on_an_accelerator(tmp_path: Path) -> None:
