@@ -5,7 +5,8 @@ A second thread with parallel operations would get its own OpenMP pool. libgomp 
 threads than cores and would hardly spin between operations. Decoding would take nearly twice as
 long: 23 ms instead of 13 ms for ten blocks of SmolLM2-135M on 2 cores.
 
-C code asks ``current``. Once torch is imported, its settings count; before, those made here.
+C code asks ``current``. Once torch is imported, its settings count. A setting that was made before
+becomes torch's when its thread computes next.
 """
 
 import asyncio
@@ -24,17 +25,21 @@ _of_thread = threading.local()
 def current() -> int:
     """Return the cores that operations of this thread use."""
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "get_num_threads"):
-        return int(torch.get_num_threads())
-    return getattr(_of_thread, "cores", 0) or _every_core()
+    own: int = getattr(_of_thread, "cores", 0)
+    if not hasattr(torch, "get_num_threads"):
+        return own or _every_core()
+    if own:
+        use(own)
+    return int(torch.get_num_threads())
 
 
 def use(cores: int) -> None:
     """Make operations of this thread use ``cores``."""
-    _of_thread.cores = cores
     torch: Any = sys.modules.get("torch")
-    if hasattr(torch, "set_num_threads"):
+    has_torch = hasattr(torch, "set_num_threads")
+    if has_torch:
         torch.set_num_threads(cores)
+    _of_thread.cores = 0 if has_torch else cores
 
 
 def stay_serial() -> int:
