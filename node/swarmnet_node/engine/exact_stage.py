@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 Weights = Mapping[str, PackedTensor | Array]
 """Weights by their names in transformers' decoder stack."""
-PLAIN = AttentionRule(None, None, None, None)
 
 
 class ExactStage(Stage):
@@ -164,10 +163,9 @@ class ExactStage(Stage):
     @cached_property
     def _torch(self) -> "TorchStage":
         """The same layers in torch."""
-        cores = threads.current()
         from swarmnet_node.engine.torch_layers.torch_stage import TorchStage
 
-        threads.use(cores)  # torch has its own setting
+        threads.current()  # becomes torch's setting
         return TorchStage.of_layers(self, self._layers, self._shape.linears, self._backend)
 
 
@@ -188,7 +186,7 @@ def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -
     return DecoderLayer(
         index=index,
         shape=block,
-        rule=PLAIN,
+        rule=AttentionRule(),
         key_heads=shape.num_key_value_heads,
         modules={
             name: tuple((path, sizes[path][0]) for path in paths) for name, paths in family.products.items()

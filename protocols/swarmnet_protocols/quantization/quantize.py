@@ -10,7 +10,7 @@ import torch
 
 from swarmnet_protocols.quantization.formats import BLOCKS, Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-from swarmnet_protocols.quantization.precisions import GROUP, UNQUANTIZED, Precision
+from swarmnet_protocols.quantization.precisions import GROUP, UNQUANTIZED
 
 _PANEL_WEIGHTS = 1 << 18
 """Weights that are quantised at a time: few enough for the processor's cache."""
@@ -24,14 +24,6 @@ def can_be_quantized(matrix: PackedTensor) -> bool:
     """Whether :func:`quantize` takes the matrix: numbers of 16 or 32 bits, in rows of whole
     groups."""
     return matrix.shape[1] % GROUP == 0 and all(each.format in UNQUANTIZED for each in matrix.segments)
-
-
-def quantize_if_wanted(matrix: PackedTensor, precision: Precision | None, weight: str) -> PackedTensor:
-    """``matrix``, the weight with this name, quantised if ``precision`` is not None and
-    ``can_be_quantized`` holds."""
-    if precision is None or not can_be_quantized(matrix):
-        return matrix
-    return quantize(matrix, precision.format_of(weight, matrix.shape[1]))
 
 
 def quantize(matrix: PackedTensor, format: Format) -> PackedTensor:

@@ -76,13 +76,13 @@ class Norm:
 class AttentionRule:
     """The attention of one layer. None means that the layer has no such feature."""
 
-    scaling: float | None
+    scaling: float | None = None
     """Factor of the scores; None: 1 / sqrt(d)."""
-    sliding_window: int | None
+    sliding_window: int | None = None
     """Number of positions that a query sees."""
-    softcap: float | None
+    softcap: float | None = None
     """Bound of the scores."""
-    sinks: "torch.Tensor | None"
+    sinks: "torch.Tensor | None" = None
     """One further score for each head, [H]."""
 
     @property

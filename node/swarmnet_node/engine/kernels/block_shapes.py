@@ -1,4 +1,4 @@
-"""What the blocks of each dense family compute, as data. ``decode.c`` computes any combination.
+"""The arithmetic of each dense family's blocks, as data. ``decode.c`` computes any combination.
 
 ``block_shapes`` reads a config, and ``decoder_layers.py`` finds the weights. A row of ``FAMILIES``
 says how a family differs from Llama; a family without a row is taken for one of the Llama shape.

@@ -35,7 +35,6 @@ TRIAL_TOLERANCE_EPS = 100
 a different function causes far more."""
 TRIAL_POSITIONS = 5
 NO_ATTENTION = LayerShape(0, 0, 0)
-_NO_RULE = AttentionRule(None, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ def probe(model: Any, hidden_size: int) -> LayerNeeds:
     found = dict(zip(attention.indices, attention.layers, strict=True))
     if len(found) < len(attention.indices) or not found.keys() <= set(range(len(model.layers))):
         raise _refusal(model)
-    layers = [found.get(index, (NO_ATTENTION, _NO_RULE)) for index in range(len(model.layers))]
+    layers = [found.get(index, (NO_ATTENTION, AttentionRule())) for index in range(len(model.layers))]
     geometry = StateGeometry(tuple(states.states.values()), hidden_size) if states.states else None
     return LayerNeeds(
         tuple(shape for shape, _ in layers), tuple(rule for _, rule in layers), geometry, states.mixers

@@ -95,12 +95,15 @@ class WeightForm:
     """Multiplies with the packed weights. None if torch alone does."""
 
     def rounded(self, matrix: "PackedTensor", weight: str) -> "PackedTensor":
-        """Return ``matrix``, the weight with this name, quantised if ``quantized`` says so."""
+        """Return ``matrix``, the weight with this name, quantised if ``quantized`` says so and
+        ``can_be_quantized`` holds."""
         if self.quantized is None:
             return matrix
-        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
+        from swarmnet_protocols.quantization.quantize import can_be_quantized, quantize
 
-        return quantize_if_wanted(matrix, self.quantized, weight)
+        if not can_be_quantized(matrix):
+            return matrix
+        return quantize(matrix, self.quantized.format_of(weight, matrix.shape[1]))
 
     def loaded(self, matrix: "PackedTensor") -> "PackedTensor | torch.Tensor":
         """Return ``matrix`` on ``device``, in the form that ``products`` multiplies there.

@@ -336,12 +336,10 @@ class SafetensorsCheckpoint:
         def matrix_of(tensor: StoredTensor, place: "ExpertPlace", index: slice) -> PackedTensor:
             import torch
 
-            from swarmnet_protocols.quantization.quantize import quantize_if_wanted
-
             numbers = tensor[index] if place.expert is not None else tensor[index].flatten(0, 1)
             numbers = (numbers.T if place.is_transposed else numbers).contiguous()
             matrix = PackedTensor.of(numbers_formats[tensor.kind], numbers.view(torch.uint8))
-            return quantize_if_wanted(matrix, quantized, place.weight)
+            return form.rounded(matrix, place.weight)
 
         # with known places, experts are read again and again
         tensor_of = partial(self._tensor, is_mapped=form.places is None)

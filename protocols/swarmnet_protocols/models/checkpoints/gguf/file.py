@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models.checkpoints.expert_weights import ExpertPlace
     from swarmnet_protocols.models.llama_shape import EmptyModel
     from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-    from swarmnet_protocols.quantization.precisions import Precision
 
 _NAMING = BlockNaming(re.compile(r"^(blk\.)(\d+)(\..+)$"))
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(?:(gate|up|down|gate_up)_exps|(gate|up|down)\.(\d+))\.weight")
@@ -317,7 +316,7 @@ class GgufCheckpoint:
             for name in names:
                 if name in places:
                     file = opened[self._file_of[name]]
-                    reader.read(name, partial(self._expert, file, name, places[name].weight, form.quantized))
+                    reader.read(name, partial(self._expert, file, name, places[name].weight, form))
             for name, recipe in made.items():
                 if wanted.issuperset(recipe.tensors):
                     own_name, weight = self._weight(name, recipe, model, form, opened)
@@ -380,7 +379,7 @@ class GgufCheckpoint:
         return found
 
     def _expert(
-        self, file: BinaryIO, name: str, weight: str, quantized: "Precision | None", index: slice
+        self, file: BinaryIO, name: str, weight: str, form: WeightForm, index: slice
     ) -> "PackedTensor":
         """Return the matrix of one expert. Formats without a packed product are dequantised to
         float32."""
@@ -388,7 +387,6 @@ class GgufCheckpoint:
 
         from swarmnet_protocols.quantization.formats import Format
         from swarmnet_protocols.quantization.packed_tensor import PackedTensor
-        from swarmnet_protocols.quantization.quantize import quantize_if_wanted
 
         tensor = self._tensors[name]
         *counts, height, width = tensor.shape
@@ -399,7 +397,7 @@ class GgufCheckpoint:
         if matrix is None:
             numbers = np.ascontiguousarray(self._dequantized(name, rows))
             matrix = PackedTensor.of(Format.F32, numbers.view(np.uint8))
-        return quantize_if_wanted(matrix, quantized, weight)
+        return form.rounded(matrix, weight)
 
     def _dequantized(self, name: str, rows: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
         """Return the weights in float32. Raises ``ConfigError`` for a format that gguf's Python
