@@ -34,11 +34,11 @@ Prefix. With a prefix-tuning adapter, positions ``[0, n)`` belong to the adapter
 token has position n.
 """
 
-import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.caches.cache_arena import CacheArena
     from swarmnet_node.engine.caches.recurrent_state import SequenceStates, StateGeometry
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Prefix = tuple[Any, Any]
 """Keys and values [1, key heads, n, size] of a prefix-tuning adapter's n positions, for one
 layer."""
@@ -119,18 +117,11 @@ def _capacity_for(length: int) -> int:
     return -(-length // GROWTH_POSITIONS) * GROWTH_POSITIONS
 
 
-def _without_gradients(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function change tensors without recording it for gradients."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        torch: Any = sys.modules.get("torch")
-        if torch is None:
-            return function(*args, **kwargs)
-        with torch.inference_mode():
-            return function(*args, **kwargs)
-
-    return call
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """Change tensors, if there are any, without recording it for gradients."""
+    with getattr(sys.modules.get("torch"), "inference_mode", nullcontext)():
+        yield
 
 
 class SequenceCache:
@@ -185,7 +176,7 @@ class SequenceCache:
         """The first position in the arena. 0 without an arena."""
         return 0 if self.geometry.arena is None else self.geometry.arena.start_of(self)
 
-    @_without_gradients
+    @_without_gradients()
     def reserve(self, length: int) -> None:
         """Make room for ``length`` positions.
 
@@ -211,7 +202,7 @@ class SequenceCache:
             self._reserve_states(self.geometry.states, capacity)
         self._capacity = capacity
 
-    @_without_gradients
+    @_without_gradients()
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on. The buffers stay allocated.
 
@@ -226,7 +217,7 @@ class SequenceCache:
         if not self.prefix_positions <= length <= self.length:
             raise ValueError(f"cannot truncate {self.length} positions to {length}")
 
-    @_without_gradients
+    @_without_gradients()
     def fork(self, length: int) -> "SequenceCache":
         """Return an independent copy of the first ``length`` positions, in buffers of their size.
 
