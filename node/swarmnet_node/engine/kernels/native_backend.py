@@ -170,9 +170,11 @@ class NativeBackend:
         return getattr(self.torch, name)
 
     def decode_step(self, layers: Sequence[DecoderLayer]) -> DecodeStep | None:
-        found = [each for layer in layers if (each := _in_arrays(layer)) is not None]
-        is_whole = len(found) == len(layers)
-        return NativeDecodeStep(self, found) if is_whole and fits(found) else None
+        try:
+            arrays = [layer.mapped(_as_array) for layer in layers]
+        except TypeError:
+            return None
+        return NativeDecodeStep(self, arrays) if fits(arrays) else None
 
 
 class NativeDecodeStep:
@@ -267,17 +269,9 @@ def _address(values: "Array | torch.Tensor") -> int:
     return values.ctypes.data if isinstance(values, np.ndarray) else values.data_ptr()
 
 
-def _in_arrays(layer: DecoderLayer) -> DecoderLayer | None:
-    """Return a layer with arrays in place of its tensors, on the same memory. None if they are not
-    float32 on the CPU."""
-    try:
-        return layer.mapped(_as_array)
-    except TypeError:
-        return None
-
-
 def _as_array(values: Any) -> Any:
-    """Return a tensor as an array. Raises ``TypeError`` unless it is float32 on the CPU."""
+    """Return a tensor as an array on the same memory. Raises ``TypeError`` unless it is float32 on
+    the CPU."""
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, PackedTensor):
