@@ -198,7 +198,7 @@ def test_an_answer_survives_a_killed_node_and_a_killed_replacement(
 def test_an_answer_continues_when_its_host_finishes(
     lab: Swarm, expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """In virtual time: ``sim/failover/test_handover.py``. In ``test_readme.py`` a process
+    """In virtual time: ``sim/failover/test_handover.py``. In ``test_guides.py`` a process
     finishes."""
 
     def finish_and_wait(node: NodeProcess) -> None:

@@ -43,7 +43,7 @@ def call(*arguments: str) -> Any:
     """The JSON that a command prints with ``--json``. Raises ``RuntimeError`` if the command fails.
 
     It runs in this process: a new one would spend most of its time on imports.
-    ``e2e/test_readme.py`` starts these commands as users do.
+    ``e2e/test_guides.py`` starts these commands as users do.
     """
     from swarmnet.cli import execute
 
