@@ -95,7 +95,7 @@ def find_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[Row]:
     Raises ``ConfigError`` if it admitted none."""
     if file.admission is not Admission.ALLOW_LIST:
         return _issued_members(file, swarm, data_dir)
-    unknown = {"until": None, "invite": None, "label": "", "client": None, "last_seen": None}
+    unknown = {"until": None, "invite": None, "label": "", "name": "", "client": None, "last_seen": None}
     return [
         {"peer_id": peer, "roles": sorted(roles), "state": "member", **unknown}
         for peer, roles in file.allow.items()
@@ -136,6 +136,7 @@ def _issued_members(file: SwarmFile, swarm: Path, data_dir: Path) -> list[Row]:
                     "until": until,
                     "invite": issued.invite.hex() or None,
                     "label": issued.label,
+                    "name": issued.name,
                     "client": issued.client or None,
                     "last_seen": iso_time(issued.seen_at) if issued.seen_at else None,
                 }

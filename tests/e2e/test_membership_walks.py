@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from swarmnet.swarm_file.known_peers import read_known_peers
 from swarmnet.swarm_file.local_peer import LocalPeer
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.errors import NotAuthorised, Unreachable
+from swarmnet_protocols.joining import own_key
 from swarmnet_protocols.joining.network import LOOPBACK, Network, connect
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.net import Transport
@@ -305,6 +306,23 @@ def test_a_member_returns_after_a_week_though_addresses_changed(
     run(tmp_path, before)
     set_clocks(monkeypatch, days=8)
     run(tmp_path, after)
+
+
+def test_the_owner_sees_the_names_of_running_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_key, "SEEN_S", 0.1)
+
+    async def scenario(made: Group) -> None:
+        carol = await made.invited("carol")
+        named = replace(carol.network(LOOPBACK), name="carol's laptop")
+        await made.stack.enter_async_context(connected(named))
+
+        async def is_listed() -> bool:
+            listed = await made.command("members", made.swarm, "--data-dir", str(tmp_path / "issuer"))
+            return [each["name"] for each in listed["members"]] == ["carol's laptop"]
+
+        await until(is_listed)
+
+    run(tmp_path, scenario)
 
 
 def test_a_command_enters_an_open_swarm_with_an_authority_via_a_node(tmp_path: Path) -> None:

@@ -403,7 +403,14 @@ def membership_messages() -> Iterator[Protobuf]:
 def handshake_messages() -> Iterator[Protobuf]:
     pb = handshake_pb2
     serial = pb.Serial(signer=_MANIFEST, serial=7)
-    hello = pb.Hello(swarm=_MANIFEST, certificate=b"sealed", serials=[serial], file_serial=7, wants_file=True)
+    hello = pb.Hello(
+        swarm=_MANIFEST,
+        certificate=b"sealed",
+        serials=[serial],
+        file_serial=7,
+        wants_file=True,
+        name="kitchen",
+    )
     yield pb.HandshakeMessage(hello=hello)
     yield pb.HandshakeMessage(swarm_file=pb.SwarmFile())
     yield pb.HandshakeMessage(revoked=pb.Revoked())

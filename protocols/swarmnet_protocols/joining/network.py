@@ -154,6 +154,8 @@ class Network:
     house: "House | None" = None
     """Pairs newcomers in the local network by a code; None: see ``pairing.py``."""
     trust: Trust = Trust()
+    name: str = ""
+    """The name of this node that everybody sees; empty without one."""
 
 
 @asynccontextmanager
@@ -228,7 +230,9 @@ async def connect(
             punch=lambda other: punching.begin(other),  # noqa: PLW0108 - it is made below
             describe_reach=lambda: describe(reachability, punching, relay, routed),
         )
-        handshakes = await stack.enter_async_context(Handshakes.run(routed, membership, Timing()))
+        handshakes = await stack.enter_async_context(
+            Handshakes.run(routed, membership, Timing(), network.name)
+        )
         guarded = GuardedTransport(routed, handshakes)
         reachability = Reachability(routed, guarded, others, wall_clock, raw.address_of, raw.was_dialled)
         relay = Relay(guarded, lambda: reachability.is_open, peer.link)

@@ -7,7 +7,7 @@ With them this peer certifies itself, and an issuer also admits others. So `swar
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,11 +155,12 @@ class OwnKey:
         while True:
             await asyncio.sleep(SEEN_S)
             if self._owner.issued is not None:
-                peers, now = list(self._handshakes.admitted.by_peer), self._membership.clock()
+                admitted, now = self._handshakes.admitted.by_peer, self._membership.clock()
+                peers = {peer: each.name for peer, each in admitted.items()}
                 await asyncio.to_thread(_see, self._owner.issued, peers, now)
 
 
-def _see(folder: Path, peers: Sequence[PeerId], now: float) -> None:
+def _see(folder: Path, peers: Mapping[PeerId, str], now: float) -> None:
     """Record that ``peers`` are connected. The connection of the event loop's thread cannot be used
     in another one."""
     with IssuedCertificates.open(folder) as issued:

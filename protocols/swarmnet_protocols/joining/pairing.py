@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation
 from swarmnet_protocols.joining.local_network import LocalNetwork
 from swarmnet_protocols.joining.mdns_record import is_local
+from swarmnet_protocols.membership.handshake import MAX_NAME_CHARS
 from swarmnet_protocols.membership.invites import MAX_INVITE_CHARS
 from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.net.dialling import LOOPBACK_NETWORKS
@@ -56,7 +57,6 @@ MAX_TRIES = 15
 """Most tries in vain, with all codes together, before the house pairs no more."""
 MAX_HOUSES = 8
 """Most houses that a newcomer knocks at."""
-MAX_NAME_CHARS = 64
 ELEMENT_BYTES = 33
 """The side that sends it, and a point."""
 

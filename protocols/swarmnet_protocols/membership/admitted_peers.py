@@ -29,6 +29,8 @@ class AdmittedPeer:
     def __init__(self, member: Member, certificate: Certificate | None, reservation: Reservation) -> None:
         self.member = member
         self.certificate = certificate
+        self.name = ""
+        """The name that the peer gives itself; empty without one."""
         self.handshake_streams: dict[Stream, None] = {}
         self.streams: dict[Stream, None] = {}
         """Streams of other protocols. They close when the membership ends."""

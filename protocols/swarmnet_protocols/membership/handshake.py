@@ -63,7 +63,7 @@ from swarmnet_protocols.net import (
 from swarmnet_protocols.net.limits.resource_limits import Resource
 from swarmnet_protocols.net.limits.subnets import SubnetSlots
 from swarmnet_protocols.net.protocol_ids import HANDSHAKE, REVOCATIONS
-from swarmnet_protocols.net.refusal import Refusal, Refused
+from swarmnet_protocols.net.refusal import Refusal, Refused, printable
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import handshake_pb2 as pb
@@ -74,6 +74,8 @@ _log = logging.getLogger(__name__)
 
 MAX_FILES_ASKED = 4096
 """Most peers remembered as asked for their swarm file."""
+MAX_NAME_CHARS = 64
+"""Most characters of a name that a peer gives itself."""
 HELLO_PAUSE_S = 0.5
 """Seconds between two messages read from one handshake stream. With less, one peer can make this
 one check more signatures."""
@@ -86,8 +88,9 @@ class Handshakes:
     :meth:`run`.
     """
 
-    def __init__(self, transport: Transport, membership: Membership, timing: Timing) -> None:
+    def __init__(self, transport: Transport, membership: Membership, timing: Timing, name: str = "") -> None:
         self._transport = transport
+        self._name = name
         self.membership = membership
         self._timing = timing
         self.admitted = AdmittedPeers()
@@ -104,13 +107,14 @@ class Handshakes:
     @classmethod
     @asynccontextmanager
     async def run(
-        cls, transport: Transport, membership: Membership, timing: Timing
+        cls, transport: Transport, membership: Membership, timing: Timing, name: str = ""
     ) -> AsyncIterator["Handshakes"]:
         """Answer handshakes while the context is open.
 
-        ``transport`` is the one below :class:`GuardedTransport`.
+        ``transport`` is the one below :class:`GuardedTransport`. ``name``: the name of this node
+        that everybody sees; empty without one.
         """
-        handshakes = cls(transport, membership, timing)
+        handshakes = cls(transport, membership, timing, name)
         await HANDSHAKE.serve(transport, handshakes._answer, handshakes._timing)
         await REVOCATIONS.serve(transport, handshakes._serve_revocations, handshakes._timing)
         membership.listeners.append(handshakes._on_membership_change)
@@ -332,6 +336,7 @@ class Handshakes:
                 member, certificate, scope.reserve(Resource.ADMITTED_PEERS)
             )
         admitted.member, admitted.certificate = member, certificate
+        admitted.name = printable(hello.name[:MAX_NAME_CHARS])
         admitted.serials = {each.signer: each.serial for each in hello.serials[:MAX_LISTS]}
         admitted.hello_received.set()
         self._schedule_check(peer, admitted)
@@ -452,6 +457,7 @@ class Handshakes:
                 serials=self._serials(),
                 file_serial=membership.rules.serial if membership.swarm_file is not None else 0,
                 wants_file=wants_file,
+                name=self._name,
             )
         )
 

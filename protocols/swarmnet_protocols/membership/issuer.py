@@ -2,7 +2,7 @@
 each on disk."""
 
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ CREATE TABLE IF NOT EXISTS issued (
     label TEXT NOT NULL DEFAULT '',
     client TEXT NOT NULL DEFAULT '',
     seen_at INTEGER NOT NULL DEFAULT 0,
+    name TEXT NOT NULL DEFAULT '',
     PRIMARY KEY (invite, peer)
 ) STRICT, WITHOUT ROWID
 """
@@ -37,9 +38,10 @@ _ADDED = {
     "label": "TEXT NOT NULL DEFAULT ''",
     "client": "TEXT NOT NULL DEFAULT ''",
     "seen_at": "INTEGER NOT NULL DEFAULT 0",
+    "name": "TEXT NOT NULL DEFAULT ''",
 }
 """Columns that the file of an older version lacks."""
-_SELECT = "SELECT peer, invite, roles, first_at, certificate, label, client, seen_at FROM issued"
+_SELECT = "SELECT peer, invite, roles, first_at, certificate, label, client, seen_at, name FROM issued"
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Issued:
     """The client on the same machine; empty without one."""
     seen_at: int = 0
     """Unix time at which the issuer last had a connection to the member; 0 if never."""
+    name: str = ""
+    """The name that the node gave itself when it was last seen."""
 
 
 class IssuedCertificates:
@@ -103,12 +107,12 @@ class IssuedCertificates:
             ).fetchone()
         return _read(row) if row else None
 
-    def see(self, peers: Iterable[PeerId], now: float) -> None:
-        """Record that ``peers``, nodes or clients of members, are connected."""
+    def see(self, peers: Mapping[PeerId, str], now: float) -> None:
+        """Record that nodes and clients of members are connected, with their names."""
         with self._transaction("IMMEDIATE"):
             self._connection.executemany(
-                "UPDATE issued SET seen_at = ?1 WHERE peer = ?2 OR client = ?2",
-                [(int(now), peer) for peer in peers],
+                "UPDATE issued SET seen_at = ?1, name = iif(peer = ?2, ?3, name) WHERE peer = ?2 OR client = ?2",
+                [(int(now), peer, name) for peer, name in peers.items()],
             )
 
     def record(self, issued: Issued, *, uses: int | None) -> bool:
@@ -255,8 +259,8 @@ def check_redemption(
     return grant, node, client
 
 
-def _read(row: tuple[str, bytes, str, int, bytes, str, str, int]) -> Issued:
-    peer, invite, roles, first_at, certificate, label, client, seen_at = row
+def _read(row: tuple[str, bytes, str, int, bytes, str, str, int, str]) -> Issued:
+    peer, invite, roles, first_at, certificate, label, client, seen_at, name = row
     return Issued(
         PeerId(peer),
         invite,
@@ -266,4 +270,5 @@ def _read(row: tuple[str, bytes, str, int, bytes, str, str, int]) -> Issued:
         label,
         PeerId(client),
         seen_at,
+        name,
     )

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'swarmnet_protocols/wire/handshake.proto\x12\x15swarmnet.handshake.v1\"\x84\x01\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\x12\x13\n\x0b\x66ile_serial\x18\x04 \x01(\x04\x12\x12\n\nwants_file\x18\x05 \x01(\x08\"\x0b\n\tSwarmFile\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\t\n\x07Revoked\"\xb4\x01\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07revoked\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RevokedH\x00\x12\x36\n\nswarm_file\x18\x03 \x01(\x0b\x32 .swarmnet.handshake.v1.SwarmFileH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'swarmnet_protocols/wire/handshake.proto\x12\x15swarmnet.handshake.v1\"\x92\x01\n\x05Hello\x12\r\n\x05swarm\x18\x01 \x01(\x0c\x12\x13\n\x0b\x63\x65rtificate\x18\x02 \x01(\x0c\x12.\n\x07serials\x18\x03 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\x12\x13\n\x0b\x66ile_serial\x18\x04 \x01(\x04\x12\x12\n\nwants_file\x18\x05 \x01(\x08\x12\x0c\n\x04name\x18\x06 \x01(\t\"\x0b\n\tSwarmFile\"(\n\x06Serial\x12\x0e\n\x06signer\x18\x01 \x01(\x0c\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\t\n\x07Revoked\"\xb4\x01\n\x10HandshakeMessage\x12-\n\x05hello\x18\x01 \x01(\x0b\x32\x1c.swarmnet.handshake.v1.HelloH\x00\x12\x31\n\x07revoked\x18\x02 \x01(\x0b\x32\x1e.swarmnet.handshake.v1.RevokedH\x00\x12\x36\n\nswarm_file\x18\x03 \x01(\x0b\x32 .swarmnet.handshake.v1.SwarmFileH\x00\x42\x06\n\x04kind\"D\n\x12RevocationsRequest\x12.\n\x07serials\x18\x01 \x03(\x0b\x32\x1d.swarmnet.handshake.v1.Serial\"\x12\n\x10RevocationsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,17 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'swarmnet_protocols.wire.han
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_HELLO']._serialized_start=67
-  _globals['_HELLO']._serialized_end=199
-  _globals['_SWARMFILE']._serialized_start=201
-  _globals['_SWARMFILE']._serialized_end=212
-  _globals['_SERIAL']._serialized_start=214
-  _globals['_SERIAL']._serialized_end=254
-  _globals['_REVOKED']._serialized_start=256
-  _globals['_REVOKED']._serialized_end=265
-  _globals['_HANDSHAKEMESSAGE']._serialized_start=268
-  _globals['_HANDSHAKEMESSAGE']._serialized_end=448
-  _globals['_REVOCATIONSREQUEST']._serialized_start=450
-  _globals['_REVOCATIONSREQUEST']._serialized_end=518
-  _globals['_REVOCATIONSREPLY']._serialized_start=520
-  _globals['_REVOCATIONSREPLY']._serialized_end=538
+  _globals['_HELLO']._serialized_end=213
+  _globals['_SWARMFILE']._serialized_start=215
+  _globals['_SWARMFILE']._serialized_end=226
+  _globals['_SERIAL']._serialized_start=228
+  _globals['_SERIAL']._serialized_end=268
+  _globals['_REVOKED']._serialized_start=270
+  _globals['_REVOKED']._serialized_end=279
+  _globals['_HANDSHAKEMESSAGE']._serialized_start=282
+  _globals['_HANDSHAKEMESSAGE']._serialized_end=462
+  _globals['_REVOCATIONSREQUEST']._serialized_start=464
+  _globals['_REVOCATIONSREQUEST']._serialized_end=532
+  _globals['_REVOCATIONSREPLY']._serialized_start=534
+  _globals['_REVOCATIONSREPLY']._serialized_end=552
 # @@protoc_insertion_point(module_scope)

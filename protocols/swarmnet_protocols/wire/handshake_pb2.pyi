@@ -7,18 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Hello(_message.Message):
-    __slots__ = ("swarm", "certificate", "serials", "file_serial", "wants_file")
+    __slots__ = ("swarm", "certificate", "serials", "file_serial", "wants_file", "name")
     SWARM_FIELD_NUMBER: _ClassVar[int]
     CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     SERIALS_FIELD_NUMBER: _ClassVar[int]
     FILE_SERIAL_FIELD_NUMBER: _ClassVar[int]
     WANTS_FILE_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     swarm: bytes
     certificate: bytes
     serials: _containers.RepeatedCompositeFieldContainer[Serial]
     file_serial: int
     wants_file: bool
-    def __init__(self, swarm: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., serials: _Optional[_Iterable[_Union[Serial, _Mapping]]] = ..., file_serial: _Optional[int] = ..., wants_file: _Optional[bool] = ...) -> None: ...
+    name: str
+    def __init__(self, swarm: _Optional[bytes] = ..., certificate: _Optional[bytes] = ..., serials: _Optional[_Iterable[_Union[Serial, _Mapping]]] = ..., file_serial: _Optional[int] = ..., wants_file: _Optional[bool] = ..., name: _Optional[str] = ...) -> None: ...
 
 class SwarmFile(_message.Message):
     __slots__ = ()

@@ -280,7 +280,7 @@ def host(
         network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
         peer = replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)
         values = vars(options) | {
-            "network": replace(network, peer=peer, house=house),
+            "network": replace(network, peer=peer, house=house, name=options.public_name),
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,

@@ -216,7 +216,8 @@ def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonF
             "with its client": row["client"],
         }
         known = [f"{name} {value}" for name, value in facts.items() if value]
-        print_folded(_line(row["label"], row["peer_id"], row["state"], ", ".join(row["roles"]), *known))
+        who = (row["name"], row["label"], row["peer_id"])
+        print_folded(_line(*dict.fromkeys(who), row["state"], ", ".join(row["roles"]), *known))
     if not rows:
         note("none yet")
     for each in invites:

@@ -151,6 +151,21 @@ def test_an_intruder_is_refused_under_every_protocol(name: str, protocol: Protoc
     run(scenario)
 
 
+@defence("names of peers are short", off=replacing(handshake, "MAX_NAME_CHARS", 1 << 20))
+@defence("names of peers are printable", off=replacing(handshake, "printable", str))
+def test_each_side_learns_the_name_of_the_other() -> None:
+    async def scenario(world: World) -> None:
+        host = await world.peer("bob", world.swarm.certificate("bob", *ANY_ROLE), "bob's attic")
+        await host.transport.serve(SESSION, answer)
+        name = "\x1b[2J" + 100 * "k"
+        client = await world.peer("alice", world.swarm.certificate("alice", *ANY_ROLE), name)
+        await hear(client.transport, host.raw, SESSION)
+        assert client.handshakes.admitted.get(host.peer_id).name == "bob's attic"
+        assert host.handshakes.admitted.get(client.peer_id).name == "[2J" + 60 * "k"
+
+    run(scenario)
+
+
 def check_no_stream(patch: Patch) -> None:
     @contextlib.asynccontextmanager
     async def admitting(*_: Any) -> AsyncIterator[None]:

@@ -43,8 +43,9 @@ class World:
         context = self.swarm.member(self.network, name, frozenset(roles) or ANY_ROLE)
         return await self.stack.enter_async_context(context)
 
-    async def peer(self, name: str, certificate: bytes = b"") -> Someone:
-        return await self.stack.enter_async_context(self.swarm.peer(self.network, name, certificate))
+    async def peer(self, name: str, certificate: bytes = b"", public_name: str = "") -> Someone:
+        context = self.swarm.peer(self.network, name, certificate, public_name)
+        return await self.stack.enter_async_context(context)
 
     async def stranger(self, name: str) -> MemoryTransport:
         """A peer that runs other software."""

@@ -84,15 +84,15 @@ class PrivateSwarm:
 
     @asynccontextmanager
     async def peer(
-        self, network: MemoryNetwork, name: str, certificate: bytes = b""
+        self, network: MemoryNetwork, name: str, certificate: bytes = b"", public_name: str = ""
     ) -> AsyncIterator[Someone]:
-        """A peer that presents ``certificate``, valid or not."""
+        """A peer that presents ``certificate``, valid or not, and calls itself ``public_name``."""
         identity = identity_of(name)
         membership = Membership(self.rules, identity.peer_id, virtual_clock)
         membership.certificate = certificate
         async with (
             network.transport(identity.peer_id) as raw,
-            Handshakes.run(raw, membership, self.timing) as handshakes,
+            Handshakes.run(raw, membership, self.timing, public_name) as handshakes,
         ):
             yield Someone(identity, raw, GuardedTransport(raw, handshakes), handshakes, membership)
 

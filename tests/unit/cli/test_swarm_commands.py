@@ -103,7 +103,7 @@ def test_approve_adds_to_an_allow_list(owner: Owner) -> None:
     assert owner.swarm("show", ".")["members"] == {ALICE: ["client", "host"]}
     assert owner.swarm("members")["members"] == [
         {"peer_id": ALICE, "roles": ["client", "host"], "state": "member", "until": None, "invite": None}
-        | {"label": "", "client": None, "last_seen": None}
+        | {"label": "", "name": "", "client": None, "last_seen": None}
     ]
 
 

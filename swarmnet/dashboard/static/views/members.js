@@ -29,7 +29,7 @@ export function memberLists(onFound) {
     members.hidden = !none.hidden;
     title.hidden = invites.hidden = lists.invites.length === 0;
     reconcile(members, lists.members, ({ peer_id, invite }) => `${peer_id}|${invite}`, line, (node, row) => fill(node,
-      row.label || shortId(row.peer_id), row.client ? `${row.peer_id}, with its client ${row.client}` : row.peer_id,
+      row.name || row.label || shortId(row.peer_id), row.client ? `${row.peer_id}, with its client ${row.client}` : row.peer_id,
       `${row.state} · ${row.roles.join(", ")}`, row.last_seen ? `seen ${at(row.last_seen)}` : "not seen yet"));
     reconcile(invites, lists.invites, ({ id }) => id, line, (node, row) => fill(node,
       row.label || `…${row.id.slice(-6)}`, row.id, `${row.roles.join(", ")} · ${plural(row.uses - row.used, "use")} left`, `until ${at(row.expires)}`));

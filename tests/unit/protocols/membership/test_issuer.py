@@ -465,15 +465,17 @@ def test_a_renewal_adds_the_client_to_an_older_certificate(issuer: Issuer) -> No
     assert issuer.renew(pb.Renew(certificate=renewed), CLIENT.peer_id, NO_REVOCATIONS, NOW) == renewed
 
 
-def test_members_are_listed_with_label_and_last_seen(tmp_path: Path) -> None:
+def test_members_are_listed_with_names_and_last_seen(tmp_path: Path) -> None:
     shown = invite(replace(TERMS, label="Anna's laptop"))
     with IssuedCertificates.open(tmp_path) as ledger:
         machine = machine_of(NODE, CLIENT.peer_id, SWARM)
         issuer = Issuer(AUTHORITY, RULES, ledger, now=NOW)
         issuer.redeem(redemption(shown, NODE.peer_id, machine), NODE.peer_id, NO_REVOCATIONS, NOW)
-        ledger.see([CLIENT.peer_id, BOB], NOW + 5)
+        ledger.see({NODE.peer_id: "kitchen"}, NOW + 4)
+        ledger.see({CLIENT.peer_id: "", BOB: "mallory"}, NOW + 5)
         (member,) = ledger.members()
     assert (member.label, member.client, member.seen_at) == ("Anna's laptop", CLIENT.peer_id, NOW + 5)
+    assert member.name == "kitchen"
 
 
 def test_the_ledger_of_an_older_version_is_used(tmp_path: Path) -> None:
