@@ -1,6 +1,7 @@
 """Sizes, rates, durations and counts: reading what users type, and writing what they read."""
 
 import re
+from datetime import datetime
 
 MAX_DURATION_S = 3650 * 24 * 3600
 _SIZES = {
@@ -58,6 +59,14 @@ def show_size(nbytes: float) -> str:
     return f"{nbytes:.0f} B"
 
 
+def show_number(number: float) -> str:
+    """Return ``12,300``, ``1.5 million`` and the like, for people."""
+    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
+        if number >= 0.9995 * size:
+            return f"{_figures(number / size)} {unit}"
+    return f"{number:,.0f}"
+
+
 def show_memory(nbytes: float) -> str:
     """Return ``6 GiB`` and the like, as people write it for ``--max-ram``."""
     if nbytes >= 1 << 30:
@@ -88,6 +97,12 @@ def show_duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def show_time(unix_s: float) -> str:
+    """Return ``Friday 27 November, 18:30``, by the clock of this machine."""
+    time = datetime.fromtimestamp(unix_s)  # noqa: DTZ006
+    return f"{time:%A} {time.day} {time:%B}, {time:%H:%M}"
 
 
 def _figures(number: float, digits: int = 3) -> str:

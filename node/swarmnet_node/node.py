@@ -323,7 +323,7 @@ class Node(RunningNode):
                 self.dependencies.transport.resources,
                 max_cache_bytes=former.max_cache_bytes if former else self.hosting.max_cache_bytes,
                 client_cache_bytes=self.hosting.limits.client_cache_bytes,
-                counters=former.counters if former else EngineCounters(),
+                counters=former.counters if former else EngineCounters(self.dependencies.given),
                 stopwatch=self.dependencies.stopwatch,
             ).running()
         )

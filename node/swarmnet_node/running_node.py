@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from swarmnet_node.hosting.reports import describe_reach
+from swarmnet_node.owner.given import Given
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
@@ -55,6 +56,8 @@ class Dependencies:
     """Clock that decides when records expire."""
     warning: Callable[[], str] = str
     """A warning for the owner. Empty if there is none."""
+    given: Given = field(default_factory=Given)
+    """What this machine has given since its data directory exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +175,7 @@ class RunningNode(Ending, ABC):
             warning=dependencies.warning(),
             reach=dependencies.transport.reach(),
             refused_stores=dependencies.directory.refused,
+            given=dependencies.given.message(),
         )
 
     def report(self) -> report_pb2.NodeReport:
@@ -184,12 +188,18 @@ class RunningNode(Ending, ABC):
             uptime_s=self._uptime_s,
             host=self.describe(),
             reach=describe_reach(reach),
+            given=self.dependencies.given.message(),
         )
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
+
+    @property
+    def is_online(self) -> bool:
+        """Whether the node serves now."""
+        return self._state == pb.HOST_STATE_ONLINE
 
     @property
     def span(self) -> tuple[int, int]:

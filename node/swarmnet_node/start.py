@@ -19,7 +19,7 @@ from swarmnet_node.loading.reading import ModelReader
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import connect
-from swarmnet_protocols.machine.aio import in_background
+from swarmnet_protocols.machine.aio import in_background, persist
 
 if TYPE_CHECKING:
     from swarmnet_node.supervisor import Supervisor
@@ -91,6 +91,7 @@ async def start(
             )
         from swarmnet_node.hosted_blocks import Hosting
         from swarmnet_node.loading.hosted import hosting_of
+        from swarmnet_node.owner.given import GivenKeeper
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
         from swarmnet_node.supervisor import Supervisor
@@ -103,12 +104,15 @@ async def start(
         watch = await stack.enter_async_context(
             DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing())
         )
+        keeper = GivenKeeper(config.folder, link)
+        stack.callback(keeper.close)
         dependencies = Dependencies(
             transport,
             directory,
             executor,
             random.Random(),
             warning=lambda: watch.warning() or directory.warning(),
+            given=keeper.given,
         )
 
         def limit_computing(limits: OwnerLimits) -> None:
@@ -123,7 +127,9 @@ async def start(
             hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
         node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
         pauses.append(node.step_aside)
-        await stack.enter_async_context(in_background(_fail_with_transport(transport, node)))
+        keeper.is_active = lambda: node.is_online
+        counting = persist("the totals", partial(keeper.run, notice))
+        await stack.enter_async_context(in_background(counting, _fail_with_transport(transport, node)))
         yield node
 
 

@@ -16,6 +16,7 @@ The states of a supervised node:
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -27,7 +28,13 @@ from swarmnet_node.hosted_blocks import Hosting, OtherModels
 from swarmnet_node.hosting.host import Host
 from swarmnet_node.loading.memory_limit import MemoryLimit
 from swarmnet_node.node import Node
-from swarmnet_node.owner.limits import Machine, Observed, OwnerLimits, reason_to_pause
+from swarmnet_node.owner.limits import (
+    PAUSED_BY_OWNER,
+    Machine,
+    Observed,
+    OwnerLimits,
+    reason_to_pause,
+)
 from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
@@ -73,7 +80,6 @@ class Supervisor(Ending):
         self._is_loading = False
         self._has_moved = False
         """Whether the node ended to serve other blocks, and does not serve them yet."""
-        self._paused_by_owner = False
         self._step_aside_reason = ""
         """The reason of ``step_aside``. Empty outside it."""
         self._paused = asyncio.Event()
@@ -122,6 +128,11 @@ class Supervisor(Ending):
     def span(self) -> tuple[int, int]:
         return self._node.span
 
+    @property
+    def is_online(self) -> bool:
+        """Whether the node serves now."""
+        return self._node.is_online
+
     def report(self) -> report_pb2.NodeReport:
         """Return the report for dashboards. Raises ``Unreachable`` while the node is paused."""
         return self._node.report()
@@ -131,6 +142,8 @@ class Supervisor(Ending):
         status = self._node.status()
         if self._reason:
             status.state, status.reason = "paused", self._reason
+        if self._reason == PAUSED_BY_OWNER and math.isfinite(self._machine.paused_until):
+            status.paused_until = self._machine.paused_until
         status.uptime_s = asyncio.get_running_loop().time() - self._started
         status.limits.json = self._limits.to_json()
         status.usage.CopyFrom(control_pb2.Usage(**asdict(self._machine.usage())))
@@ -167,14 +180,15 @@ class Supervisor(Ending):
         if isinstance(self._node, Node):
             self._node.limits_changed.set()
 
-    def pause(self) -> None:
-        """Free memory until ``resume``. Sessions are asked to move away first."""
-        self._paused_by_owner = True
+    def pause(self, for_s: float = math.inf) -> None:
+        """Free memory for this many seconds, or until ``resume``, also over a restart. Sessions are
+        asked to move away first."""
+        self._machine.pause(for_s)
         self._changed.set()
 
     def resume(self) -> None:
         """End ``pause``."""
-        self._paused_by_owner = False
+        self._machine.resume()
         self._changed.set()
 
     @asynccontextmanager
@@ -208,7 +222,8 @@ class Supervisor(Ending):
         """Return the reason why the node must not run now. Empty if it may run."""
         if self._step_aside_reason or self._observed is None:
             return self._step_aside_reason
-        return reason_to_pause(*self._observed, self._machine.usage(), paused_by_owner=self._paused_by_owner)
+        usage, paused_until = self._machine.usage(), self._machine.paused_until
+        return reason_to_pause(*self._observed, usage, paused_until=paused_until)
 
     async def _run(self) -> None:
         try:

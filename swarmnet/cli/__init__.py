@@ -37,6 +37,7 @@ class Commands(LazyGroup):
         LazyCommand(
             "limits", "commands.control:limits", SHARE, "Show or change what the node may use, and when."
         ),
+        LazyCommand("stats", "commands.stats:stats", SHARE, "Show what this machine has given."),
         LazyCommand("pause", "commands.control:pause", SHARE, "Free the node's memory for a while."),
         LazyCommand("resume", "commands.control:resume", SHARE, "Serve again after a pause."),
         LazyCommand(

@@ -14,6 +14,7 @@ from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.reach import advice, describe
 from swarmnet.systemd import notify_ready, notify_status, notify_stopping
 from swarmnet.terminal import shown
+from swarmnet.units import show_time
 from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class Foreground:
     def _report(self, status: "NodeStatus") -> None:
         notify_status(_one_line(status))
         if status.state == "paused":
-            self._say({"event": "paused", "reason": status.reason}, f"paused: {status.reason}")
+            until = status.paused_until or None
+            event: dict[str, object] = {"event": "paused", "reason": status.reason, "until": until}
+            self._say(event, f"paused: {describe_pause(status)}")
         else:
             self._say({"event": "serving", "blocks": _span(status)}, "serving")
 
@@ -166,6 +169,16 @@ class Foreground:
 
     def _say(self, event: dict[str, object], text: str) -> None:
         say(event, text, as_json=self.as_json)
+
+
+def describe_pause(status: "NodeStatus") -> str:
+    """Return why a node is paused, until when, and how its owner ends the pause."""
+    from swarmnet_node.owner.limits import PAUSED_BY_OWNER
+
+    if status.reason != PAUSED_BY_OWNER:
+        return status.reason
+    until = f" until {show_time(status.paused_until)}" if status.paused_until else ""
+    return f"{status.reason}{until}; `swarmnet resume` ends the pause"
 
 
 def _one_line(status: "NodeStatus") -> str:

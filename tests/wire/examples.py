@@ -554,6 +554,17 @@ def report_messages() -> Iterator[Protobuf]:
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, reach=reach)
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, host=expert_peer)
     yield pb.NodeReport(version="0.1.0", uptime_s=60.0, host=trunk_host)
+    given = pb.Given(
+        block_positions=12_000_000,
+        clients=7,
+        samples=640,
+        sent_bytes=10**9,
+        received_bytes=2 * 10**9,
+        active_s=86_400.5,
+        kwh=0.25,
+        since=1.8e9,
+    )
+    yield pb.NodeReport(version="0.1.0", uptime_s=60.0, worker=worker, given=given)
 
 
 def weights_messages() -> Iterator[Protobuf]:

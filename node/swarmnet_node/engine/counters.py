@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 from prometheus_client import Histogram
 
+from swarmnet_node.owner.given import Given
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 """Upper bounds of the buckets for durations, in seconds."""
 POSITIONS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -65,7 +67,9 @@ class EngineCounters:
     """Forwards, passes and positions that one engine has computed, and their durations in
     seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, given: Given | None = None) -> None:
+        self.given = given or Given()
+        """What this machine has given since its data directory exists."""
         self.forwards = 0
         """Forwards and passes computed."""
         self.positions = 0

@@ -126,7 +126,7 @@ def _compute(parts: Sequence[_Part]) -> list[Any]:
 
 @dataclass(eq=False)
 class _PassWork:
-    """A computation of ``positions`` positions that cannot be split.
+    """A computation of ``positions`` positions through ``blocks`` blocks that cannot be split.
 
     ``prepare`` runs on the asyncio thread, and returns the function for the torch thread. Sessions
     have priority until ``max_delay_s`` after ``since``, a time of the event loop.
@@ -134,6 +134,7 @@ class _PassWork:
 
     prepare: Callable[[], Callable[[], Any]]
     positions: int
+    blocks: int
     since: float
     max_delay_s: float
     done: "asyncio.Future[Any]" = field(default_factory=_future)
@@ -338,9 +339,11 @@ class Engine:
         prepare: Callable[[], Callable[[], T]],
         positions: int,
         *,
+        blocks: int | None = None,
         max_delay_s: float = Timing.pass_wait_s,
     ) -> T:
-        """Compute a pass of ``positions`` positions on the torch thread, in order of arrival.
+        """Compute a pass of ``positions`` positions through ``blocks`` blocks, or all, on the torch
+        thread, in order of arrival.
 
         1. The pass waits until no session has work, or until sessions have had priority for
            ``max_delay_s`` since it arrived or since the last pass, whichever was later.
@@ -352,7 +355,8 @@ class Engine:
         """
         if self._stopped:
             raise Unreachable("this host has stopped")
-        work = _PassWork(prepare, positions, _now(), max_delay_s)
+        blocks = self.stage.blocks if blocks is None else blocks
+        work = _PassWork(prepare, positions, blocks, _now(), max_delay_s)
         self._passes.append(work)
         self._wake.set()
         try:
@@ -440,7 +444,7 @@ class Engine:
                 self._steps.remove(part.work)
                 _fail(part.work.done, error)
             return
-        self._measure(sum(tokens for _, tokens in picked), started)
+        self._measure(sum(tokens for _, tokens in picked), started, parts[0].work.stage.blocks)
         # Once more with the present time: a forward of a long prompt may take longer than RECENT_S.
         self._active |= dict.fromkeys((part.work.scope for part in parts), _now())
         for part in parts:
@@ -460,7 +464,7 @@ class Engine:
         except Exception as error:  # noqa: BLE001 - a failed pass fails for its client, not for the node
             _fail(work.done, error)
             return
-        elapsed_s = self._count(work.positions, started)
+        elapsed_s = self._count(work.positions, started, work.blocks)
         self.counters.pass_s.observe(elapsed_s)
         self._pass_position_s = averaged(self._pass_position_s, elapsed_s / work.positions, SMOOTHING)
         if not work.done.done():
@@ -470,18 +474,21 @@ class Engine:
         if work in self._passes:
             self._passes.remove(work)
 
-    def _count(self, positions: int, started: float) -> float:
-        """Count a forward or pass that began at ``started``. Return its seconds."""
+    def _count(self, positions: int, started: float, blocks: int) -> float:
+        """Count a forward or pass through ``blocks`` that began at ``started``. Return its
+        seconds."""
         now = self.stopwatch()
+        gpu_s = now - started if self.stage.is_on_accelerator else 0.0
+        self.counters.given.computed(positions, blocks, gpu_s)
         self.counters.forwards += 1
         self.counters.positions += positions
         self.busy.computed(now - started, now)
         self.load.computed(now - started, now)
         return now - started
 
-    def _measure(self, tokens: int, started: float) -> None:
+    def _measure(self, tokens: int, started: float, blocks: int) -> None:
         """Count a forward of ``tokens`` positions, and average its times."""
-        elapsed_s = self._count(tokens, started)
+        elapsed_s = self._count(tokens, started, blocks)
         self.counters.forward_s.observe(elapsed_s)
         self.counters.forward_positions.observe(tokens)
         self.token_s = averaged(self.token_s, elapsed_s / tokens, SMOOTHING)

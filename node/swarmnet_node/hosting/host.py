@@ -261,7 +261,11 @@ class Host:
         held.enter_context(self._session_slots.acquire(session.slot, client.stream.scope))
         if not wanted.spare:
             self._end_spares()
+        self._count_client(client.peer)
         return session
+
+    def _count_client(self, client: PeerId) -> None:
+        self.blocks.engine.counters.given.clients.add(client)
 
     def _check_wait(
         self, client: PeerId, own: HostedSession | None = None, *, continues: bool = False
@@ -361,6 +365,7 @@ class Host:
             # Last, because it may evict the pass of another client.
             held.enter_context(self._pass_slots.acquire(served.slot, client.stream.scope))
             self._passes[engine] += 1
+            self._count_client(client.peer)
             try:
                 await served.run()
             finally:

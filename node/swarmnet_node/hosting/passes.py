@@ -146,7 +146,7 @@ class HostedPass:
         """Call ``start`` when sessions leave time for the pass, and compute what it returns."""
         self.slot.at_work = True
         computed = await self._engine.compute_pass(
-            start, self._positions, max_delay_s=self._timing.pass_wait_s
+            start, self._positions, blocks=self._stage.blocks, max_delay_s=self._timing.pass_wait_s
         )
         self.slot.at_work = False
         self.slot.worked()

@@ -22,9 +22,10 @@ from swarmnet_protocols.errors import (
     Unreachable,
 )
 from swarmnet_protocols.wire import control_pb2
-from swarmnet_protocols.wire.control_pb2 import Empty, FinishRequest, NodeStatus
+from swarmnet_protocols.wire.control_pb2 import Empty, FinishRequest, NodeStatus, PauseRequest
 
 MAX_GRACE_S = 24 * 3600.0
+MAX_PAUSE_S = 10 * 365 * 24 * 3600.0
 _ANSWER_TIMEOUT_S = 5.0
 _SERVICE = control_pb2.DESCRIPTOR.services_by_name["Control"]
 _REFUSALS = {
@@ -40,7 +41,7 @@ class Controlled(Protocol):
 
     def finish(self, grace_s: float) -> None: ...
 
-    def pause(self) -> None: ...
+    def pause(self, for_s: float = ...) -> None: ...
 
     def resume(self) -> None: ...
 
@@ -60,13 +61,15 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
         return node.status()
 
     async def answer_finish(request: FinishRequest, context: Any) -> Empty:
-        if not _is_grace(request.grace_s):
+        if not _is_possible(request.grace_s):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(["grace_s is out of range", ""]))
         node.finish(request.grace_s)
         return Empty()
 
-    async def answer_pause(_request: Empty, _context: object) -> Empty:
-        node.pause()
+    async def answer_pause(request: PauseRequest, context: Any) -> Empty:
+        if not _is_possible(request.for_s, MAX_PAUSE_S):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(["for_s is out of range", ""]))
+        node.pause(request.for_s or math.inf)
         return Empty()
 
     async def answer_resume(_request: Empty, _context: object) -> Empty:
@@ -110,19 +113,20 @@ def finish(data_dir: Path, grace_s: float) -> None:
 
     Raises ``ConfigError`` for a grace out of range, and ``Unreachable`` without a node.
     """
-    if not _is_grace(grace_s):
+    if not _is_possible(grace_s):
         raise ConfigError(
             f"a grace of {grace_s} s is not possible", hint=f"choose 0 to {MAX_GRACE_S:.0f} seconds"
         )
     _call(data_dir, "Finish", FinishRequest(grace_s=grace_s))
 
 
-def pause(data_dir: Path) -> None:
-    """Have the node in ``data_dir`` free its memory. Returns at once.
+def pause(data_dir: Path, for_s: float = 0.0) -> None:
+    """Have the node in ``data_dir`` free its memory for this long; 0: until ``resume``. Returns at
+    once.
 
-    Raises ``Unreachable`` without a node.
+    Raises ``ConfigError`` for a time out of range, and ``Unreachable`` without a node.
     """
-    _call(data_dir, "Pause", Empty())
+    _call(data_dir, "Pause", PauseRequest(for_s=for_s))
 
 
 def resume(data_dir: Path) -> None:
@@ -145,8 +149,8 @@ def set_limits(data_dir: Path, limits: OwnerLimits) -> OwnerLimits:
     return OwnerLimits.from_json(_call(data_dir, "SetLimits", request).json)
 
 
-def _is_grace(grace_s: float) -> bool:
-    return math.isfinite(grace_s) and 0 <= grace_s <= MAX_GRACE_S
+def _is_possible(seconds: float, most_s: float = MAX_GRACE_S) -> bool:
+    return math.isfinite(seconds) and 0 <= seconds <= most_s
 
 
 def _method(name: str, answer: Callable[..., Any]) -> Any:

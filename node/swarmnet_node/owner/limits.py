@@ -17,6 +17,9 @@ MAX_IDLE_S = 24 * 3600.0
 IDLE_AFTER_S = 180.0
 RELAY_BYTES_PER_S = 1_250_000.0
 """Default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
+PAUSED_BY_OWNER = "its owner paused it"
+NOT_PAUSED = 0.0
+"""The end of a pause that has not begun, in Unix time."""
 ONE_CLIENT = 0.25
 """Default share of a host's resources that one client may use."""
 
@@ -135,6 +138,16 @@ class Observed:
 class Machine(Protocol):
     """The owner's machine."""
 
+    @property
+    def paused_until(self) -> float:
+        """Unix time when the owner's pause ends; infinity until ``resume``; ``NOT_PAUSED``."""
+
+    def pause(self, for_s: float) -> None:
+        """Begin a pause of this many seconds, possibly infinite. It holds over a restart."""
+
+    def resume(self) -> None:
+        """End the pause."""
+
     def observe(self, limits: OwnerLimits) -> Observed:
         """Return the facts that ``limits`` depend on now. May take seconds, so call it on another
         thread."""
@@ -155,14 +168,14 @@ class Machine(Protocol):
 
 
 def reason_to_pause(
-    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_by_owner: bool
+    limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_until: float
 ) -> str:
     """Return the reason why a node must not run now, worded for its owner.
 
     The first limit that forbids it counts. Empty if the node may run.
     """
-    if paused_by_owner:
-        return "its owner paused it"
+    if observed.now.timestamp() < paused_until:
+        return PAUSED_BY_OWNER
     month = month_of(observed.now)
     used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
     if limits.monthly_bytes is not None and used >= limits.monthly_bytes:

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import json
+import logging
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -12,15 +14,18 @@ from pathlib import Path
 import psutil
 
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, month_of
+from swarmnet_node.owner.limits import NOT_PAUSED, MonthlyUsage, Observed, OwnerLimits, month_of
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.machine.clock import Clock
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.machine.platform import return_freed_memory
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
+_log = logging.getLogger(__name__)
+
 LIMITS_NAME = "limits.json"
 USAGE_NAME = "usage.json"
+PAUSE_NAME = "pause.json"
 MAX_FILE_BYTES = 1 << 16
 USAGE_EVERY_S = 60.0
 """Seconds between two writes of the usage file."""
@@ -82,9 +87,29 @@ class OwnersMachine:
         self._children: list[psutil.Process] = []
         self._children_at = -CHILDREN_EVERY_S
         self._usage = _load_usage(folder)
+        self._paused_until = _load_pause(folder)
         self._counted = (0, 0)
         self._counting = threading.Lock()
         self._saved_at = clock()
+
+    @property
+    def paused_until(self) -> float:
+        return self._paused_until
+
+    def pause(self, for_s: float) -> None:
+        self._paused_until = self._clock() + for_s
+        until = {"until": self._paused_until if math.isfinite(for_s) else None}
+        self._keep_pause(lambda path: write_whole(path, json.dumps(until).encode()))
+
+    def resume(self) -> None:
+        self._paused_until = NOT_PAUSED
+        self._keep_pause(lambda path: path.unlink(missing_ok=True))
+
+    def _keep_pause(self, change: Callable[[Path], None]) -> None:
+        try:
+            change(self._folder / PAUSE_NAME)
+        except OSError as error:  # it holds in this process
+            _log.warning("a restart of the node will not know of this: %s", error)
 
     def observe(self, limits: OwnerLimits) -> Observed:
         now = self._clock()
@@ -173,6 +198,19 @@ def _load_usage(folder: Path) -> MonthlyUsage:
     if not (isinstance(month, str) and all(type(each) is int and each >= 0 for each in (up, down))):
         return MonthlyUsage()
     return MonthlyUsage(month, up, down)
+
+
+def _load_pause(folder: Path) -> float:
+    """Return when the stored pause ends. A damaged file is a pause until ``resume``: the owner did
+    ask for one."""
+    text = _read(folder / PAUSE_NAME)
+    if text is None:
+        return NOT_PAUSED
+    try:
+        until = json.loads(text)["until"]
+        return float(until) if type(until) in {int, float} else math.inf
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return math.inf
 
 
 def _read(path: Path) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swarmnet_node.hosting.reports import describe_reach
+from swarmnet_node.owner.given import Given
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS
 from swarmnet_protocols.training.jobs import SealedJob
 from swarmnet_protocols.training.rounds.round_runner import Outcome
@@ -33,12 +34,18 @@ class WorkerReporter:
     """Passes a worker's events on to ``handler``, and keeps the totals for its report."""
 
     def __init__(
-        self, sealed: SealedJob, version: str, handler: EventHandler, reach: Callable[[], pb.Reach]
+        self,
+        sealed: SealedJob,
+        version: str,
+        handler: EventHandler,
+        reach: Callable[[], pb.Reach],
+        given: Given,
     ) -> None:
         self._job = sealed.job
         self._version = version
         self._handler = handler
         self._reach = reach
+        self._given = given
         self._start_s = asyncio.get_running_loop().time()
         self._contributions: Counter[str] = Counter()
         self._report = pb.WorkerReport(
@@ -71,7 +78,11 @@ class WorkerReporter:
             self._report.contributions.add(peer=peer, rounds=rounds)
         uptime_s = asyncio.get_running_loop().time() - self._start_s
         return pb.NodeReport(
-            version=self._version, uptime_s=uptime_s, worker=self._report, reach=describe_reach(self._reach())
+            version=self._version,
+            uptime_s=uptime_s,
+            worker=self._report,
+            reach=describe_reach(self._reach()),
+            given=self._given.message(),
         )
 
     def _add_exchange(self, event: Mapping[str, Any]) -> None:

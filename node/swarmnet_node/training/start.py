@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +72,7 @@ async def start(
         sealed = await fetch_job(config.data_dir, directory, config.job)
 
         from swarmnet_node.hosting.reports import Reporter
+        from swarmnet_node.owner.given import GivenKeeper
         from swarmnet_node.training.checkpoint import CheckpointStore
         from swarmnet_node.training.events import WorkerReporter
         from swarmnet_node.training.worker import Worker, WorkerDependencies
@@ -85,6 +87,8 @@ async def start(
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_unless_stopped)
+        keeper = GivenKeeper(config.data_dir, config.network.peer.link)
+        stack.callback(keeper.close)
         dependencies = WorkerDependencies(
             transport,
             directory,
@@ -93,8 +97,11 @@ async def start(
             random.Random(os.urandom(16)),
             Identity.load_or_create(config.network.peer.identity_path).sign,
             progress=progress,
+            given=keeper.given,
         )
-        reporter = WorkerReporter(open_job(sealed), version("swarmnet-p2p"), handler, transport.reach)
+        reporter = WorkerReporter(
+            open_job(sealed), version("swarmnet-p2p"), handler, transport.reach, keeper.given
+        )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
         await REPORT.serve(transport, Reporter(reporter.report).handle)
@@ -102,13 +109,18 @@ async def start(
         def warn(warning: str) -> None:
             reporter.handle({"event": "identity", "warning": warning})
 
+        def notice(text: str) -> None:
+            reporter.handle({"event": "notice", "text": text})
+
         await stack.enter_async_context(
             DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
         )
         listing = job_announcer(directory, dependencies.rng, config.job)
         await stack.enter_async_context(
             in_background(
-                persist("the catalog", listing.run), _fail_with_transport(transport, worker, stopped)
+                persist("the catalog", listing.run),
+                persist("the totals", partial(keeper.run, notice)),
+                _fail_with_transport(transport, worker, stopped),
             )
         )
         yield worker

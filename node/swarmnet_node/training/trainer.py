@@ -153,6 +153,15 @@ class Trainer:
         self.report_steps(first + count)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
 
+    @property
+    def blocks(self) -> int:
+        """Decoder layers of the model, at least 1."""
+        return getattr(self._model.config, "num_hidden_layers", 1)
+
+    @property
+    def is_on_accelerator(self) -> bool:
+        return self._device.type != "cpu"
+
     def report_steps(self, step: int) -> None:
         """Report to ``progress`` that the inner steps [0, step) of a round are done."""
         self._progress("inner steps", step, self._steps_per_round)

@@ -24,12 +24,13 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, exchange_fields
 from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
@@ -83,6 +84,8 @@ class WorkerDependencies:
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
     progress: Progress = lambda *_: None
+    given: Given = field(default_factory=Given)
+    """What this machine has given since its data directory exists."""
 
 
 @dataclass(frozen=True)
@@ -270,12 +273,19 @@ class Worker:
                     return None, NO_STEPS
                 report = combined(report, await self._inner_steps(slot, overlapped, steps))
         contribution, more = await self._compute(self._replica.contribution, self.round, slot)
+        self._count(more)
         return contribution, combined(report, more)
+
+    def _count(self, report: StepReport) -> None:
+        trainer, sample_tokens = self._replica.trainer, self._job.data.sequence_length
+        gpu_s = report.seconds if trainer.is_on_accelerator else 0.0
+        self._dependencies.given.trained(report.tokens, sample_tokens, trainer.blocks, gpu_s)
 
     async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
         start_s = self._now()
         report = await self._compute(self._replica.steps, self.round, slot, first, end)
         self._step_s = (self._now() - start_s) / max(1, end - first)
+        self._count(report)
         return report
 
     async def _form_group(self, weight: float) -> Roster:

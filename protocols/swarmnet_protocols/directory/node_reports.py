@@ -92,7 +92,10 @@ def check(report: pb.NodeReport) -> None:
     """
     _require(len(report.public_name) <= MAX_NAME_CHARS, "a long name")
     texts = [report.version, report.public_name]
-    numbers = [report.uptime_s]
+    given = report.given
+    numbers = [report.uptime_s, given.active_s, given.kwh, given.since]
+    numbers += [given.block_positions, given.clients, given.samples]
+    numbers += [given.sent_bytes, given.received_bytes]
     if report.HasField("host"):
         host = report.host
         record = host.record

@@ -12,7 +12,7 @@ class Empty(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("peer_id", "state", "model", "host", "addresses", "uptime_s", "weight_bytes", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to")
+    __slots__ = ("peer_id", "state", "model", "host", "addresses", "uptime_s", "weight_bytes", "version", "swarm", "reason", "limits", "usage", "ram_bytes", "warning", "reach", "blocks_reason", "refused_stores", "moved_from", "experts_needed", "expert_hit_rate", "expert_prediction_rate", "former_model", "model_reason", "switching_to", "given", "paused_until")
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +37,8 @@ class NodeStatus(_message.Message):
     FORMER_MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REASON_FIELD_NUMBER: _ClassVar[int]
     SWITCHING_TO_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_UNTIL_FIELD_NUMBER: _ClassVar[int]
     peer_id: str
     state: str
     model: str
@@ -61,7 +63,9 @@ class NodeStatus(_message.Message):
     former_model: str
     model_reason: str
     switching_to: str
-    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ...) -> None: ...
+    given: _report_pb2.Given
+    paused_until: float
+    def __init__(self, peer_id: _Optional[str] = ..., state: _Optional[str] = ..., model: _Optional[str] = ..., host: _Optional[_Union[_report_pb2.HostReport, _Mapping]] = ..., addresses: _Optional[_Iterable[str]] = ..., uptime_s: _Optional[float] = ..., weight_bytes: _Optional[int] = ..., version: _Optional[str] = ..., swarm: _Optional[str] = ..., reason: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., ram_bytes: _Optional[int] = ..., warning: _Optional[str] = ..., reach: _Optional[_Union[_report_pb2.Reach, _Mapping]] = ..., blocks_reason: _Optional[str] = ..., refused_stores: _Optional[int] = ..., moved_from: _Optional[_Iterable[int]] = ..., experts_needed: _Optional[int] = ..., expert_hit_rate: _Optional[float] = ..., expert_prediction_rate: _Optional[float] = ..., former_model: _Optional[str] = ..., model_reason: _Optional[str] = ..., switching_to: _Optional[str] = ..., given: _Optional[_Union[_report_pb2.Given, _Mapping]] = ..., paused_until: _Optional[float] = ...) -> None: ...
 
 class Limits(_message.Message):
     __slots__ = ("json",)
@@ -78,6 +82,12 @@ class Usage(_message.Message):
     up_bytes: int
     down_bytes: int
     def __init__(self, month: _Optional[str] = ..., up_bytes: _Optional[int] = ..., down_bytes: _Optional[int] = ...) -> None: ...
+
+class PauseRequest(_message.Message):
+    __slots__ = ("for_s",)
+    FOR_S_FIELD_NUMBER: _ClassVar[int]
+    for_s: float
+    def __init__(self, for_s: _Optional[float] = ...) -> None: ...
 
 class FinishRequest(_message.Message):
     __slots__ = ("grace_s",)

@@ -12,20 +12,42 @@ class ReportRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeReport(_message.Message):
-    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "reach")
+    __slots__ = ("version", "public_name", "uptime_s", "host", "worker", "reach", "given")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_NAME_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     REACH_FIELD_NUMBER: _ClassVar[int]
+    GIVEN_FIELD_NUMBER: _ClassVar[int]
     version: str
     public_name: str
     uptime_s: float
     host: HostReport
     worker: WorkerReport
     reach: Reach
-    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ...) -> None: ...
+    given: Given
+    def __init__(self, version: _Optional[str] = ..., public_name: _Optional[str] = ..., uptime_s: _Optional[float] = ..., host: _Optional[_Union[HostReport, _Mapping]] = ..., worker: _Optional[_Union[WorkerReport, _Mapping]] = ..., reach: _Optional[_Union[Reach, _Mapping]] = ..., given: _Optional[_Union[Given, _Mapping]] = ...) -> None: ...
+
+class Given(_message.Message):
+    __slots__ = ("block_positions", "clients", "samples", "sent_bytes", "received_bytes", "active_s", "kwh", "since")
+    BLOCK_POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    CLIENTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
+    SENT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_S_FIELD_NUMBER: _ClassVar[int]
+    KWH_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    block_positions: int
+    clients: int
+    samples: int
+    sent_bytes: int
+    received_bytes: int
+    active_s: float
+    kwh: float
+    since: float
+    def __init__(self, block_positions: _Optional[int] = ..., clients: _Optional[int] = ..., samples: _Optional[int] = ..., sent_bytes: _Optional[int] = ..., received_bytes: _Optional[int] = ..., active_s: _Optional[float] = ..., kwh: _Optional[float] = ..., since: _Optional[float] = ...) -> None: ...
 
 class Reach(_message.Message):
     __slots__ = ("kind", "nat", "relays", "punched", "not_punched", "punch_s", "circuits", "reservations", "forwarded_circuits", "forwarded_bytes")

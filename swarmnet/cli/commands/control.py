@@ -8,10 +8,11 @@ import typer
 
 from swarmnet.cli.foreground import DEFAULT_GRACE_S
 from swarmnet.cli.limit_options import LimitOptions, lifted, rows
+from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.reach import advice, describe, describe_punching, describe_relaying
-from swarmnet.units import counted, show_duration, show_size
+from swarmnet.units import counted, parse_duration_s, show_duration, show_size
 from swarmnet_node.owner.limits import OwnerLimits
 
 if TYPE_CHECKING:
@@ -59,18 +60,31 @@ def limits(
         print_table("what the node may use", rows(now))
 
 
-def pause(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
-    """Pause the node on this machine until `swarmnet resume`. Its memory is free within 5
-    seconds."""
+def pause(
+    *,
+    for_s: Annotated[
+        int | None,
+        typer.Option(
+            "--for",
+            metavar="TIME",
+            help="End the pause after this time, such as 2h.",
+            show_default="until `swarmnet resume`",
+        ),
+        From(str, parse_duration_s),
+    ] = None,
+    data_dir: DataDirOption,
+    as_json: JsonFlag = False,
+) -> None:
+    """Pause the node on this machine. Its memory is free within 5 seconds. The pause holds over a
+    restart of the node."""
     from swarmnet_node.owner import control
 
-    control.pause(data_dir)
+    control.pause(data_dir, for_s or 0.0)
     if as_json:
-        print_json({"pausing": True})
+        print_json({"pausing": True, "for_s": for_s})
     else:
-        print_text(
-            "the node asks its sessions to move and frees its memory; `swarmnet resume` brings it back"
-        )
+        back = f"comes back in {show_duration(for_s)}, or with" if for_s else "comes back with"
+        print_text(f"the node asks its sessions to move and frees its memory; it {back} `swarmnet resume`")
 
 
 def resume(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:

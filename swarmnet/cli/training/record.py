@@ -21,7 +21,18 @@ MAX_PEERS = 256
 """Most peers in the status. The latest contributors stay."""
 
 _TOTALS = ("tokens", "bytes_sent", "bytes_received", "wait_s")
-_NOT_IN_STATUS = {"event", "contributors", "excluded", "bytes", "seconds", "dropped", "from", "to", *_TOTALS}
+_NOT_IN_STATUS = {
+    "event",
+    "contributors",
+    "excluded",
+    "bytes",
+    "seconds",
+    "dropped",
+    "from",
+    "to",
+    "text",
+    *_TOTALS,
+}
 
 
 class TrainingRecord:
@@ -157,7 +168,7 @@ def _state(kind: str, status: Mapping[str, Any]) -> str:
         return "done" if status["round"] >= status["rounds"] else "left"
     if kind in {"waiting", "leaving"}:
         return kind
-    if kind == "identity":
+    if kind in {"identity", "notice"}:
         return str(status["state"])
     return "leaving" if status["state"] == "leaving" else "training"
 

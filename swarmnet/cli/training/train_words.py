@@ -87,6 +87,8 @@ def sentence(event: Fields) -> str:
             )
         case "identity":
             return str(event["warning"]) or "the other process under this identity is gone"
+        case "notice":
+            return str(event["text"])
         case "leaving":
             return "leaving after this round; press Ctrl-C again to leave at once"
         case "done" if event["round"] < event["rounds"]:

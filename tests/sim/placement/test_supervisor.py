@@ -6,6 +6,7 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -276,6 +277,38 @@ def test_a_node_that_must_not_run_loads_nothing(reference: Reference) -> None:
             assert supervisor.engine is None
             machine.see(on_battery=False)
             await turns(supervisor, "online")
+
+    simulate(reference, scenario)
+
+
+def test_a_pause_for_a_time_ends_by_itself(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine = FakeMachine()
+        async with lab.supervised("node", lab.hosting((0, 6)), machine, OwnerLimits()) as supervisor:
+            supervisor.pause(7200)
+            await turns(supervisor, "paused")
+            assert supervisor.status().paused_until == MONDAY_NOON.timestamp() + 7200
+            machine.see(now=MONDAY_NOON + timedelta(hours=2))
+            await turns(supervisor, "online")
+            assert supervisor.status().paused_until == 0
+
+    simulate(reference, scenario)
+
+
+def test_work_counts_positions_by_blocks_and_distinct_clients(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        await lab.start("rest", lab.hosting((2, 6)))
+        async with lab.supervised("node", lab.hosting((0, 2)), FakeMachine(), OwnerLimits()) as supervisor:
+            for name in ("anna", "boris", "anna"):
+                async with lab.client(name) as swarm, lab.chain(swarm) as chain:
+                    await lab.generate(chain, PROMPT, TOKENS)
+            given = supervisor.status().given
+            assert given.block_positions == 3 * (len(PROMPT) + TOKENS - 1) * 2
+            assert given.clients == 2
+            assert supervisor.report().given == given
+            supervisor.pause()
+            await turns(supervisor, "paused")
+            assert supervisor.status().given == given
 
     simulate(reference, scenario)
 

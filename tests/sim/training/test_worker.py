@@ -44,6 +44,19 @@ def test_every_method_completes_a_job(method: str, tmp_path: Path) -> None:
         assert all(len(event["contributors"]) == 3 for event in lab.rounds("anna").values())
 
 
+@pytest.mark.parametrize("method", ["allreduce", "diloco", "streaming", "zo"])
+def test_the_totals_of_workers_are_what_they_trained(method: str, tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, method, SETTINGS[method], MIN % 2))
+    run(train(lab, *NAMES[:2]))
+
+    job = open_job(lab.sealed).job
+    trained = sum(event["tokens"] for event in lab.rounds("anna").values())
+    given = [lab.workers[name]._dependencies.given for name in NAMES[:2]]
+    assert sum(each.samples for each in given) * job.data.sequence_length == trained
+    blocks = lab.workers["anna"]._replica.trainer.blocks
+    assert sum(each.block_positions for each in given) == 2 * trained * blocks
+
+
 def test_different_replicas_are_merged_at_the_end(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "noloco", SETTINGS["noloco"], MIN % 3))
     run(train(lab, *NAMES[:3]))

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 
-from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits
+from swarmnet_node.owner.limits import NOT_PAUSED, MonthlyUsage, Observed, OwnerLimits
 
 MONDAY_NOON = datetime(2026, 11, 23, 12, 0)  # noqa: DTZ001 - as an owner's clock shows it
 
@@ -18,6 +18,13 @@ class FakeMachine:
     free: int = 1 << 40
     enforced: list[OwnerLimits] = field(default_factory=list)
     released: int = 0
+    paused_until: float = NOT_PAUSED
+
+    def pause(self, for_s: float) -> None:
+        self.paused_until = self.seen.now.timestamp() + for_s
+
+    def resume(self) -> None:
+        self.paused_until = NOT_PAUSED
 
     def see(self, **changes: object) -> None:
         """Change the result of the next observations."""

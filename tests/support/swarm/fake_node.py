@@ -1,5 +1,6 @@
 """A node that does nothing, for tests of the code around a node."""
 
+import math
 from collections.abc import Callable
 
 from swarmnet_node.owner.limits import OwnerLimits
@@ -79,8 +80,8 @@ class FakeNode:
     def finish(self, grace_s: float) -> None:
         self.graces_s.append(grace_s)
 
-    def pause(self) -> None:
-        self.asked.append("pause")
+    def pause(self, for_s: float = math.inf) -> None:
+        self.asked.append("pause" if for_s == math.inf else f"pause {for_s:g} s")
 
     def resume(self) -> None:
         self.asked.append("resume")

@@ -168,6 +168,8 @@ HOST_LIES: dict[str, Callable[[report_pb2.NodeReport], object]] = {
     "endless": lambda report: setattr(report.host, "queue_s", float("inf")),
     "before its start": lambda report: setattr(report, "uptime_s", -1.0),
     "more than can be": lambda report: setattr(report.host, "positions", MAX_NUMBER + 1),
+    "more given than can be": lambda report: setattr(report.given, "clients", MAX_NUMBER + 1),
+    "endless energy": lambda report: setattr(report.given, "kwh", float("inf")),
     "no model": lambda report: setattr(report.host.record, "manifest", b"short"),
     "a span beyond the model": lambda report: setattr(report.host.record, "end", 127),
     "an empty span": lambda report: setattr(report.host.record, "end", 3),

@@ -172,8 +172,8 @@ def test_an_impossible_grace_is_refused_by_the_node(
 ) -> None:
     node = FakeNode()
     caller_checks = iter([True])  # the caller lets it pass, then the node has to refuse it
-    real = control._is_grace
-    monkeypatch.setattr(control, "_is_grace", lambda value: next(caller_checks, None) or real(value))
+    real = control._is_possible
+    monkeypatch.setattr(control, "_is_possible", lambda value: next(caller_checks, None) or real(value))
 
     async def main() -> None:
         async with control.serve(node, tmp_path):
@@ -193,12 +193,26 @@ def test_the_owner_pauses_resumes_and_limits_the_node(tmp_path: Path) -> None:
     async def main() -> tuple[OwnerLimits, OwnerLimits]:
         async with control.serve(node, tmp_path):
             await asyncio.to_thread(control.pause, tmp_path)
+            await asyncio.to_thread(control.pause, tmp_path, 7200)
             await asyncio.to_thread(control.resume, tmp_path)
             kept = await asyncio.to_thread(control.set_limits, tmp_path, limits)
             return kept, await asyncio.to_thread(control.get_limits, tmp_path)
 
     assert asyncio.run(main()) == (limits, limits)
-    assert node.asked == ["pause", "resume"]
+    assert node.asked == ["pause", "pause 7200 s", "resume"]
+
+
+@pytest.mark.parametrize("for_s", [-1.0, float("nan"), float("inf")])
+def test_an_impossible_pause_is_refused_by_the_node(tmp_path: Path, for_s: float) -> None:
+    node = FakeNode()
+
+    async def main() -> None:
+        async with control.serve(node, tmp_path):
+            with pytest.raises(ConfigError, match="out of range"):
+                await asyncio.to_thread(control.pause, tmp_path, for_s)
+
+    asyncio.run(main())
+    assert node.asked == []
 
 
 def test_limits_that_the_node_cannot_keep_come_back_with_what_to_do(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from swarmnet_node.engine.memory_account import (
     least_limit,
     resource_limits,
 )
-from swarmnet_node.owner.limits import MonthlyUsage, Observed, OwnerLimits, reason_to_pause
+from swarmnet_node.owner.limits import NOT_PAUSED, MonthlyUsage, Observed, OwnerLimits, reason_to_pause
 from swarmnet_node.owner.schedule import Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.sizes import LayerWidths
@@ -103,7 +103,8 @@ NOTHING_USED = MonthlyUsage("2026-11")
 def test_a_node_runs_unless_something_forbids_it(
     limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, owner: bool, reason: str
 ) -> None:
-    found = reason_to_pause(limits, observed, usage, paused_by_owner=owner)
+    paused_until = observed.now.timestamp() + 1 if owner else NOT_PAUSED
+    found = reason_to_pause(limits, observed, usage, paused_until=paused_until)
     assert reason in found
     assert bool(found) == bool(reason)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import stat
 import subprocess
@@ -12,8 +13,8 @@ import pytest
 
 from swarmnet_node.owner import machine as machine_module
 from swarmnet_node.owner.idleness import idle_s
-from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
-from swarmnet_node.owner.machine import LIMITS_NAME, USAGE_NAME, OwnersMachine, load_limits
+from swarmnet_node.owner.limits import NOT_PAUSED, MonthlyUsage, OwnerLimits
+from swarmnet_node.owner.machine import LIMITS_NAME, PAUSE_NAME, USAGE_NAME, OwnersMachine, load_limits
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter, wire_bytes
 
@@ -59,6 +60,22 @@ def test_a_damaged_file_of_limits_is_named(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=LIMITS_NAME) as caught:
         load_limits(tmp_path)
     assert "delete it" in caught.value.hint
+
+
+def test_a_pause_holds_over_a_restart_until_it_ends(tmp_path: Path) -> None:
+    assert _machine(tmp_path).paused_until == NOT_PAUSED
+    _machine(tmp_path).pause(7200)
+    assert _machine(tmp_path, now=NOVEMBER + 60).paused_until == NOVEMBER + 7200
+    _machine(tmp_path).pause(math.inf)
+    assert _machine(tmp_path).paused_until == math.inf
+    _machine(tmp_path).resume()
+    assert _machine(tmp_path).paused_until == NOT_PAUSED
+
+
+@pytest.mark.parametrize("text", ["", "[", "{}", '{"until": "x"}', '{"until": true}'])
+def test_a_damaged_pause_lasts_until_resume(tmp_path: Path, text: str) -> None:
+    (tmp_path / PAUSE_NAME).write_text(text)
+    assert _machine(tmp_path).paused_until == math.inf
 
 
 def test_the_bytes_of_a_month_survive_a_restart(tmp_path: Path) -> None:

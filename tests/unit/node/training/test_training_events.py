@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet_node.owner.given import Given
 from swarmnet_node.training.events import WorkerReporter
 from swarmnet_protocols.directory.node_reports import MAX_CONTRIBUTIONS, check
 from swarmnet_protocols.net.identity import Identity
@@ -33,7 +34,7 @@ def report_after(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerRe
     async def run() -> report_pb2.WorkerReport:
         handed_on: list[dict[str, Any]] = []
         sealed = open_job(seal_job(for_others(tiny_job(tmp_path)), Identity.from_seed(b"owner")))
-        reporter = WorkerReporter(sealed, "0.1.0", handed_on.append, report_pb2.Reach)
+        reporter = WorkerReporter(sealed, "0.1.0", handed_on.append, report_pb2.Reach, Given())
         for event in events:
             reporter.handle(event)
         assert handed_on == list(events)

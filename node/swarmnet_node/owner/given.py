@@ -1,0 +1,285 @@
+"""The totals of what a machine has given, kept over restarts and updates.
+
+1. A node or a worker loads the totals of its data directory when it starts.
+2. The engine and the trainer count their work into them, and ``GivenKeeper`` the bytes, the hours
+   and the busy time of the processor.
+3. The keeper writes the file every ``SAVE_EVERY_S`` and at the end, so a killed process loses at
+   most that much.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+from swarmnet_node.owner.distinct import DistinctNames
+from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
+from swarmnet_protocols.errors import OutOfResources
+from swarmnet_protocols.machine.clock import Clock, wall_clock
+from swarmnet_protocols.machine.files import write_whole
+from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
+from swarmnet_protocols.wire import report_pb2 as pb
+
+_log = logging.getLogger(__name__)
+
+GIVEN_NAME = "given.json"
+SAVE_EVERY_S = 60.0
+"""Seconds between two writes of the given. A longer time would lose more when the process is
+killed; a shorter one would keep disks of laptops awake."""
+COUNT_EVERY_S = 5.0
+"""Seconds between two counts of hours, bytes and busy time."""
+MAX_FILE_BYTES = 1 << 16
+CORE_WATTS = 10.0
+"""Assumed power of one busy core, above that of the idle machine. Processors of laptops take about
+5 W a core, those of desktops about 15 W."""
+GPU_WATTS = 250.0
+"""Assumed power of a busy GPU, above that of an idle one."""
+
+_COUNTS = ("block_positions", "samples", "sent_bytes", "received_bytes")
+_TIMES = ("active_s", "cpu_s", "gpu_s", "since")
+_MILESTONES: tuple[tuple[str, tuple[tuple[float, str], ...]], ...] = (
+    (
+        "clients",
+        (
+            (1, "its first client"),
+            *((number, f"{number:,} clients") for number in (10, 100, 1000, 10_000)),
+        ),
+    ),
+    (
+        "block_positions",
+        (
+            (1e6, "a million positions × blocks"),
+            (1e9, "a billion positions × blocks"),
+            (1e12, "a trillion positions × blocks"),
+        ),
+    ),
+    ("samples", tuple((number, f"{number:,} training samples") for number in (1000, 100_000, 10_000_000))),
+    (
+        "hours",
+        (
+            (24, "a day of its time"),
+            (168, "a week of its time"),
+            (1000, "1,000 hours"),
+            (10_000, "10,000 hours"),
+        ),
+    ),
+)
+_VERBS = {"clients": "served", "block_positions": "computed", "samples": "computed", "hours": "given"}
+
+
+@dataclass
+class Given:
+    """What a machine has given since its data directory exists."""
+
+    block_positions: int = 0
+    """Positions computed, each once for a block that it passed. Training counts forward and
+    backward."""
+    samples: int = 0
+    """Sequences on which a worker trained."""
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    active_s: float = 0.0
+    """Seconds of serving or training."""
+    cpu_s: float = 0.0
+    """Processor seconds of the node or worker, without p2pd."""
+    gpu_s: float = 0.0
+    """Seconds that a GPU computed."""
+    since: float = field(default_factory=wall_clock)
+    """Unix time of the first count."""
+    clients: DistinctNames = field(default_factory=DistinctNames)
+    """The peers whose sessions and passes were admitted."""
+    thanked: set[str] = field(default_factory=set)
+    """The milestones for which the owner was thanked."""
+
+    @property
+    def kwh(self) -> float:
+        """The energy in kWh, estimated from busy time."""
+        return (self.cpu_s * CORE_WATTS + self.gpu_s * GPU_WATTS) / 3.6e6
+
+    def computed(self, positions: int, blocks: int, gpu_s: float = 0.0) -> None:
+        """Count ``positions`` that passed ``blocks`` blocks. ``gpu_s``: seconds of a GPU for it."""
+        self.block_positions += positions * blocks
+        self.gpu_s += gpu_s
+
+    def trained(self, tokens: int, sample_tokens: int, blocks: int, gpu_s: float) -> None:
+        """Count training on ``tokens`` of samples of ``sample_tokens`` each.
+
+        Each position passes the model twice: forward and backward, or forward at two points of a
+        zeroth-order method.
+        """
+        self.samples += tokens // sample_tokens
+        self.computed(2 * tokens, blocks, gpu_s)
+
+    def new_thanks(self) -> list[str]:
+        """Return one sentence for each count that passed a milestone since the last call.
+
+        A count that passed several milestones at once is thanked for the highest.
+        """
+        reached = {
+            "clients": self.clients.count(),
+            "block_positions": self.block_positions,
+            "samples": self.samples,
+            "hours": self.active_s / 3600,
+        }
+        thanks = []
+        for name, milestones in _MILESTONES:
+            passed = [(f"{name} {bound:g}", what) for bound, what in milestones if reached[name] >= bound]
+            if passed and passed[-1][0] not in self.thanked:
+                thanks.append(f"thank you! this machine has {_VERBS[name]} {passed[-1][1]}")
+            self.thanked |= {key for key, _ in passed}
+        return thanks
+
+    def message(self) -> pb.Given:
+        """Return the totals as others see them."""
+        counts = {name: min(getattr(self, name), MAX_NUMBER) for name in _COUNTS}
+        return pb.Given(
+            **counts,
+            clients=self.clients.count(),
+            active_s=self.active_s,
+            kwh=self.kwh,
+            since=self.since,
+        )
+
+    def to_json(self) -> str:
+        numbers = {name: getattr(self, name) for name in (*_COUNTS, *_TIMES)}
+        sketch = {"clients": _text(self.clients.registers), "salt": _text(self.clients.salt)}
+        return json.dumps(numbers | sketch | {"thanked": sorted(self.thanked)})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Given":
+        """Raises ``ValueError`` for text that ``to_json`` cannot have returned.
+
+        A name that an older version did not write counts from 0. Names of newer versions are
+        ignored.
+        """
+        try:
+            found = json.loads(text)
+            given = cls(since=found["since"], clients=_sketch(found), thanked=set(found["thanked"]))
+            for name in (*_COUNTS, *_TIMES):
+                setattr(given, name, found.get(name, 0))
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError("not the totals of a node") from error
+        numbers = [getattr(given, name) for name in (*_COUNTS, *_TIMES)]
+        if not all(type(each) in {int, float} and math.isfinite(each) and each >= 0 for each in numbers):
+            raise ValueError("a number of the totals is out of range")
+        if not all(type(getattr(given, name)) is int for name in _COUNTS):
+            raise ValueError("a count of the totals is not whole")
+        if not all(isinstance(each, str) for each in given.thanked):
+            raise ValueError("a milestone of the totals is not text")
+        return given
+
+
+def _sketch(found: dict[str, str]) -> DistinctNames:
+    return DistinctNames(bytearray(_bytes(found["clients"])), _bytes(found["salt"]))
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def load_given(folder: Path, notice: Callable[[str], None] = _log.warning) -> Given | None:
+    """Return the totals in ``folder``, or None without any.
+
+    A damaged file is set aside, and ``notice`` hears its new name.
+    """
+    path = folder / GIVEN_NAME
+    try:
+        with path.open("rb") as file:
+            return Given.from_json(file.read(MAX_FILE_BYTES).decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        aside = path.with_suffix(f".damaged-{datetime.now(UTC):%Y%m%d-%H%M%S}")
+        try:
+            path.rename(aside)
+        except OSError:
+            aside = path
+        notice(f"the totals of this machine cannot be read ({error}): they begin at 0; see {aside}")
+        return None
+
+
+class GivenKeeper:
+    """Counts bytes, hours and busy time into the totals of ``folder``, and writes them.
+
+    Its caller holds the lock of ``folder``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        link: LinkLimiter,
+        *,
+        is_active: Callable[[], bool] = lambda: True,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """``is_active`` says whether the time counts as given."""
+        self.given = load_given(folder) or Given()
+        self._folder = folder
+        self._link = link
+        self._clock = clock
+        self.is_active = is_active
+        self._process = psutil.Process()
+        self._saving = threading.Lock()
+        self._counted_at = clock()
+        self._counted = self._now()
+
+    async def run(self, notice: Callable[[str], None]) -> NoReturn:
+        """Count and save again and again. ``notice`` hears thanks for milestones."""
+        loop, saved_at = asyncio.get_running_loop(), self._clock()
+        while True:
+            await asyncio.sleep(COUNT_EVERY_S)
+            self.count()
+            thanks = self.given.new_thanks()
+            if thanks or self._clock() - saved_at >= SAVE_EVERY_S:
+                saved_at = self._clock()
+                try:
+                    # A disk that sleeps takes seconds to answer.
+                    await loop.run_in_executor(None, self.save)
+                except OSError as error:  # the next attempt writes them
+                    _log.warning("the totals cannot be written: %s", error)
+            for text in thanks:
+                notice(text)
+
+    def count(self) -> None:
+        """Count what was used since the last call."""
+        now, before, self._counted = self._clock(), self._counted, self._now()
+        given = self.given
+        given.sent_bytes += int(self._counted[0] - before[0])
+        given.received_bytes += int(self._counted[1] - before[1])
+        given.cpu_s += max(0.0, self._counted[2] - before[2])
+        given.active_s += (now - self._counted_at) * self.is_active()
+        self._counted_at = now
+
+    def save(self) -> None:
+        """Write the totals, on any thread. Raises ``OSError``."""
+        with self._saving:
+            write_whole(self._folder / GIVEN_NAME, self.given.to_json().encode())
+
+    def close(self) -> None:
+        """Count and save for the last time. Raises ``OutOfResources`` if the disk is full."""
+        try:
+            self.count()
+            self.save()
+        except OSError as error:
+            raise OutOfResources(
+                f"cannot write into {self._folder}: {error.strerror}", hint="make room on its disk"
+            ) from error
+
+    def _now(self) -> tuple[float, float, float]:
+        """Return the bytes sent and received, and the processor seconds of this process."""
+        own = self._process.cpu_times()
+        return self._link.up.total_bytes, self._link.down.total_bytes, own.user + own.system
