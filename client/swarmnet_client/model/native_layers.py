@@ -22,16 +22,16 @@ def check_ids(ids: Array, count: int) -> None:
 
 
 class NativeLocalLayers:
-    """Embeddings, final norm and lm_head. The head multiplies with the same C code as
-    ``PackedLinear``, so its results have the same bits."""
+    """Embeddings, final norm and lm_head. The head multiplies with the C code of hosts, so logits
+    have the same bits on every processor, alone and in any batch."""
 
     can_rewind = True
 
     def __init__(
         self,
-        embed: PackedTensor | Array,
+        embed: PackedTensor,
         norm: Array,
-        head: PackedTensor | Array,
+        head: PackedTensor,
         epsilon: float,
         products: Products,
     ) -> None:
@@ -45,7 +45,7 @@ class NativeLocalLayers:
         no C code."""
         products, shape = load_products(local.cache_dir), local.llama_shape
         ends = local.load_ends() if shape is not None and products.is_native else None
-        if shape is None or ends is None or isinstance(ends["norm"], PackedTensor):
+        if shape is None or ends is None:
             return None
         return cls(ends["embed"], ends["norm"], ends["head"], shape.rms_norm_eps, products)
 
@@ -53,16 +53,11 @@ class NativeLocalLayers:
         """Return embeddings [P, D] of token ids [P]. Raises ``ConfigError`` for an id that the
         model does not know."""
         check_ids(ids, self._embed.shape[0])
-        if isinstance(self._embed, PackedTensor):
-            return self._products.unpacked(self._embed, ids)
-        return self._embed[ids]
+        return self._products.unpacked(self._embed, ids)
 
     def logits(self, hidden: Array) -> Array:
         """Return logits [N, V], float32, of outputs [N, D] of the last block."""
         states = as_float32(hidden)
         mean = np.square(states).mean(axis=1, keepdims=True)
         normed = self._norm * (states / np.sqrt(mean + self._epsilon))
-        if isinstance(self._head, PackedTensor):
-            return self._products.multiply(normed, self._head)
-        found: Array = normed @ self._head.T
-        return found
+        return self._products.multiply(normed, self._head)

@@ -29,7 +29,6 @@ from swarmnet_protocols.machine import threads
 from swarmnet_protocols.machine.devices import CPU
 from swarmnet_protocols.models.llama_shape import LlamaShape
 from swarmnet_protocols.models.sizes import LayerWidths
-from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
 if TYPE_CHECKING:
@@ -201,14 +200,9 @@ def _layer(shape: LlamaShape, block: BlockShape, weights: Weights, index: int) -
 
 def _joined(weights: Weights, prefix: str, modules: Sequence[str]) -> Linear:
     paths = [prefix + path for path in modules]
-    matrices = [weights[f"{path}.weight"] for path in paths]
-    packed = [each if isinstance(each, PackedTensor) else _packed(each) for each in matrices]
+    packed: list[Any] = [weights[f"{path}.weight"] for path in paths]
     biases = [np.asarray(weights[f"{path}.bias"]) for path in paths if f"{path}.bias" in weights]
     if biases and len(biases) < len(paths):
         raise IntegrityError(f"only some of {' and '.join(paths)} have a bias")
     weight = packed[0] if len(packed) == 1 else PackedTensor.joined(packed)
     return Linear(weight, np.concatenate(biases) if biases else None)
-
-
-def _packed(matrix: Array) -> PackedTensor:
-    return PackedTensor.of(Format.F32, np.ascontiguousarray(matrix, np.float32).view(np.uint8))

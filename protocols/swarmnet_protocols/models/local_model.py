@@ -210,10 +210,10 @@ class LocalModel:
 
         return load_products(self.cache_dir) if form.packed or form.experts else None
 
-    def load_ends(self) -> "Mapping[str, PackedTensor | Array] | None":
+    def load_ends(self) -> Mapping[str, Any] | None:
         """Load ``embed``, ``norm`` and ``head`` of a model with a ``llama_shape``, without torch.
 
-        These are the embeddings, the final norm and lm_head. Matrices stay packed; others are
+        These are the embeddings, the final norm and lm_head. Matrices are packed, and the norm is
         float32. None for a model of another shape, or one whose files and settings disagree on
         whether lm_head is the embeddings. Raises ``IntegrityError`` for a weight that is missing or
         has another shape.
@@ -225,9 +225,7 @@ class LocalModel:
         ends = EmptyModel.ends(shape, size)
         form = WeightForm(CPU, packed=True)
         weights = self._state_dict(self.manifest.tensors["local_layers"], 0, ends, form)
-        found = {
-            name: each.float32() if isinstance(each, StoredTensor) else each for name, each in weights.items()
-        }
+        found = {name: _for_c(each) for name, each in weights.items()}
         is_tied = "lm_head.weight" not in found
         if not is_tied and settings.get("tie_word_embeddings"):
             return None
@@ -273,7 +271,7 @@ class LocalModel:
     ) -> "Mapping[str, PackedTensor | Array]":
         """Load the weights of blocks [start, end) of a model with a ``llama_shape``.
 
-        Names are those of transformers' decoder stack, with layers numbered from 0. Matrices stay
+        Names are those of transformers' decoder stack, with layers numbered from 0. Matrices are
         packed, as in ``load_span``; norms and biases are float32. Raises ``ConfigError`` if the
         model has no such blocks or a tensor is not used, and ``IntegrityError`` if a weight is
         missing or has another shape.
@@ -284,10 +282,7 @@ class LocalModel:
         form = WeightForm(device, packed=True, quantized=quantized)
         stack = EmptyModel.stack(shape, end - start)
         weights = self._state_dict(self._tensors_of(start, end), start, stack, form)
-        found = {
-            name.removeprefix("model."): each.float32() if isinstance(each, StoredTensor) else each
-            for name, each in weights.items()
-        }
+        found = {name.removeprefix("model."): _for_c(each) for name, each in weights.items()}
         stack.check(found, f"blocks {start}:{end} of {self.name}")
         return {name: found[name] for name in stack.state_dict().keys() & found.keys()}
 
@@ -522,6 +517,17 @@ def make_manifest(
         ),
         tensors=tensors,
     )
+
+
+def _for_c(weight: "PackedTensor | Array | StoredTensor") -> "PackedTensor | Array":
+    """Return a weight as C reads it: a packed matrix, or a vector of float32."""
+    from swarmnet_protocols.quantization.packed_tensor import PackedTensor
+
+    if isinstance(weight, StoredTensor):
+        weight = weight.float32()
+    if isinstance(weight, PackedTensor) or weight.ndim != 2:
+        return weight
+    return PackedTensor.of_numbers(weight)
 
 
 def _describe_file(checkpoint: ModelCheckpoint, name: str, progress: Progress | None) -> ModelFile:

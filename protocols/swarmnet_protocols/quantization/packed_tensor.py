@@ -125,6 +125,11 @@ class PackedTensor:
         return cls((Segment(format, data),))
 
     @classmethod
+    def of_numbers(cls, matrix: Array) -> "PackedTensor":
+        """A matrix of float32 [rows, columns], on the same memory if it is contiguous."""
+        return cls.of(Format.F32, np.ascontiguousarray(matrix, np.float32).view(np.uint8))
+
+    @classmethod
     def joined(cls, matrices: Sequence["PackedTensor"]) -> "PackedTensor":
         """The rows of all matrices, one after another.
 
