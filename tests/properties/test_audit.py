@@ -87,7 +87,7 @@ def tiny_outputs(reference: Reference) -> dict[str, list[torch.Tensor]]:
 def inputs_of(reference: Reference, span: tuple[int, int]) -> torch.Tensor:
     """The true inputs of these blocks, for one text."""
     ids = torch.randint(2, 97, (24,), generator=torch.Generator().manual_seed(0))
-    inputs = as_tensor(reference.embed(ids.numpy()))
+    inputs = as_tensor(reference.layers.embed(ids.numpy()))
     return reference.stage(0, span[0]).run_sequences(inputs, (len(ids),)) if span[0] else inputs
 
 
@@ -300,7 +300,7 @@ def test_every_forger_is_refused_at_every_position_of_a_chain(
     span, (true, second, *_) = HOPS_OF_TINY[hop], tiny_outputs[hop]
     inputs = nudges(inputs_of(reference, span), 1)
     third = [computed(reference, span, each, torch.float16) for each in inputs]
-    read = reference.logits if hop == "last" else None
+    read = reference.layers.logits if hop == "last" else None
     others = {other: outputs[0] for other, outputs in tiny_outputs.items() if other != hop}
     forged = {name: forger(true) for name, forger in FORGERS.items()} | others
     forged["another token"] = towards(reference.model.lm_head.weight[5], 0.25 if read else 0.4)(true)
@@ -312,7 +312,7 @@ def test_every_forger_is_refused_at_every_position_of_a_chain(
 def test_no_honest_precision_is_accused(
     tiny_outputs: dict[str, list[torch.Tensor]], reference: Reference, hop: str
 ) -> None:
-    read = reference.logits if hop == "last" else None
+    read = reference.layers.logits if hop == "last" else None
     assert all(
         judged(one, other, read=read) is Verdict.RIGHT
         for one, other in itertools.combinations(tiny_outputs[hop], 2)
@@ -321,7 +321,7 @@ def test_no_honest_precision_is_accused(
 
 def test_what_overflows_in_a_view_agrees_with_nothing(reference: Reference) -> None:
     true = torch.randn(3, 32)
-    assert not agree(true, 1e38 * true, reference.logits)
+    assert not agree(true, 1e38 * true, reference.layers.logits)
     assert not agree(1e38 * true, 1e38 * true, lambda hidden: hidden * np.inf)
 
 

@@ -4,11 +4,19 @@ behind."""
 import asyncio
 import random
 
+import pytest
+
 from swarmnet_protocols.errors import NoRoute, OutOfResources, SwarmnetError, Unreachable
 from tests.sim.failover.churn import Trouble, random_links, random_spans, request
+from tests.support.swarm.mixed_targets import MixedTargets, load_mixed
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> MixedTargets:
+    return load_mixed(tmp_path_factory.mktemp("mixed"))
 
 
 async def storm(lab: Lab, *, sheltered: bool) -> list[SwarmnetError | None]:
@@ -48,3 +56,10 @@ def test_every_request_ends_with_right_answers_or_an_error(reference: Reference,
     results = simulate(reference, lambda lab: storm(lab, sheltered=False), seed=seed, limit_s=600.0)
     for result in results:
         assert result is None or isinstance(result, NoRoute | OutOfResources | Unreachable), result
+
+
+def test_every_bit_is_right_on_hosts_of_different_processors(mixed: MixedTargets, seed: int) -> None:
+    """In batches, copies and rewound sequences, through failover and hand-over."""
+    own = mixed.from_the_first_turn()
+    results = simulate(own, lambda lab: storm(lab, sheltered=True), seed=seed, limit_s=600.0)
+    assert results == [None] * len(results)

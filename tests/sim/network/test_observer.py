@@ -122,7 +122,7 @@ def test_step_times_are_those_that_the_client_measures(
         async with (
             dashboard(lab, tmp_path) as feed,
             lab.client() as swarm,
-            Chain.open(swarm, spec, reference.embed, reference.logits) as chain,
+            Chain.open(swarm, spec, reference.layers.embed, reference.layers.logits) as chain,
         ):
             await asyncio.sleep(asked_after_s)
             await lab.generate(chain, PROMPT, 60)

@@ -379,7 +379,7 @@ def test_the_answers_of_a_broken_chain_continue_on_another(
                 async with lab.chain(swarm) as chain:
                     yield Breaking(chain, 4) if opened <= 3 else chain
 
-            async with Batcher(head_of(reference.local), open_chain, BatchLimits()).running() as running:
+            async with Batcher(head_of(reference), open_chain, BatchLimits()).running() as running:
                 return await all_answered(running, [request([5, 6, 7], 20), request([8], 20)]), opened
 
     answers, opened = simulate(reference, scenario)
@@ -398,7 +398,7 @@ def test_an_answer_without_progress_is_given_up(reference: Reference) -> None:
             raise Unreachable("never works")
             yield
 
-        async with Batcher(head_of(reference.local), open_chain, BatchLimits()).running() as running:
+        async with Batcher(head_of(reference), open_chain, BatchLimits()).running() as running:
             with pytest.raises(Unreachable, match="never works"):
                 await answered(running, request([5], 3))
         return opened

@@ -332,7 +332,7 @@ def test_random_session_events_leak_no_cache_and_accounts_are_exact(reference: R
                 outputs = working.result()
                 inputs = [work.ids[row.sequence] for row in rows]
                 truth = whole.run_sequences(
-                    torch.cat([as_tensor(reference.embed(np.array(ids))) for ids in inputs]),
+                    torch.cat([as_tensor(reference.layers.embed(np.array(ids))) for ids in inputs]),
                     [len(ids) for ids in inputs],
                 )
                 last = torch.tensor([len(ids) for ids in inputs]).cumsum(0) - 1

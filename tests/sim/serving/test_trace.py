@@ -38,7 +38,9 @@ FORWARD_S = 0.02
 
 
 def traced_chain(lab: Lab, swarm: ModelHosts, trace: Trace) -> Any:
-    return Chain.open(swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace), lab.reference.embed)
+    return Chain.open(
+        swarm, ChainSpec(6, 32, 1024, ElementType.FLOAT32, trace=trace), lab.reference.layers.embed
+    )
 
 
 async def traced(lab: Lab, tokens: int = TOKENS) -> tuple[Trace, list[int]]:

@@ -83,7 +83,7 @@ def open_chain(
     standby: bool | None = None,
 ) -> AbstractAsyncContextManager[Chain]:
     spec = ChainSpec(6, 32, max_length, ElementType.FLOAT32, adapter=adapter, standby=standby)
-    return Chain.open(swarm, spec, lab.reference.embed)
+    return Chain.open(swarm, spec, lab.reference.layers.embed)
 
 
 def kind_of(delivery: Delivery) -> str | None:
@@ -106,7 +106,7 @@ def counted(lab: Lab, kind: str, target: str) -> list[Delivery]:
 
 
 def logits_of(reference: Reference, hidden: Array) -> torch.Tensor:
-    return as_tensor(reference.logits(hidden))
+    return as_tensor(reference.layers.logits(hidden))
 
 
 def test_adapters_give_the_outputs_of_peft_after_blocks_are_dropped(

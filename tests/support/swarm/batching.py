@@ -11,17 +11,13 @@ from swarmnet_client.batching.continuous_batching import Batcher, BatchLimits
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.model.drafts.draft_model import DraftModel
 from swarmnet_client.model.head import LmHead
-from swarmnet_client.model.load_options import LoadOptions
-from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_client.model.sampling import Sampling
-from swarmnet_protocols.models import LocalModel
-from tests.support.swarm.swarm_lab import Lab
+from tests.support.swarm.swarm_lab import Lab, Reference
 
 
-def head_of(local: LocalModel) -> LmHead:
-    local_layers = LocalLayers(local, LoadOptions())
+def head_of(reference: Reference) -> LmHead:
     # virtual time runs the calls of executors in place
-    return LmHead(local_layers, ThreadPoolExecutor(1))
+    return LmHead(reference.layers, ThreadPoolExecutor(1))
 
 
 @asynccontextmanager
@@ -31,7 +27,7 @@ async def batcher(
     async with (
         lab.client(client) as hosts,
         Batcher(
-            head_of(lab.reference.local),
+            head_of(lab.reference),
             lambda give_up: lab.chain(hosts, give_up_idle=give_up),
             limits or BatchLimits(),
             draft_model,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ import torch
 from swarmnet_client.chain.chain import Chain
 from swarmnet_client.chain.hops import ChainSpec
 from swarmnet_client.hosts.model_hosts import ModelHosts
+from swarmnet_client.model.head import Layers
+from swarmnet_client.model.load_options import LoadOptions
+from swarmnet_client.model.local_layers import LocalLayers
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.expert_node import ExpertHosting, ExpertNode
@@ -27,7 +30,7 @@ from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies
 from swarmnet_node.supervisor import Supervisor
-from swarmnet_protocols.arrays import Array, as_array, as_tensor
+from swarmnet_protocols.arrays import Array, as_tensor
 from swarmnet_protocols.machine.aio import in_background
 from swarmnet_protocols.membership.guarded_transport import GuardedTransport
 from swarmnet_protocols.membership.handshake import Handshakes
@@ -39,6 +42,7 @@ from swarmnet_protocols.session.arrays import ElementType
 from swarmnet_protocols.session.steps import Row
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire.roles import Role
+from tests.support.models.rounding import TINY_TERMS, assert_near
 from tests.support.network.deliveries import once
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import Delivery, LinkProfile, MemoryNetwork
@@ -58,9 +62,18 @@ class Reference:
 
     def __init__(self, local: LocalModel) -> None:
         self.local = local
-        self.model: Any = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         self._stages: dict[tuple[int, int], Stage] = {}
         self._greedy: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    @cached_property
+    def model(self) -> Any:
+        """The model in transformers."""
+        return self.local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The local layers of every client."""
+        return LocalLayers(self.local, LoadOptions())
 
     def stage(self, start: int, end: int) -> Stage:
         """A stage for a node of the lab; nodes of one process may share its weights."""
@@ -79,25 +92,27 @@ class Reference:
         _, graph = whole.record_sequences(inputs, counts)
         return whole.run_sequences(inputs, counts), whole.gradients(graph, gradients)[0]
 
-    @torch.inference_mode()
-    def embed(self, ids: Array) -> Array:
-        return as_array(self.model.get_input_embeddings()(as_tensor(ids)))
-
-    @torch.inference_mode()
-    def logits(self, hidden: Array) -> Array:
-        """Logits [n, V] of hidden states [n, D]."""
-        return as_array(self.model.lm_head(self.model.model.norm(as_tensor(hidden))))
-
     def next_token(self, hidden: Array) -> int:
         """The greedy token after the last position of hidden states [n, D]."""
-        return int(self.logits(hidden[-1:]).argmax())
+        return int(self.layers.logits(hidden[-1:]).argmax())
 
-    @torch.inference_mode()
     def greedy(self, ids: list[int], count: int) -> list[int]:
         key = tuple(ids), count
         if key not in self._greedy:
-            (self._greedy[key],) = greedy(self.model, [ids], count)
+            self._greedy[key] = self._answer(ids, count)
         return self._greedy[key]
+
+    def _answer(self, ids: list[int], count: int) -> list[int]:
+        with torch.inference_mode():
+            return greedy(self.model, [ids], count)[0]
+
+    @torch.inference_mode()
+    def check(self, tokens: list[int], outputs: Array) -> None:
+        """Assert that ``outputs`` [n, D] are those of the last n positions of ``tokens``, as far
+        as the logits after them show it."""
+        expected = self.model(torch.tensor([tokens])).logits[0, -len(outputs) :]
+        found = as_tensor(self.layers.logits(outputs))
+        assert_near(found, expected, TINY_TERMS + self.local.manifest.blocks * len(tokens))
 
 
 def peer(name: str) -> Identity:
@@ -277,7 +292,8 @@ class Lab:
         spec = ChainSpec(
             blocks, 32, max_length, ElementType.FLOAT32, self.wire, standby=standby, wait_s=wait_s
         )
-        return Chain.open(hosts, spec, self.reference.embed, self.reference.logits, give_up_idle)
+        layers = self.reference.layers
+        return Chain.open(hosts, spec, layers.embed, layers.logits, give_up_idle)
 
     async def generate(
         self, chain: Chain, ids: list[int], count: int, on_token: Callable[[int], None] | None = None
