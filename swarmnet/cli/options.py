@@ -66,6 +66,12 @@ def _choose_transport(name: str) -> str:
     return name
 
 
+def _check_name(name: str) -> str:
+    if len(name) > 64 or not name.isprintable():
+        raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
+    return name
+
+
 def _read_p2pd_bytes(text: str) -> int:
     size_bytes = units.parse_size_bytes(text)
     if size_bytes < MIN_MEMORY_BYTES:
@@ -264,6 +270,16 @@ AllowHostOption = Annotated[
     list[str],
     typer.Option("--allow-host", metavar="NAME", help="Host name under which browsers open it; repeatable."),
 ]
+PublicNameOption = Annotated[
+    str,
+    typer.Option(
+        "--public-name",
+        "--name",
+        metavar="NAME",
+        help="Name of this node that everybody sees, such as on the dashboard.",
+        callback=_check_name,
+    ),
+]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 StopOnEofFlag = Annotated[bool, typer.Option("--stop-on-eof", hidden=True)]
 
@@ -285,14 +301,6 @@ def check_peer_id(text: str) -> PeerId:
             f"{text[:80]!r} is not a peer id: it looks like 12D3Koo…", param_hint="'PEER'"
         )
     return PeerId(text)
-
-
-def check_job_id(text: str) -> str:
-    if not re.fullmatch("[0-9a-f]{64}", text):
-        raise typer.BadParameter(
-            "a job id has 64 hexadecimal digits: `train create` prints it", param_hint="'JOB'"
-        )
-    return text
 
 
 def check_at_least_zero(value: float, *, option: str) -> float:

@@ -36,25 +36,26 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
         running["anna"].wait("round", round=1)
         victim = running.pop("boris")
         victim.kill()
-        running["dora"] = WorkerProcess(tmp_path, "dora", job, bootstrap(running))
+        # On a machine that has never seen the job, its name and its first digits find it.
+        running["dora"] = WorkerProcess(tmp_path, "dora", "tiny", bootstrap(running))
         joined = running["dora"].wait("round")["round"]
         me = running["dora"].wait("ready")["peer_id"]
         later = running["anna"].wait("round", round=joined + 1)
         assert me in later["contributors"]
-        asked = (
-            "train",
-            "status",
-            job,
-            "--swarm",
-            str(tmp_path / "swarm.toml"),
-            "--bootstrap",
-            bootstrap(running)[0],
-        )
-        seen = call(*asked, "--data-dir", str(tmp_path / "trains-nothing"))
+        swarm = ("--swarm", str(tmp_path / "swarm.toml"), "--bootstrap", bootstrap(running)[0])
+        elsewhere = (*swarm, "--data-dir", str(tmp_path / "trains-nothing"))
+        seen = call("train", "status", job[:8], *elsewhere)
         assert (seen["name"], seen["rounds"], seen["method"]) == ("tiny", ROUNDS, "diloco")
-        assert {worker.wait("ready")["peer_id"] for worker in running.values()} <= {
-            worker["peer_id"] for worker in seen["workers"]
-        }
+        found = {worker["peer_id"]: worker for worker in seen["workers"]}
+        for name, worker in running.items():
+            trains = found[worker.wait("ready")["peer_id"]]
+            assert (trains["name"], trains["state"]) == (name, "training")
+            assert trains["loss"] > 0
+        (listed,) = call("train", "list", *elsewhere)["jobs"]
+        assert (listed["job"], listed["name"], listed["model"]) == (job, "tiny", "a new llama")
+        assert listed["workers"] >= len(running)
+        assert listed["round"] > joined
+        assert listed["loss"] > 0
         for worker in running.values():
             worker.process.send_signal(signal.SIGTERM)
         for worker in running.values():
@@ -72,17 +73,19 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     # Not the last one: with the outer optimizer's momentum, the loss of so small a model rises for
     # single rounds when it leaves its first plateau.
     assert statistics.median(evaluations[len(evaluations) // 2 :]) < evaluations[0]
-    status = call("train", "status", "--data-dir", first)
+    (here,) = call("train", "list", "--data-dir", first)["jobs"]
+    assert here["job"] == job
+    status = call("train", "status", str(tmp_path / "job.toml"), "--data-dir", first)
     assert (status["state"], status["running"]) == ("left", False)
     assert status["round"] >= joined + 2
 
     assert status["peers"][me]["rounds"] >= 1
     assert status["tokens"] > status["round"] > 0
-    curves = call("train", "plot", "--data-dir", first, "--out", str(tmp_path / "plots"))["paths"]
+    curves = call("train", "plot", "tiny", "--data-dir", first, "--out", str(tmp_path / "plots"))["paths"]
     assert all(Path(path).exists() for path in curves)
 
     exported = tmp_path / "exported"
-    call("train", "export", "--data-dir", first, "--out", str(exported))
+    call("train", "export", job[:4], "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
 

@@ -215,6 +215,7 @@ def record_messages() -> Iterator[Protobuf]:
     yield pb.SignedRecord.FromString(seal(signer, replace(record, certificate=b"a certificate")))
     yield pb.CatalogRecord(model=pb.CatalogModel(manifest=_MANIFEST, name="org/name", blocks=126))
     yield pb.CatalogRecord(job=pb.CatalogJob(id=_MANIFEST))
+    yield pb.CatalogRecord(made=[pb.CatalogJob(id=_MANIFEST)])
     yield pb.ProcessRecord(number=1_800_000_000_000, addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.ContactRecord(addresses=["/ip4/203.0.113.7/tcp/31337/p2p/12D3KooW"])
     yield pb.WithContacts(contacts=[b"a signed record", b"another"])

@@ -40,9 +40,12 @@ class WorkerReporter:
         handler: EventHandler,
         reach: Callable[[], pb.Reach],
         given: Given,
+        *,
+        public_name: str = "",
     ) -> None:
         self._job = sealed.job
         self._version = version
+        self._public_name = public_name
         self._handler = handler
         self._reach = reach
         self._given = given
@@ -79,6 +82,7 @@ class WorkerReporter:
         uptime_s = asyncio.get_running_loop().time() - self._start_s
         return pb.NodeReport(
             version=self._version,
+            public_name=self._public_name,
             uptime_s=uptime_s,
             worker=self._report,
             reach=describe_reach(self._reach()),

@@ -2,11 +2,13 @@
 folders."""
 
 import json
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.machine.files import write_whole
 
 if TYPE_CHECKING:
@@ -80,11 +82,42 @@ def store_job(data_dir: Path, job: "SealedJob", sealed: bytes) -> None:
     write_whole(_job_path(data_dir, job.id), sealed)
 
 
+def stored_jobs(data_dir: Path) -> list[str]:
+    """Return the ids of the jobs in the data directory, the newest first."""
+    paths = [path for path in (data_dir / "jobs").glob("*.job") if re.fullmatch("[0-9a-f]{64}", path.stem)]
+    return [path.stem for path in sorted(paths, key=lambda path: -path.stat().st_mtime)]
+
+
+def own_jobs(data_dir: Path, owner: bytes) -> list[str]:
+    """Return the ids of the stored jobs that ``owner`` made, the newest first."""
+    made = []
+    for job_id in stored_jobs(data_dir):
+        with suppress(SwarmnetError):  # a damaged file concerns its own job only
+            if load_stored_job(data_dir, job_id)[0].owner == owner:
+                made.append(job_id)
+    return made
+
+
 def store_local_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
     """Write the local paths of a job's files into the data directory."""
     paths = {"data": files.data, "model": files.model}
     stored = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
     write_whole(_files_path(data_dir, job_id), json.dumps(stored).encode())
+
+
+def store_origin(data_dir: Path, job_id: str, digest: str) -> None:
+    """Write the SHA-256 of the job file from which a job was made into the data directory."""
+    write_whole(_origin_path(data_dir, job_id), digest.encode())
+
+
+def made_from(data_dir: Path, job_id: str) -> str | None:
+    """Return the SHA-256 of the job file from which a job was made, or None for another machine's
+    job."""
+    try:
+        with _origin_path(data_dir, job_id).open() as file:
+            return file.read(64)
+    except FileNotFoundError:
+        return None
 
 
 def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
@@ -145,6 +178,10 @@ def load_stored_job(data_dir: Path, job_id: str) -> "tuple[SealedJob, bytes]":
 
 def _job_path(data_dir: Path, job_id: str) -> Path:
     return data_dir / "jobs" / f"{job_id}.job"
+
+
+def _origin_path(data_dir: Path, job_id: str) -> Path:
+    return data_dir / "jobs" / f"{job_id}.origin"
 
 
 def _files_path(data_dir: Path, job_id: str) -> Path:

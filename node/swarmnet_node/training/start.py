@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import OwnerLimits
-from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder
+from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, own_jobs
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import in_background, persist
@@ -43,6 +43,8 @@ class WorkerConfig:
     device: str = "auto"
     threads: int | None = None
     files: LocalFiles = field(default_factory=LocalFiles)
+    public_name: str = ""
+    """Name of this worker that everybody sees. Empty: none."""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
     """The limits on the link apply. The others are for a node."""
 
@@ -86,6 +88,7 @@ async def start(
 
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
+        identity = Identity.load_or_create(config.network.peer.identity_path)
         trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_unless_stopped)
         keeper = GivenKeeper(config.data_dir, config.network.peer.link)
         stack.callback(keeper.close)
@@ -95,12 +98,17 @@ async def start(
             executor,
             codec_executor,
             random.Random(os.urandom(16)),
-            Identity.load_or_create(config.network.peer.identity_path).sign,
+            identity.sign,
             progress=progress,
             given=keeper.given,
         )
         reporter = WorkerReporter(
-            open_job(sealed), version("swarmnet-p2p"), handler, transport.reach, keeper.given
+            open_job(sealed),
+            version("swarmnet-p2p"),
+            handler,
+            transport.reach,
+            keeper.given,
+            public_name=config.public_name,
         )
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
@@ -115,7 +123,8 @@ async def start(
         await stack.enter_async_context(
             DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
         )
-        listing = job_announcer(directory, dependencies.rng, config.job)
+        made = own_jobs(config.data_dir, identity.public_key)
+        listing = job_announcer(directory, dependencies.rng, config.job, made)
         await stack.enter_async_context(
             in_background(
                 persist("the catalog", listing.run),

@@ -24,6 +24,12 @@ MAX_MODELS = 32
 Any member may name models that do not exist.
 """
 MAX_JOBS = 32
+MAX_MADE = 16
+"""Most jobs that one peer lists as made by itself.
+
+With fewer, the jobs of a comparison would not all be found by name. With more, one peer could fill
+the catalog.
+"""
 LIFETIME_S = 600.0
 ANNOUNCE_S = 200.0
 """Seconds between two announcements.
@@ -60,10 +66,21 @@ def model_announcer(directory: Directory, rng: random.Random, model: CatalogMode
     return _announcer(directory, rng, pb.CatalogRecord(model=entry))
 
 
-def job_announcer(directory: Directory, rng: random.Random, job_id: str) -> Announcer:
-    """Return an announcer of a job that this peer trains."""
+def job_announcer(
+    directory: Directory, rng: random.Random, job_id: str, made: Sequence[str] = ()
+) -> Announcer:
+    """Return an announcer of a job that this peer trains, and of the jobs that it ``made``."""
     entry = pb.CatalogJob(id=bytes.fromhex(job_id))
-    return _announcer(directory, rng, pb.CatalogRecord(job=entry))
+    return _announcer(directory, rng, pb.CatalogRecord(job=entry, made=_made(made)))
+
+
+def made_jobs(made: Sequence[str], lifetime_s: float) -> Announcement:
+    """Return the announcement of jobs that this peer made, the newest first."""
+    return Announcement(TOPIC, pb.CatalogRecord(made=_made(made)).SerializeToString(), lifetime_s)
+
+
+def _made(ids: Sequence[str]) -> list[pb.CatalogJob]:
+    return [pb.CatalogJob(id=bytes.fromhex(each)) for each in ids[:MAX_MADE]]
 
 
 def _announcer(directory: Directory, rng: random.Random, record: pb.CatalogRecord) -> Announcer:
@@ -100,7 +117,8 @@ async def read_catalog(directory: Directory) -> Catalog:
 def merge(bodies: Iterable[bytes]) -> Catalog:
     """Merge the entries of all peers into one catalog. Leaves out invalid entries."""
     named: dict[bytes, Counter[tuple[str, int]]] = {}
-    jobs: Counter[str] = Counter()
+    trained: Counter[str] = Counter()
+    made: Counter[str] = Counter()
     for body in bodies:
         try:
             record = pb.CatalogRecord.FromString(body)
@@ -110,11 +128,14 @@ def merge(bodies: Iterable[bytes]) -> Catalog:
         if len(model.manifest) == 32 and _is_name(model.name) and 0 < model.blocks <= MAX_BLOCKS:
             named.setdefault(model.manifest, Counter())[model.name, model.blocks] += 1
         if len(record.job.id) == 32:
-            jobs[record.job.id.hex()] += 1
+            trained[record.job.id.hex()] += 1
+        made.update(each.id.hex() for each in record.made[:MAX_MADE] if len(each.id) == 32)
     # Most named first, then by hash: the same entries give the same catalog on every machine.
     manifests = sorted(named, key=lambda manifest: (-named[manifest].total(), manifest))[:MAX_MODELS]
     models = [CatalogModel(manifest, *_most_used(named[manifest])) for manifest in manifests]
-    return Catalog(tuple(models), tuple(sorted(jobs, key=lambda job: (-jobs[job], job))[:MAX_JOBS]))
+    # Jobs with workers come before jobs that somebody only made.
+    jobs = sorted(trained | made, key=lambda job: (-trained[job], -made[job], job))[:MAX_JOBS]
+    return Catalog(tuple(models), tuple(jobs))
 
 
 def _most_used(names: Counter[tuple[str, int]]) -> tuple[str, int]:

@@ -1,5 +1,6 @@
 """Requests and validates the reports that nodes make about themselves (report.proto)."""
 
+import asyncio
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,14 +19,20 @@ from swarmnet_protocols.directory.host_announcements import (
     MAX_TEXT_CHARS,
     is_possible,
 )
-from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.errors import ProtocolViolation, SwarmnetError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
+from swarmnet_protocols.net import PeerId, Transport
+from swarmnet_protocols.net.protocol_ids import REPORT
 from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import report_pb2 as pb
 from swarmnet_protocols.wire.records_pb2 import HOST_STATE_UNSPECIFIED, HostState
 
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 """Upper bounds of the buckets of ``Times`` in seconds. A last bucket counts everything slower."""
+ASK_S = 5.0
+"""Seconds that a command waits for a report. Less misses peers behind relays; more keeps a user
+waiting for one that is gone."""
 MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_EXPERT_PEERS = 64
@@ -83,6 +90,19 @@ async def request_report(stream: ReportStream) -> pb.NodeReport:
     report, _ = await stream.receive()
     check(report)
     return report
+
+
+async def ask_report(transport: Transport, peer: PeerId, addresses: Sequence[str]) -> pb.NodeReport | None:
+    """Return the report of a node, or None if it gives no valid one within ``ASK_S``."""
+    try:
+        async with asyncio.timeout(ASK_S):
+            stream = await REPORT.open(transport, peer, Timing(), addresses=addresses)
+            try:
+                return await request_report(stream)
+            finally:
+                stream.close()
+    except (SwarmnetError, TimeoutError):
+        return None
 
 
 def check(report: pb.NodeReport) -> None:

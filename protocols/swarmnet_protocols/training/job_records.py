@@ -1,13 +1,17 @@
 """DHT records of a job: the sealed job under its id, and the workers that train it."""
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 
 from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
+from swarmnet_protocols.directory.catalog import read_catalog
 from swarmnet_protocols.directory.host_announcements import listed
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.jobs import SealedJob, open_job
@@ -31,6 +35,8 @@ WORKER_LIFETIME_S = 60.0
 Workers publish it every 20 s, so two announcements in a row may be lost.
 """
 HASH_BYTES = 32
+MAX_LOOKUPS = 8
+"""Concurrent lookups in the directory."""
 
 
 def job_announcement(sealed: bytes) -> Announcement:
@@ -71,6 +77,21 @@ async def find_job(directory: Directory, job_id: str) -> tuple[SealedJob, bytes]
         f"no peer in this swarm has the job {job_id[:16]}…",
         hint="check the id and the bootstrap address; a job is kept by its workers, and for a day after `train create`",
     )
+
+
+async def find_jobs(directory: Directory) -> list[SealedJob]:
+    """Return the jobs in the catalog, in its order. Leaves out jobs that no peer has, and jobs that
+    this version refuses."""
+    lookups = asyncio.Semaphore(MAX_LOOKUPS)
+
+    async def find(job_id: str) -> SealedJob | None:
+        async with lookups:
+            with suppress(SwarmnetError):
+                return (await find_job(directory, job_id))[0]
+        return None
+
+    catalog = await read_catalog(directory)
+    return [job for job in await all_of(*map(find, catalog.jobs)) if job is not None]
 
 
 def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerPosition) -> Announcement:

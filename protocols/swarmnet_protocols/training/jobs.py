@@ -73,15 +73,20 @@ class JobFile:
 
 def load_job(path: Path) -> JobFile:
     """Read and validate a job file. Raises ``ConfigError`` with file, line and key."""
+    return parse_job(job_bytes(path), source=str(path))
+
+
+def job_bytes(path: Path) -> bytes:
+    """Return the bytes of a job file, one more than a job may have at most. Raises
+    ``ConfigError``."""
     try:
         with path.open("rb") as stream:
-            data = stream.read(MAX_JOB_BYTES + 1)
+            return stream.read(MAX_JOB_BYTES + 1)
     except OSError as error:
         raise ConfigError(
             f"cannot read the job file {path}: {error.strerror}",
             hint="write one with `swarmnet train template METHOD > job.toml`",
         ) from error
-    return parse_job(data, source=str(path))
 
 
 def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:

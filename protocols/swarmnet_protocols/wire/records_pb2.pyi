@@ -136,12 +136,14 @@ class BlockExperts(_message.Message):
     def __init__(self, block: _Optional[int] = ..., experts: _Optional[bytes] = ...) -> None: ...
 
 class CatalogRecord(_message.Message):
-    __slots__ = ("model", "job")
+    __slots__ = ("model", "job", "made")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
+    MADE_FIELD_NUMBER: _ClassVar[int]
     model: CatalogModel
     job: CatalogJob
-    def __init__(self, model: _Optional[_Union[CatalogModel, _Mapping]] = ..., job: _Optional[_Union[CatalogJob, _Mapping]] = ...) -> None: ...
+    made: _containers.RepeatedCompositeFieldContainer[CatalogJob]
+    def __init__(self, model: _Optional[_Union[CatalogModel, _Mapping]] = ..., job: _Optional[_Union[CatalogJob, _Mapping]] = ..., made: _Optional[_Iterable[_Union[CatalogJob, _Mapping]]] = ...) -> None: ...
 
 class CatalogModel(_message.Message):
     __slots__ = ("manifest", "name", "blocks")

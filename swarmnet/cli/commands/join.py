@@ -31,6 +31,7 @@ from swarmnet.cli.options import (
     MetricsOption,
     ModelOption,
     OptionalSwarmArgument,
+    PublicNameOption,
     StopOnEofFlag,
     TransportOption,
     devices_option,
@@ -55,12 +56,6 @@ def _read_blocks(text: str) -> tuple[int, int]:
     if match is None or int(match[1]) >= int(match[2]):
         raise ValueError("give two numbers A:B with A < B, such as 0:10")
     return int(match[1]), int(match[2])
-
-
-def _check_name(name: str) -> str:
-    if len(name) > 64 or not name.isprintable():
-        raise typer.BadParameter("use at most 64 printable characters", param_hint="'--name'")
-    return name
 
 
 def _check_priority(priority: str) -> str:
@@ -184,16 +179,7 @@ class NodeOptions:
         ),
     ] = "low"
     issuer: IssuerOption = None
-    public_name: Annotated[
-        str,
-        typer.Option(
-            "--public-name",
-            "--name",
-            metavar="NAME",
-            help="Name of this node that everybody sees, such as on the dashboard.",
-            callback=_check_name,
-        ),
-    ] = ""
+    public_name: PublicNameOption = ""
 
     def check(self) -> None:
         """Raise ``typer.BadParameter`` for options that contradict each other."""

@@ -1,7 +1,9 @@
 """``swarmnet train``: creates, joins, plots and exports training jobs."""
 
 import asyncio
+import hashlib
 import shlex
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +24,24 @@ from swarmnet.cli.options import (
     IssuerOption,
     JsonFlag,
     ListenOption,
+    PublicNameOption,
     SwarmOption,
-    check_job_id,
     device_option,
 )
 from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
 from swarmnet.cli.training import train_status
 from swarmnet.cli.training.displays import Display, display
-from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
+from swarmnet.cli.training.job_names import (
+    JobArgument,
+    OptionalJobArgument,
+    find_here,
+    job_here,
+    job_in_swarm,
+)
+from swarmnet.cli.training.record import TrainingRecord, read_history
 from swarmnet.cli.training.train_words import facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
-from swarmnet.swarm_file.entry import enter
+from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
@@ -43,11 +52,7 @@ if TYPE_CHECKING:
 
 app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
-
-JobOption = Annotated[
-    str | None,
-    typer.Option("--job", metavar="JOB", help="The id of the job.", show_default="the newest here"),
-]
+app.command("list")(train_status.list_jobs)
 
 
 @app.command("template")
@@ -79,7 +84,14 @@ def create(
     its content."""
     entry = enter(swarm, data_dir, bootstrap)
 
-    from swarmnet_node.training.job_store import LocalFiles, check_job, store_job, store_local_files
+    from swarmnet_node.training.job_store import (
+        LocalFiles,
+        check_job,
+        own_jobs,
+        store_job,
+        store_local_files,
+        store_origin,
+    )
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
@@ -92,34 +104,39 @@ def create(
         made = open_job(sealed)
         store_job(directory, made, sealed)
         store_local_files(directory, made.id, LocalFiles.named_in(written.job))
+        store_origin(directory, made.id, hashlib.sha256(written.text.encode()).hexdigest())
         is_published = bool(entry.addresses) or entry.file.mdns
         if is_published:
             try:
-                asyncio.run(_publish(entry.network(client_listen(entry.addresses)), sealed))
+                made_here = own_jobs(directory, made.owner)
+                asyncio.run(_publish(entry.network(client_listen(entry.addresses)), sealed, made_here))
             except Unreachable:
                 if entry.addresses:
                     raise
                 is_published = False  # no other peer of the swarm is in the local network yet
     if as_json:
-        print_json({"job": made.id})
+        print_json({"job": made.id, "name": made.job.job.name})
         return
     print_text(made.id)
     if not is_published:
         note("stored on this machine; a worker with the same --data-dir publishes it")
     here = "" if data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(data_dir))}"
-    note(f"train it here: swarmnet train join {made.id} --swarm {shlex.quote(swarm)}{here}")
+    note(f"train it here: swarmnet train join {made.job.job.name} --swarm {shlex.quote(swarm)}{here}")
 
 
-async def _publish(network: Network, sealed: bytes) -> None:
-    from swarmnet_protocols.training.job_records import job_announcement
+async def _publish(network: Network, sealed: bytes, made: Sequence[str]) -> None:
+    """Publish a job, and list it in the catalog with the other jobs that this machine made."""
+    from swarmnet_protocols.directory.catalog import made_jobs
+    from swarmnet_protocols.training.job_records import JOB_LIFETIME_S, job_announcement
 
     async with connect(network, client_mode=True) as (_, directory):
         await job_announcement(sealed).publish(directory)
+        await made_jobs(made, JOB_LIFETIME_S).publish(directory)
 
 
 @app.command("join")
 def join(  # noqa: PLR0913 - a command line, not an interface
-    job: Annotated[str, typer.Argument(metavar="JOB", help="The id that `train create` printed.")],
+    job: JobArgument,
     *,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
@@ -148,6 +165,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     up_bytes_per_s: Up = None,
     down_bytes_per_s: Down = None,
+    public_name: PublicNameOption = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -158,9 +176,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time, the command shows what the job reads, sends and uses on this machine, and asks
     for consent.
     """
-    check_job_id(job)
     changes = LimitOptions(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s).given()
     entry = enter(swarm, data_dir, bootstrap)
+    found = _find_here(entry, data_dir, job)
     note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir) as directory:
         with progress(quiet=as_json) as report:
@@ -176,12 +194,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             )
             from swarmnet_node.training.start import WorkerConfig
 
-            asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job))
+            job = asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job, found))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)
         local = files.applied_to(sealed.job)
-        facts = facts_of(local, device=device, threads=threads, disk=job_folder(directory, job))
+        facts = facts_of(
+            local, id=job, name=public_name, device=device, threads=threads, disk=job_folder(directory, job)
+        )
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
         limits = replace(load_limits(directory), **changes)
@@ -195,6 +215,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             device=device,
             threads=threads,
             files=files,
+            public_name=public_name,
             limits=limits,
         )
         with display(as_json=as_json) as shown:
@@ -202,14 +223,34 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             run_until_stopped(_work(config, record, shown))
 
 
-async def _fetch(network: Network, data_dir: Path, job: str) -> None:
-    """Fetch the job from the swarm unless the data directory has it."""
+def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
+    """Return the id of the job that ``job`` names, or None if only the swarm may know it.
+
+    Raises ``Unreachable`` if this machine does not have the job, and no peer can be asked.
+    """
+    from swarmnet_node.training.job_store import has_job
+
+    found = find_here(job, data_dir)
+    is_here = found is not None and has_job(data_dir, found)
+    if not is_here and not entry.addresses and not entry.file.mdns:
+        raise Unreachable(
+            f"this machine has no job {job!r}, and knows no peer of the swarm that may have it",
+            hint="give the address of a worker: --bootstrap ADDR",
+        )
+    return found
+
+
+async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) -> str:
+    """Return the id of the job that ``job`` names, ``found`` if it is known. Fetch the job from the
+    swarm unless the data directory has it."""
     from swarmnet_node.training.job_store import fetch_job, has_job
 
-    if has_job(data_dir, job):
-        return
+    if found is not None and has_job(data_dir, found):
+        return found
     async with connect(network, client_mode=True) as (_, directory):
-        await fetch_job(data_dir, directory, job)
+        found = found or await job_in_swarm(job, directory)
+        await fetch_job(data_dir, directory, found)
+    return found
 
 
 async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:
@@ -236,9 +277,9 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
 
 @app.command("export")
 def export(
+    job: OptionalJobArgument = None,
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the model to this new directory.")],
-    job: JobOption = None,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
     data_dir: DataDirOption,
     cache_dir: CacheDirOption,
@@ -246,7 +287,7 @@ def export(
 ) -> None:
     """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
     loads it."""
-    job = check_job_id(job) if job else newest_job(data_dir)
+    job = job_here(job, data_dir)
 
     import_transformers()
     from swarmnet_node.training.checkpoint import export_model
@@ -271,14 +312,14 @@ def export(
 
 @app.command("plot")
 def plot(
+    job: OptionalJobArgument = None,
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the PNG files to this folder.")],
-    job: JobOption = None,
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
     """Draw the loss of the worker on this machine against tokens, bytes sent and time."""
-    job = check_job_id(job) if job else newest_job(data_dir)
+    job = job_here(job, data_dir)
     points = list(read_history(data_dir / "training" / job))
     if not points:
         raise ConfigError(

@@ -1,21 +1,29 @@
-"""``swarmnet train status``: the worker on this machine, or all workers of a job."""
+"""``swarmnet train status`` and ``train list``: the worker on this machine, all workers of a job,
+and all jobs."""
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag, check_job_id
+from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
+from swarmnet.cli.training.job_names import OptionalJobArgument, find_here, job_here, job_in_swarm, short_ids
 from swarmnet.cli.training.record import newest_job, read_status
-from swarmnet.cli.training.train_words import summary
+from swarmnet.cli.training.train_words import job_summary, model_of, summary, worker_summary
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
+from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.joining.network import Network, connect
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.directory import Directory
+    from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.training.jobs import SealedJob
 
 WATCH_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
@@ -23,9 +31,7 @@ LOOK_EVERY_S = 5.0
 
 def status(
     *,
-    job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="The id of the job.", show_default="the newest here")
-    ] = None,
+    job: OptionalJobArgument = None,
     swarm: Annotated[
         str | None,
         typer.Option("--swarm", metavar="SWARM", help="Ask this swarm about all workers of the job."),
@@ -38,12 +44,10 @@ def status(
     as_json: JsonFlag = False,
 ) -> None:
     """Print the status of the worker on this machine, or with --swarm all workers of a job."""
-    if job is not None:
-        check_job_id(job)
-    job = job or newest_job(data_dir)
     if swarm is None:
-        _watch_here(data_dir / "training" / job, watch=watch, as_json=as_json)
+        _watch_here(data_dir / "training" / job_here(job, data_dir), watch=watch, as_json=as_json)
         return
+    job = newest_job(data_dir) if job is None else find_here(job, data_dir) or job
     network = client_network(swarm, bootstrap, data_dir)
     asyncio.run(_watch_swarm(network, job, watch=watch, as_json=as_json))
 
@@ -65,34 +69,126 @@ def _watch_here(folder: Path, *, watch: bool, as_json: bool) -> None:
         time.sleep(WATCH_EVERY_S)
 
 
-async def _watch_swarm(network: Network, job_id: str, *, watch: bool, as_json: bool) -> None:
-    from swarmnet_protocols.training.job_records import find_job, find_workers
+async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: bool) -> None:
+    from swarmnet_protocols.training.job_records import find_job
 
     shown: dict[str, Any] = {}
     with ExitStack() as waiting:
         waiting.enter_context(progress(quiet=as_json))("asking the swarm", 0, None)
-        async with connect(network, client_mode=True) as (_, directory):
-            job, _ = await find_job(directory, job_id)
-            about: dict[str, Any] = {"job": job.id, "name": job.job.job.name, "owner": job.owner.hex()}
-            about |= {"method": job.job.method.name, "rounds": job.job.job.rounds}
+        async with connect(network, client_mode=True) as (transport, directory):
+            job, _ = await find_job(directory, await job_in_swarm(name, directory))
             while True:
-                workers = [
-                    {
-                        "peer_id": worker.peer,
-                        "round": position.round,
-                        "state": position.state.hex(),
-                        "addresses": list(worker.addresses),
-                    }
-                    for worker, position in (await find_workers(directory, job_id)).items()
-                ]
+                fields = _about(job) | {"workers": await _workers(transport, directory, job.id)}
                 waiting.close()
-                fields = about | {"workers": workers}
                 if fields != shown:
                     shown = fields
                     _show(fields, _print_swarm, watch=watch, as_json=as_json)
                 if not watch:
                     return
                 await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _workers(transport: "Transport", directory: "Directory", job_id: str) -> list[dict[str, Any]]:
+    """Return the workers of a job, each with what it reports about itself. A worker that gives no
+    report has nulls there."""
+    from swarmnet_protocols.directory.node_reports import ask_report
+    from swarmnet_protocols.machine.aio import all_of
+    from swarmnet_protocols.training import MAX_MEMBERS
+    from swarmnet_protocols.training.job_records import find_workers
+
+    found = list((await find_workers(directory, job_id)).items())[:MAX_MEMBERS]
+    reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for each, _ in found))
+    workers = []
+    for (worker, position), report in zip(found, reports, strict=True):
+        about = report.worker if report is not None and report.worker.job.hex() == job_id else None
+        workers.append(
+            {
+                "peer_id": worker.peer,
+                "name": report.public_name if report is not None and about is not None else None,
+                "state": about.state if about is not None else None,
+                "round": position.round,
+                "loss": about.loss if about is not None and about.HasField("loss") else None,
+                "val_loss": about.val_loss if about is not None and about.HasField("val_loss") else None,
+                "weights": position.state.hex(),
+                "addresses": list(worker.addresses),
+            }
+        )
+    return workers
+
+
+def _about(job: "SealedJob") -> dict[str, Any]:
+    return {
+        "job": job.id,
+        "name": job.job.job.name,
+        "owner": job.owner.hex(),
+        "method": job.job.method.name,
+        "model": model_of(job.job),
+        "rounds": job.job.job.rounds,
+    }
+
+
+def list_jobs(
+    *,
+    swarm: Annotated[
+        str | None,
+        typer.Option(
+            "--swarm", metavar="SWARM", help="List the jobs of this swarm.", show_default="this machine's"
+        ),
+    ] = None,
+    bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    data_dir: DataDirOption,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the jobs on this machine, or with --swarm the jobs of a swarm, with their progress."""
+    if swarm is None:
+        jobs = list(_jobs_here(data_dir))
+    else:
+        with progress(quiet=as_json) as report:
+            report("asking the swarm", 0, None)
+            jobs = asyncio.run(_jobs_of(client_network(swarm, bootstrap, data_dir)))
+    if as_json:
+        print_json({"jobs": jobs})
+    elif jobs:
+        short = short_ids(each["job"] for each in jobs)
+        for each in jobs:
+            rows = {"method": each["method"], "model": each["model"], "progress": job_summary(each)}
+            print_table(f"{each['name']}  {short[each['job']]}", rows)
+    else:
+        where = "in this swarm" if swarm is not None else f"in {data_dir}"
+        note(f"there is no job {where}; `swarmnet train create JOB.toml` makes one")
+
+
+def _jobs_here(data_dir: Path) -> Iterator[dict[str, Any]]:
+    from swarmnet_node.training.job_store import load_stored_job, stored_jobs
+
+    for job_id in stored_jobs(data_dir):
+        status: dict[str, Any] = {}
+        with suppress(SwarmnetError):  # no worker has run yet, or its status is damaged
+            status = read_status(data_dir / "training" / job_id)
+        try:
+            about = _about(load_stored_job(data_dir, job_id)[0])
+        except SwarmnetError as error:
+            note(str(error))
+            continue
+        values = {name: status.get(name) for name in ("round", "loss", "val_loss", "workers")}
+        yield about | values
+
+
+async def _jobs_of(network: Network) -> list[dict[str, Any]]:
+    from swarmnet_protocols.training.job_records import find_jobs
+
+    async with connect(network, client_mode=True) as (transport, directory):
+        return [
+            _about(job) | _progress(await _workers(transport, directory, job.id))
+            for job in await find_jobs(directory)
+        ]
+
+
+def _progress(workers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the highest round of the workers, and the losses that its worker reports."""
+    ahead = max(workers, key=lambda each: (each["round"], each["loss"] is not None), default=None)
+    values = {name: ahead[name] if ahead else None for name in ("round", "loss", "val_loss")}
+    return values | {"workers": len(workers)}
 
 
 def _show(
@@ -143,13 +239,13 @@ def _print_worker(fields: dict[str, Any]) -> None:
 
 
 def _print_swarm(fields: dict[str, Any]) -> None:
-    about = {name: fields[name] for name in ("job", "owner", "method", "rounds")}
+    about = {name: fields[name] for name in ("job", "owner", "method", "model", "rounds")}
     print_table(fields["name"], about)
     if not fields["workers"]:
         note("no worker trains it now")
         return
-    rows = {
-        worker["peer_id"]: "\n".join([f"round {worker['round']}", *worker["addresses"]])
-        for worker in fields["workers"]
-    }
+    rows = {}
+    for worker in fields["workers"]:
+        title = f"{worker['name'] or 'no name'}  {worker['peer_id']}"
+        rows[title] = "\n".join([worker_summary(worker, fields["rounds"]), *worker["addresses"]])
     print_table(f"{len(rows)} training", rows)

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from swarmnet_protocols.training.job_settings import Job
 
 
-def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dict[str, str]:
+def facts_of(
+    job: "Job", *, id: str, name: str, device: str, threads: int | None, disk: Path
+) -> dict[str, str]:
     """Return what a job reads, sends and uses on this machine. Paths in it were given by this
     machine's user, not by the job's author."""
     from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
@@ -26,10 +28,11 @@ def facts_of(job: "Job", *, device: str, threads: int | None, disk: Path) -> dic
         read += f": {show_size(job.data.size_bytes)} at most; files with another hash are refused"
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
     return {
-        "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}",
+        "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}; its id is {id}",
         "reads": read,
         "begins with": begins,
-        "sends": "changes of the model's weights, to the other workers; parts of the data can be reconstructed from them",
+        "sends": "changes of the model's weights, to the other workers; parts of the data can be reconstructed from them"
+        + (f"; to everybody the name {name}" if name else ""),
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
     }
@@ -42,12 +45,37 @@ def tell(event: Fields, status: Fields) -> Telling:
     return Telling(sentence(event), _is_news(event), summary(status), bar)
 
 
-def summary(status: Fields) -> str:
-    """Return the status of a worker in one line."""
-    parts = [f"round {status['round']} of {status['rounds']}"] if "rounds" in status else []
+def model_of(job: "Job") -> str:
+    """Return the model of a job in a few words."""
+    section = job.model
+    if section.config is not None:
+        return f"a new {section.config['model_type']}"
+    return section.checkpoint or f"files of its owner, manifest {str(section.manifest)[:16]}…"
+
+
+def job_summary(job: Fields) -> str:
+    """Return the progress of a job in one line."""
+    if job["round"] is None:
+        return f"no worker yet, {counted(job['rounds'], 'round')} to do"
+    return ", ".join([*_numbers(job, job["rounds"]), counted(job["workers"] or 0, "worker")])
+
+
+def worker_summary(worker: Fields, rounds: int) -> str:
+    """Return the progress of a worker as it reports it, in one line."""
+    return ", ".join([worker["state"] or "gives no report", *_numbers(worker, rounds)])
+
+
+def _numbers(status: Fields, rounds: int) -> list[str]:
+    parts = [f"round {status['round']} of {rounds}"]
     for name, label in (("loss", "loss"), ("val_loss", "validation")):
         if status.get(name) is not None:
             parts.append(f"{label} {status[name]:.4f}")
+    return parts
+
+
+def summary(status: Fields) -> str:
+    """Return the status of a worker in one line."""
+    parts = _numbers(status, status["rounds"]) if "rounds" in status else []
     if "workers" in status:
         parts.append(counted(status["workers"], "worker"))
         parts.append(

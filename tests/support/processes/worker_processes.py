@@ -18,7 +18,7 @@ class WorkerProcess(RunningCommand):
         self.data_dir = folder / name
         arguments = ["train", "join", job, "--swarm", str(folder / "swarm.toml"), "--threads", "1", "--yes"]
         arguments += ["--data-dir", str(self.data_dir), "--cache-dir", str(folder / "cache")]
-        arguments += ["--listen", f"/ip4/{place.ip}/tcp/0"]
+        arguments += ["--name", name, "--listen", f"/ip4/{place.ip}/tcp/0"]
         if (folder / "data").exists():
             arguments += ["--data", str(folder / "data")]
         for address in bootstrap:

@@ -115,7 +115,7 @@ def train(folder: Path, rounds: int, most_s: float) -> None:
         for worker in running.values():
             worker.wait_for_end()
     kept = ("--data-dir", str(folder / WORKERS[0]), "--cache-dir", str(folder / "cache"))
-    call("train", "export", "--job", job, "--out", str(folder / "model"), *kept)
+    call("train", "export", job, "--out", str(folder / "model"), *kept)
 
 
 def pack(folder: Path) -> None:

@@ -148,7 +148,9 @@ def test_a_job_shows_what_it_reads_sends_and_uses_before_it_trains(
     data: dict[str, str | None], said: str, tmp_path: Path
 ) -> None:
     job = tiny_job(tmp_path, data=data | {"digest": "00" * 32, "size_bytes": 3_100_000})
-    facts = facts_of(job, device="cpu", threads=2, disk=tmp_path)
+    facts = facts_of(job, id="ab" * 32, name="attic", device="cpu", threads=2, disk=tmp_path)
+    assert "ab" * 32 in facts["job"]
+    assert "to everybody the name attic" in facts["sends"]
     assert said in facts["reads"]
     assert "3.1 MB at most" in facts["reads"]
     assert "reconstructed" in facts["sends"]

@@ -12,8 +12,8 @@ import pytest
 from swarmnet_node.engine.counters import cumulative_counts, total
 from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, Reporter
-from swarmnet_protocols.directory import node_reports
-from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, merge
+from swarmnet_protocols.directory import catalog, node_reports
+from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, made_jobs, merge
 from swarmnet_protocols.directory.expert_announcements import MAX_EXPERT_BLOCKS, MAX_EXPERTS
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER, clean
 from swarmnet_protocols.directory.node_reports import (
@@ -311,6 +311,19 @@ def test_a_flood_of_models_hides_none_that_many_host() -> None:
 def test_jobs_are_listed_by_their_ids() -> None:
     job = records_pb2.CatalogRecord(job=records_pb2.CatalogJob(id=b"\x05" * 32)).SerializeToString()
     assert merge([job, job, b"\x12\x00"]).jobs == ("05" * 32,)
+
+
+def test_jobs_that_nobody_trains_are_listed_last() -> None:
+    trained = records_pb2.CatalogRecord(job=records_pb2.CatalogJob(id=b"\x05" * 32)).SerializeToString()
+    made = made_jobs(["01" * 32, "05" * 32], 60.0).body
+    assert merge([made, trained]).jobs == ("05" * 32, "01" * 32)
+
+
+@defence("a peer lists at most sixteen jobs as made by itself", off=replacing(catalog, "MAX_MADE", 1000))
+def test_one_peer_lists_at_most_sixteen_jobs_of_its_own() -> None:
+    ids = [records_pb2.CatalogJob(id=bytes([number]) * 32) for number in range(200)]
+    flood = records_pb2.CatalogRecord(made=[*ids, records_pb2.CatalogJob(id=b"short")]).SerializeToString()
+    assert merge([flood]).jobs == tuple(f"{number:02x}" * 32 for number in range(16))
 
 
 class Unread:

@@ -34,12 +34,15 @@ def report_after(tmp_path: Path, *events: dict[str, Any]) -> report_pb2.WorkerRe
     async def run() -> report_pb2.WorkerReport:
         handed_on: list[dict[str, Any]] = []
         sealed = open_job(seal_job(for_others(tiny_job(tmp_path)), Identity.from_seed(b"owner")))
-        reporter = WorkerReporter(sealed, "0.1.0", handed_on.append, report_pb2.Reach, Given())
+        reporter = WorkerReporter(
+            sealed, "0.1.0", handed_on.append, report_pb2.Reach, Given(), public_name="attic"
+        )
         for event in events:
             reporter.handle(event)
         assert handed_on == list(events)
         report = reporter.report()
         check(report)
+        assert report.public_name == "attic"
         assert reporter.report().worker == report.worker, "reading the report does not change it"
         assert report.worker.job.hex() == sealed.id
         return report.worker
