@@ -123,6 +123,7 @@ def test_tune_leaves_an_adapter_that_answers_alike_everywhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
+    swarm_file: str,
     method: str,
 ) -> None:
     model, out = str(reference.local.path), tmp_path / "adapter"
@@ -145,6 +146,8 @@ def test_tune_leaves_an_adapter_that_answers_alike_everywhere(
         file.name for file in out.iterdir()
     }
     assert not (out / CHECKPOINT_FILE).exists()
+    assert events[-1]["run"].endswith(f"--raw --swarm {swarm_file} --adapter {out}")
+    assert "| training rows | 16 |" in (out / "README.md").read_text()
     summary = json.loads((out / "tune.json").read_text())
     assert (summary["method"], summary["model"], len(summary["losses"])) == (method, model, 5)
 

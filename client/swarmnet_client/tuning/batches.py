@@ -33,6 +33,7 @@ class Dataset:
     """Training and held-out rows. ``labels``: the classes of a classifier, in order.
 
     ``cut``: number of rows that were too long and lost their end. ``sha256``: hashes of the files.
+    ``has_chats``: some rows are conversations in the model's chat template.
     """
 
     train: Sequence[Example]
@@ -43,6 +44,7 @@ class Dataset:
     pad_id: int
     cut: int = 0
     sha256: tuple[str, ...] = ()
+    has_chats: bool = False
 
     @classmethod
     def read(cls, tokenizer: Any, data: Path, evaluation: Path | None, settings: TuneSettings) -> "Dataset":
@@ -64,6 +66,7 @@ class Dataset:
             pad_id=tokenizer.eos_token_id if pad_id is None else pad_id,
             cut=sum(file.cut for file in files),
             sha256=tuple(file.sha256 for file in files),
+            has_chats=any(file.has_chats for file in files),
         )
 
     @property

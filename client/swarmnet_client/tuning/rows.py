@@ -1,16 +1,25 @@
 """Reads a data file (JSON Lines): checks every row and tokenizes it, before anything is sent.
 
-A row is ``{"text"}``, ``{"prompt", "completion"}`` (the loss is on the completion), ``{"messages":
-[{"role", "content"}]}`` (the loss is on the assistant's messages), or, for a classifier, ``{"text",
-"label"}``. Other fields are ignored.
+A row is one of:
+
+- ``{"text"}``;
+- ``{"prompt", "completion"}``: the loss is on the completion;
+- ``{"messages": [{"role", "content"}]}``: the loss is on the assistant's messages;
+- ShareGPT's ``{"conversations": [{"from", "value"}]}``, which are messages;
+- Alpaca's ``{"instruction", "input", "output"}``, with or without ``input``: a message of the user
+  and one of the assistant. For a model without a chat template, a prompt in Alpaca's words;
+- for a classifier ``{"text", "label"}``.
+
+Other fields are ignored. Two steps check a row: ``row_of`` its fields, before any model is loaded,
+and ``Encoder`` its tokens.
 """
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +32,20 @@ MAX_LINE_BYTES = 4 << 20
 MAX_MESSAGES = 256
 MAX_SHOWN = 5
 """The most bad rows that an error lists."""
+
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+}
+"""Speakers in ShareGPT's rows → roles of messages."""
+_ALPACA = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request."
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,11 +66,15 @@ class Example:
 
 @dataclass(frozen=True)
 class RowFile:
-    """The rows of a file without bad rows, and its SHA-256 in hexadecimal."""
+    """The rows of a file without bad rows, and its SHA-256 in hexadecimal.
+
+    ``has_chats``: some rows are conversations in the model's chat template.
+    """
 
     path: Path
     rows: list[Example]
     sha256: str
+    has_chats: bool = False
 
     @property
     def cut(self) -> int:
@@ -59,10 +86,27 @@ class BadRow(ValueError):
     """A row that cannot be used, with the reason."""
 
 
+def check_rows(path: Path, *, labelled: bool) -> None:
+    """Check the fields of all rows of ``path``, which needs no model. Raises the errors of
+    ``read_rows``."""
+
+    def check(number: int, fields: dict[str, Any]) -> None:
+        row_of(fields, labelled=labelled)
+
+    _each_row(path, check)
+
+
 def read_rows(path: Path, encoder: "Encoder") -> RowFile:
     """Return all rows of ``path``. Raises ``ConfigError`` if the file has no rows or has bad rows;
     the message lists the first bad rows."""
-    rows: list[Example] = []
+    rows, sha256 = _each_row(path, encoder.encode)
+    return RowFile(path, rows, sha256, encoder.has_chats)
+
+
+def _each_row(path: Path, take: Callable[[int, dict[str, Any]], T]) -> tuple[list[T], str]:
+    """Return what ``take`` makes of each row from its line number and fields, and the SHA-256 of
+    the file."""
+    taken: list[T] = []
     shown: list[str] = []
     bad = 0
     digest = hashlib.sha256()
@@ -72,12 +116,12 @@ def read_rows(path: Path, encoder: "Encoder") -> RowFile:
             if not line.strip():
                 continue
             try:
-                rows.append(encoder.encode(number, _fields(line)))
+                taken.append(take(number, _fields(line)))
             except BadRow as error:
                 bad += 1
                 if bad <= MAX_SHOWN:
                     shown.append(f"{path}:{number}: {error}")
-            if len(rows) > MAX_ROWS:
+            if len(taken) > MAX_ROWS:
                 raise ConfigError(f"{path} has more than {MAX_ROWS} rows", hint="split the file")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", hint="name a file of rows") from error
@@ -86,43 +130,112 @@ def read_rows(path: Path, encoder: "Encoder") -> RowFile:
         raise ConfigError(
             "\n".join(shown) + more, hint="correct or remove these lines; nothing was sent anywhere"
         )
-    if not rows:
+    if not taken:
         raise ConfigError(f"{path} has no rows", hint='write one JSON object a line, such as {"text": "..."}')
-    return RowFile(path, rows, digest.hexdigest())
+    return taken, digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class DataRow:
+    """A row whose fields are sound.
+
+    - ``text``: of a plain row or a classifier's, whose class is ``label``.
+    - ``prompt``, ``completion``: None in other rows.
+    - ``messages``: a conversation, None in other rows.
+
+    Alpaca's rows have both ``prompt`` and ``messages``.
+    """
+
+    text: str | None = None
+    label: str = ""
+    prompt: str | None = None
+    completion: str = ""
+    messages: list[dict[str, str]] | None = None
+
+
+def row_of(fields: Mapping[str, Any], *, labelled: bool) -> DataRow:
+    """Return the row with these ``fields``. Raises ``BadRow`` if they are not those of a row."""
+    kinds = _LABELLED if labelled else _PLAIN
+    found = [kind for kind in kinds if all(name in fields for name in kind)]
+    if _INSTRUCTED in found and ("text",) in found:  # Alpaca's own file also has all of it as a text
+        found.remove(("text",))
+    if len(found) != 1:
+        wanted = " or ".join("{" + ", ".join(f'"{name}"' for name in kind) + "}" for kind in kinds)
+        raise BadRow(f"a row has the fields {wanted}, this one has {_names(fields)}")
+    match found[0]:
+        case ("text", "label"):
+            return DataRow(_text(fields, "text"), _label(fields["label"]))
+        case ("text",):
+            return DataRow(_text(fields, "text"))
+        case ("prompt", "completion"):
+            prompt = _text(fields, "prompt", may_be_empty=True)
+            return DataRow(prompt=prompt, completion=_text(fields, "completion"))
+        case ("instruction", "output"):
+            return _alpaca(fields)
+        case ("conversations",):
+            return DataRow(messages=_messages(_sharegpt(fields["conversations"]), "conversations"))
+        case _:
+            return DataRow(messages=_messages(fields["messages"]))
+
+
+def _alpaca(fields: Mapping[str, Any]) -> DataRow:
+    instruction, output = _text(fields, "instruction"), _text(fields, "output")
+    given = _text(fields, "input", may_be_empty=True) if fields.get("input") is not None else ""
+    if given.strip():
+        asked, about = f"{instruction}\n\n{given}", f"\n\n### Input:\n{given}"
+        begins = _ALPACA.format(", paired with an input that provides further context")
+    else:
+        asked, about, begins = instruction, "", _ALPACA.format("")
+    return DataRow(
+        prompt=f"{begins}\n\n### Instruction:\n{instruction}{about}\n\n### Response:\n",
+        completion=output,
+        messages=[{"role": "user", "content": asked}, {"role": "assistant", "content": output}],
+    )
+
+
+def _sharegpt(turns: object) -> object:
+    """Return ShareGPT's turns as messages. Other values stay for ``_messages``, which refuses
+    them."""
+    if not isinstance(turns, list):
+        return turns
+    messages = []
+    for number, turn in enumerate(turns[: MAX_MESSAGES + 1], 1):
+        if not isinstance(turn, dict) or not isinstance(turn.get("value"), str):
+            raise BadRow(f'turn {number} is not an object with a "from" and a "value" that is a text')
+        if (role := _ROLES.get(str(turn.get("from")))) is None:
+            raise BadRow(f'turn {number}: "from" is none of {", ".join(_ROLES)}')
+        messages.append({"role": role, "content": turn["value"]})
+    return messages
 
 
 class Encoder:
     """Tokenizes rows. A row of more than ``max_length`` tokens loses its end."""
 
     def __init__(self, tokenizer: Any, max_length: int, *, labelled: bool = False) -> None:
+        self.has_chats = False
+        """Whether a row so far was a conversation in the chat template."""
         self._tokenizer = tokenizer
         self._max_length = max_length
-        self._kinds = _LABELLED if labelled else _PLAIN
+        self._labelled = labelled
         self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
         marks = tokenizer("").input_ids
         self._start = marks[: -len(self._end)] if self._end and marks[-1:] == self._end else marks
 
     def encode(self, line: int, fields: Mapping[str, Any]) -> Example:
         """Return the row with these ``fields``. Raises ``BadRow`` if it cannot be used."""
-        found = [kind for kind in self._kinds if all(name in fields for name in kind)]
-        if len(found) != 1:
-            wanted = " or ".join("{" + ", ".join(f'"{name}"' for name in kind) + "}" for kind in self._kinds)
-            raise BadRow(f"a row has the fields {wanted}, this one has {_names(fields)}")
-        label = ""
-        match found[0]:
-            case ("text", "label"):
-                parts = [(self._start + self._tokens(_text(fields, "text")), True)]
-                label = _label(fields["label"])
-            case ("text",):
-                parts = [(self._start + self._tokens(_text(fields, "text")) + self._end, True)]
-            case ("prompt", "completion"):
-                parts = [
-                    (self._start + self._tokens(_text(fields, "prompt", may_be_empty=True)), False),
-                    (self._tokens(_text(fields, "completion")) + self._end, True),
-                ]
-            case _:
-                parts = [(self._tokens(text), learned) for text, learned in self._turns(fields["messages"])]
-        return self._example(line, parts, label)
+        row = row_of(fields, labelled=self._labelled)
+        end = [] if self._labelled else self._end
+        if row.text is not None:
+            parts = [(self._start + self._tokens(row.text) + end, True)]
+        elif row.messages is not None and (row.prompt is None or self._tokenizer.chat_template):
+            self.has_chats = True
+            parts = [(self._tokens(text), learned) for text, learned in self._turns(row.messages)]
+        else:
+            parts = [
+                (self._start + self._tokens(row.prompt or ""), False),
+                (self._tokens(row.completion) + end, True),
+            ]
+        return self._example(line, parts, row.label)
 
     def _example(self, line: int, parts: list[tuple[list[int], bool]], label: str) -> Example:
         ids = np.array([token for tokens, _ in parts for token in tokens], dtype=np.int32)
@@ -143,10 +256,9 @@ class Encoder:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         return ids
 
-    def _turns(self, messages: object) -> Iterator[tuple[str, bool]]:
+    def _turns(self, checked: list[dict[str, str]]) -> Iterator[tuple[str, bool]]:
         """Yield the rendered conversation in pieces, and whether a piece is an assistant's message,
         which counts in the loss."""
-        checked = _messages(messages)
         whole = self._render(checked)
         written = 0
         for number, message in enumerate(checked):
@@ -168,8 +280,6 @@ class Encoder:
             yield whole[written : len(before)], False
             yield whole[len(before) : end], True
             written = end
-        if not written:
-            raise BadRow('no message has the role "assistant": there is nothing to learn')
 
     def _render(self, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         if not self._tokenizer.chat_template:
@@ -180,7 +290,14 @@ class Encoder:
             raise BadRow(str(error)) from error
 
 
-_PLAIN: tuple[tuple[str, ...], ...] = (("text",), ("prompt", "completion"), ("messages",))
+_INSTRUCTED = ("instruction", "output")
+_PLAIN: tuple[tuple[str, ...], ...] = (
+    ("text",),
+    ("prompt", "completion"),
+    ("messages",),
+    _INSTRUCTED,
+    ("conversations",),
+)
 _LABELLED: tuple[tuple[str, ...], ...] = (("text", "label"),)
 
 
@@ -238,9 +355,9 @@ def _label(value: object) -> str:
     return _sound(str(value), "label")
 
 
-def _messages(messages: object) -> list[dict[str, str]]:
+def _messages(messages: object, name: str = "messages") -> list[dict[str, str]]:
     if not isinstance(messages, list) or not 1 <= len(messages) <= MAX_MESSAGES:
-        raise BadRow(f'"messages" is not a list of 1 to {MAX_MESSAGES} messages')
+        raise BadRow(f'"{name}" is not a list of 1 to {MAX_MESSAGES} messages')
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f'message {number} is not an object with a "role"')
@@ -249,4 +366,6 @@ def _messages(messages: object) -> list[dict[str, str]]:
         if message["role"] == "assistant" and not message["content"].strip():
             raise BadRow(f'message {number}: "content" is empty')
         _sound(message["content"], "content")
+    if all(message["role"] != "assistant" for message in messages):
+        raise BadRow('no message has the role "assistant": there is nothing to learn')
     return [{"role": message["role"], "content": message["content"]} for message in messages]

@@ -17,6 +17,7 @@ from swarmnet_client.tuning.adapter_dir import (
     save_adapter,
 )
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, TuneCheckpoint, replacing
+from swarmnet_client.tuning.model_card import CARD_FILE, model_card
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.platform import FOLDER_LOCK, folder_descriptor, lock
@@ -88,10 +89,12 @@ class RunDir:
         return self.path / CHECKPOINT_FILE
 
     def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
-        """Write the adapter and the summary, then remove the checkpoint. Raises ``OutOfResources``
-        when the disk is full."""
+        """Write the adapter, its model card and the summary, then remove the checkpoint. Raises
+        ``OutOfResources`` when the disk is full."""
         save_adapter(tuned, self.path)
         content = self._about | dict(summary) | {"files": hashes_of(self.path)}
+        with replacing(self.path / CARD_FILE) as temporary:
+            temporary.write_text(model_card(content), encoding="utf-8")
         with replacing(self.path / SUMMARY_FILE) as temporary:
             temporary.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
         (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)

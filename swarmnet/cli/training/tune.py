@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -20,6 +21,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.training.displays import Fields, display
 from swarmnet.cli.training.tune_words import Words
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
+from swarmnet_client.tuning.rows import check_rows
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -120,8 +122,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an
     adapter.
 
-    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, or for a classifier {"text",
-    "label"}. An interrupted run continues when you repeat the command.
+    Rows are {"text"}, {"prompt", "completion"}, {"messages"}, Alpaca's {"instruction", "input",
+    "output"}, ShareGPT's {"conversations"}, or for a classifier {"text", "label"}. An interrupted
+    run continues when you repeat the command.
     """
     rate = LEARNING_RATES[method] if learning_rate is None else learning_rate
     if not 0 < rate < math.inf:
@@ -129,8 +132,11 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     if not 0 <= held_out < 1:
         raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
     for path in (data, eval_data):
-        if path is not None and not path.is_file():
+        if path is None:
+            continue
+        if not path.is_file():
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
+        check_rows(path, labelled=method is TuneMethod.CLASSIFIER)  # before a model is loaded
     require_peft()
     settings = TuneSettings(
         method=method,
@@ -180,7 +186,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         show(_beginning(model, dataset, settings, tuner))
         often = eval_every or dataset.steps_per_epoch
         _train(tuner, folder, show, evaluate_every=often, save_every=save_every)
-        show(_finish(tuned, tuner, dataset, folder))
+        show(_finish(tuned, tuner, dataset, folder, _run_command(model, swarm, out, dataset)))
 
 
 def _check_sizes(local: "LocalModel", settings: TuneSettings) -> None:
@@ -252,15 +258,30 @@ def _save(tuner: "Tuner", folder: "RunDir") -> dict[str, Any]:
     return {"event": "saved", "step": tuner.step, "path": str(folder.save(tuner))}
 
 
-def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir") -> dict[str, Any]:
+def _run_command(model: str, swarm: str, out: Path, dataset: "Dataset") -> str:
+    """Return the command that asks the tuned model a question; of a classifier, the Python that
+    loads it."""
+    if dataset.labels:
+        return (
+            f"AutoSwarmModelForSequenceClassification.from_pretrained({model!r}, "
+            f"num_labels={len(dataset.labels)}, swarm={swarm!r}), then PeftModel.from_pretrained(model, {str(out)!r})"
+        )
+    # Rows without the chat template are also asked without it.
+    raw = [] if dataset.has_chats else ["--raw"]
+    words = ["swarmnet", "run", model, "YOUR QUESTION", *raw, "--swarm", swarm, "--adapter", str(out)]
+    return shlex.join(words)
+
+
+def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir", run: str) -> dict[str, Any]:
     from swarmnet.cli.training.plots import plot_tuning
     from swarmnet_client.tuning.run_dir import CURVE_FILE
 
-    summary = tuner.summary() | {"labels": list(dataset.labels)}
+    summary = tuner.summary() | {"labels": list(dataset.labels), "has_chats": dataset.has_chats}
+    summary |= {"rows": len(dataset.train), "held_out_rows": len(dataset.held_out)}
     folder.finish(tuned, summary)
     has_curve = importlib.util.find_spec("matplotlib") is not None
     if has_curve:
         plot_tuning(summary["losses"], summary["evaluations"], folder.path / CURVE_FILE)
     last = summary["evaluations"][-1:] or [{}]
-    about = {"path": str(folder.path), "curve": CURVE_FILE if has_curve else None}
+    about = {"path": str(folder.path), "curve": CURVE_FILE if has_curve else None, "run": run}
     return {"event": "done", "step": tuner.step, **last[0], **about}

@@ -43,7 +43,7 @@ class Words:
             case "done":
                 scores = f" Held-out {_scores(event)}." if "val_loss" in event else ""
                 curve = "" if event["curve"] else f" No loss.png: {how_to_add('matplotlib')}."
-                return f"done: the adapter is in {event['path']}.{scores}{curve}"
+                return f"done: the adapter is in {event['path']}.{scores}{curve}\nrun it: {event['run']}"
             case kind:
                 raise ValueError(kind)
 

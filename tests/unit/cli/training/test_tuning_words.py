@@ -24,7 +24,15 @@ BEGIN = {
     "step": 4,
     "steps": 8,
 }
-DONE = {"event": "done", "step": 8, "val_loss": 2.5, "accuracy": 0.75, "path": "out", "curve": None}
+DONE = {
+    "event": "done",
+    "step": 8,
+    "val_loss": 2.5,
+    "accuracy": 0.75,
+    "path": "out",
+    "curve": None,
+    "run": "swarmnet run M",
+}
 
 
 def step(number: int, *, failovers: int = 0) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet_client.tuning import rows as rows_module
 from swarmnet_client.tuning.batches import IGNORED, MAX_LABELS, Dataset, classes, epoch_order, split
-from swarmnet_client.tuning.rows import Encoder, Example, RowFile, read_rows
+from swarmnet_client.tuning.rows import Encoder, Example, RowFile, check_rows, read_rows, row_of
 from swarmnet_protocols.errors import ConfigError
 from tests.support.swarm.tiny_swarm import load_tiny
 from tests.support.training.tuning_rows import counting_rows, labelled_rows, write_rows
@@ -66,6 +66,61 @@ def test_a_row_of_messages_trains_on_those_of_the_assistant(
     assert 5 in row.ids
     row = encoded(tokenizer, {"messages": messages})
     assert learned(row) == [6, 2, 6, 8, 2]
+
+
+def test_a_row_of_sharegpt_is_the_same_as_messages(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    turns = [
+        {"from": "system", "value": "w4"},
+        {"from": "human", "value": "w5"},
+        {"from": "gpt", "value": "w6"},
+    ]
+    roles = ("system", "user", "assistant")
+    messages = [{"role": role, "content": turn["value"]} for role, turn in zip(roles, turns, strict=True)]
+    row, same = encoded(tokenizer, {"conversations": turns}), encoded(tokenizer, {"messages": messages})
+    assert (row.ids.tolist(), learned(row)) == (same.ids.tolist(), learned(same))
+
+
+def test_a_row_of_alpaca_is_an_instruction_and_its_answer(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"instruction": "w5", "input": "w6", "output": "w7", "text": "w5 w6 w7"}
+    plain = row_of(asked, labelled=False)
+    assert plain.prompt is not None
+    assert plain.prompt.endswith("### Instruction:\nw5\n\n### Input:\nw6\n\n### Response:\n")
+    assert "further context. Write a response" in plain.prompt
+    bare = row_of(asked | {"input": ""}, labelled=False)
+    assert bare.prompt is not None
+    assert "Input" not in bare.prompt
+    assert learned(encoded(tokenizer, asked, limit=64)) == [7, END]
+
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    messages = [{"role": "user", "content": "w5\n\nw6"}, {"role": "assistant", "content": "w7"}]
+    row, same = encoded(tokenizer, asked), encoded(tokenizer, {"messages": messages})
+    assert (row.ids.tolist(), learned(row)) == (same.ids.tolist(), learned(same))
+
+
+def test_fields_are_checked_without_a_model(tmp_path: Path) -> None:
+    rows = [
+        {"text": "w5"},
+        {"instruction": "w5"},
+        {"instruction": "w5", "input": 7, "output": "w6"},
+        {"conversations": [{"from": "human", "value": "w5"}]},
+        {"conversations": [{"from": "narrator", "value": "w5"}]},
+        {"conversations": "w5"},
+    ]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ConfigError) as caught:
+        check_rows(path, labelled=False)
+    lines = str(caught.value).splitlines()
+    assert [line.split(":")[1] for line in lines] == ["2", "3", "4", "5", "6"]
+    for line, said in zip(
+        lines,
+        ("one has", '"input" is not a text', "nothing to learn", "none of human", "not a list"),
+        strict=True,
+    ):
+        assert said in line
+    check_rows(write_rows(path, rows[:1]), labelled=False)
 
 
 @pytest.mark.parametrize("answer", ["w2", "w", "2", "w1", "assistant"])

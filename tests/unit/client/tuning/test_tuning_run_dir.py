@@ -6,13 +6,26 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from swarmnet_client.tuning.adapter_dir import SUMMARY_FILE, check_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, HISTORY, UNFINISHED, TuneCheckpoint
+from swarmnet_client.tuning.model_card import model_card
 from swarmnet_client.tuning.run_dir import RunDir, locked
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 
 ABOUT = {"method": "lora", "seed": 0, "data": ["ab"]}
+SUMMARY = {
+    "model": "org/name@" + "0" * 40,
+    "manifest": "cd" * 32,
+    "rows": 9,
+    "held_out_rows": 1,
+    "has_chats": True,
+    "losses": [2.5, 2.0, 1.25],
+    "evaluations": [{"step": 0, "val_loss": 3.0}, {"step": 3, "val_loss": 1.5}],
+    "labels": [],
+    "rank": 8,
+}
 
 
 class Standing:
@@ -42,8 +55,8 @@ def test_a_run_resumes_from_its_checkpoint_until_it_is_done(tmp_path: Path) -> N
     again = RunDir(out, ABOUT, force=False)
     assert again.unfinished is not None
     assert again.unfinished.step == 3
-    again.finish(Tuned(), {"losses": [1.0]})
-    left = ["adapter_config.json", "adapter_model.safetensors", SUMMARY_FILE]
+    again.finish(Tuned(), SUMMARY)
+    left = ["README.md", "adapter_config.json", "adapter_model.safetensors", SUMMARY_FILE]
     assert sorted(file.name for file in out.iterdir()) == left
     with pytest.raises(ConfigError, match="finished run"):
         RunDir(out, ABOUT, force=False)
@@ -106,3 +119,26 @@ def test_a_run_that_is_not_done_is_no_adapter_yet(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not done") as caught:
         check_adapter(tmp_path)
     assert "swarmnet tune" in caught.value.hint
+
+
+def test_the_model_card_is_one_that_the_hub_reads() -> None:
+    text = model_card(ABOUT | SUMMARY)
+    card = ModelCard(text)
+    about = card.data.to_dict()
+    assert (about["base_model"], about["library_name"]) == ("org/name", "peft")
+    assert (about["pipeline_tag"], about["tags"]) == ("text-generation", ["swarmnet", "lora"])
+    for said in ("| method | lora |", "| training rows | 9 |", "2.5000, 1.2500", "3.0000, 1.5000"):
+        assert said in text
+    assert "swarmnet run org/name@" in text
+    assert "--raw" not in text
+    assert "--raw" in model_card(ABOUT | SUMMARY | {"has_chats": False})
+
+
+def test_a_model_card_has_no_path_and_no_table_of_the_rows(tmp_path: Path) -> None:
+    labels = ["yes | no", "a\n# heading"]
+    text = model_card(ABOUT | SUMMARY | {"model": str(tmp_path), "labels": labels, "evaluations": []})
+    assert str(tmp_path.parent) not in text
+    assert "base_model" not in ModelCard(text).data.to_dict()
+    assert "| classes | yes \\| no, a # heading |" in text
+    assert "num_labels=2" in text
+    assert "held-out loss" not in text
