@@ -1,10 +1,10 @@
 """The model card of an adapter: ``README.md`` as PEFT writes it and the hub shows it."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from swarmnet_protocols.models.public_names import name_for_peers
-from swarmnet_protocols.training.job_settings import is_published
 
 CARD_FILE = "README.md"
 _TITLES = {
@@ -28,7 +28,7 @@ def model_card(summary: Mapping[str, Any]) -> str:
     name = name_for_peers(summary["model"])
     is_classifier = bool(summary.get("labels"))
     about = ModelCardData(
-        base_model=name.partition("@")[0] if is_published(summary["model"]) and "/" in name else None,
+        base_model=re.split("[@:]", name)[0] if "/" in name else None,  # only the hub's have a slash
         library_name="peft",
         pipeline_tag="text-classification" if is_classifier else "text-generation",
         tags=["swarmnet", *(["lora"] if "rank" in summary else [])],

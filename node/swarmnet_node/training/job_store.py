@@ -6,7 +6,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from swarmnet_protocols.errors import ConfigError, IntegrityError, SwarmnetError
 from swarmnet_protocols.machine.files import write_whole
@@ -43,6 +43,37 @@ class LocalFiles:
         """Return ``job`` with these paths. Raises ``ConfigError`` if a path is missing or not
         needed."""
         return job.with_files(self.data, self.model)
+
+
+def pinned(job: "Job") -> "Job":
+    """Return the job with every name of the hub at the commit at which it is now.
+
+    Raises ``JobError`` for a name that the hub does not have, and ``Unreachable`` if it does not
+    answer.
+    """
+
+    def pin(section: str, key: str, name: str | None, kind: Literal["model", "dataset"]) -> str | None:
+        from swarmnet_protocols.fetching.hub_ranges import commit_of
+        from swarmnet_protocols.training.job_settings import JobError, is_on_hub, is_published
+
+        if name is None or is_published(name) or not is_on_hub(name):
+            return name
+        if kind == "model" and Path(name).expanduser().exists():  # a directory of this machine
+            return name
+        repository, _, revision = name.partition("@")
+        try:
+            return f"{repository}@{commit_of(repository, revision or None, kind)}"
+        except ConfigError as error:
+            raise JobError(section, key, f"is wrong: {error}", hint=error.hint) from error
+
+    data = {
+        "hub": pin("data", "hub", job.data.hub, "dataset"),
+        "tokenizer": pin("data", "tokenizer", job.data.tokenizer, "model"),
+    }
+    model = {"checkpoint": pin("model", "checkpoint", job.model.checkpoint, "model")}
+    return job.model_copy(
+        update={"data": job.data.model_copy(update=data), "model": job.model.model_copy(update=model)}
+    )
 
 
 def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":

@@ -19,7 +19,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
 from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
-from swarmnet_protocols.models.partial_model import build_whole, causal_class
+from swarmnet_protocols.models.partial_model import build_whole, causal_class, decoder_stack
 from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
 
 _KEPT_BYTES = 5 * 4
@@ -86,6 +86,16 @@ def model_config(section: ModelSection, cache_dir: Path) -> PretrainedConfig:
         raise JobError("model", "config", f"is wrong: {error}", hint=_CORRECT) from error
     _check_spelling(settings, config)
     return config
+
+
+def obstacle_to_hosts(section: ModelSection, cache_dir: Path) -> str | None:
+    """Return why hosts cannot serve the trained model in blocks, or None if they can."""
+    config = model_config(section, cache_dir)
+    try:
+        decoder_stack(config)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _check_spelling(settings: Mapping[str, Any], config: PretrainedConfig) -> None:

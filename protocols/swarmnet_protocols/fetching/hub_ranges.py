@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
-from swarmnet_protocols.errors import IntegrityError, Unreachable
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.fetching.pieces import ModelFile
 
 TIMEOUT_S = 20.0
@@ -25,6 +26,29 @@ def no_answer() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import HfHubHTTPError
 
     return cast("tuple[type[Exception], ...]", HfHubHTTPError.__bases__)
+
+
+def commit_of(repository: str, revision: str | None, kind: Literal["model", "dataset"]) -> str:
+    """Return the commit, 40 hexadecimal digits, at which a repository of the hub is now.
+
+    ``revision`` is a branch or a tag, None for the main branch. Raises ``ConfigError`` if the hub
+    has no such repository or revision, and ``Unreachable`` if it does not answer.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    shown = repository if revision is None else f"{repository}@{revision}"
+    try:
+        about = HfApi().repo_info(repository, revision=revision or "main", repo_type=kind, timeout=TIMEOUT_S)
+    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ConfigError(
+            f"the hub has no {kind} {shown}", hint=f"check the name; a gated {kind} needs `hf auth login`"
+        ) from error
+    except no_answer() as error:
+        raise Unreachable(f"the hub does not answer for {shown}: {error}", hint="try again later") from error
+    if not re.fullmatch("[0-9a-f]{40}", commit := str(about.sha)):
+        raise IntegrityError(f"the hub names no commit of {shown}", hint="try again later")
+    return commit
 
 
 @dataclass

@@ -24,6 +24,7 @@ OF_THE_MODEL = "model"
 """Stands in a sealed job for the tokenizer among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
 
+_ON_HUB = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(@[\w.][\w./-]{0,127})?", re.ASCII)
 _PUBLISHED = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}@[0-9a-f]{40}", re.ASCII)
 _FIX = 'write it as "org/name@REVISION", with the 40 hexadecimal digits of a commit'
 
@@ -56,6 +57,9 @@ class JobSection(_Section):
 class ModelSection(_Section):
     """The model: a transformers config, initialised from the seed, or the name of a checkpoint.
 
+    In an owner's file ``config`` may be the path of a ``config.json`` or its folder
+    (``jobs.parse_job``).
+
     In a sealed job ``manifest`` identifies the checkpoint's files. If the job has no ``checkpoint``
     name, the user of each worker gives the path of these files.
     """
@@ -85,7 +89,8 @@ class ModelSection(_Section):
 
 
 class DataSection(_Section):
-    """The data: local files, or a dataset of the hub, ``org/name@REVISION``.
+    """The data: local files, or a dataset of the hub, ``org/name[@REVISION]``. In a sealed job its
+    revision is a commit.
 
     ``path`` names a file, a directory, a glob, or ``python-stdlib``. In a sealed job ``path`` is
     ``python-stdlib`` or missing. Without ``hub`` each worker's user gives the path of the files.
@@ -110,8 +115,8 @@ class DataSection(_Section):
     def _check(self) -> "DataSection":
         if self.path is not None and self.hub is not None:
             raise JobError("data", "hub", "and 'path' exclude each other")
-        if self.hub is not None and not _PUBLISHED.fullmatch(self.hub):
-            raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
+        if self.hub is not None and not is_on_hub(self.hub):
+            raise JobError("data", "hub", "is not the name of a dataset", hint='write it as "org/name"')
         return self
 
 
@@ -243,6 +248,8 @@ class Job(_Section):
                 "is a path: a job of another peer names no files of this machine",
                 hint="its owner makes it with `train create`; you give your copy of the data with --data",
             )
+        if data.hub is not None and not _PUBLISHED.fullmatch(data.hub):
+            raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
         if data.digest is None or data.size_bytes is None:
             raise JobError(
                 "data", "digest", "or 'size_bytes' is missing", hint="make the job with `train create`"
@@ -308,6 +315,11 @@ class Job(_Section):
             get_codec(self.exchange.codec)
         except ConfigError as error:
             raise JobError("exchange", "codec", f"is wrong: {error}", hint=error.hint) from error
+
+
+def is_on_hub(name: str) -> bool:
+    """Return whether ``name`` has the form ``org/name[@REVISION]``. A path may have it, too."""
+    return _ON_HUB.fullmatch(name) is not None
 
 
 def is_published(name: str) -> bool:

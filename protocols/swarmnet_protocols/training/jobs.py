@@ -29,6 +29,9 @@ from swarmnet_protocols.wire.canonical_json import canonical_json
 
 FORMAT = 2
 MAX_JOB_BYTES = 64 << 10
+_OF_FILES = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
+"""Keys of a ``config.json`` that describe a checkpoint's files or code rather than its
+architecture."""
 _ID_DOMAIN = b"swarmnet-training-job-id-1\0"
 _SIGNATURE_DOMAIN = b"swarmnet-training-job-1\0"
 
@@ -90,7 +93,10 @@ def job_bytes(path: Path) -> bytes:
 
 
 def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
-    """Parse and validate a TOML job. Raises the errors of ``load_job``, which name ``source``."""
+    """Parse and validate a TOML job, and read the ``config.json`` if it names one.
+
+    Raises the errors of ``load_job``, which name ``source``.
+    """
     if len(data) > MAX_JOB_BYTES:
         raise ConfigError(f"{source} is larger than {MAX_JOB_BYTES} bytes", hint="this is not a job file")
     try:
@@ -103,6 +109,8 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
         if "name" in method:
             document["method"]["name"] = method["name"]
     try:
+        if isinstance(model := document.get("model"), dict) and isinstance(model.get("config"), str):
+            document["model"] = {**model, "config": _config_file(Path(model["config"]))}
         job = _validate(document)
         if job.data.path is None and job.data.hub is None:
             raise JobError("data", "", "needs 'path' or 'hub'")
@@ -161,6 +169,22 @@ def open_job(data: bytes) -> SealedJob:
     if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
         raise broken
     return SealedJob(job, owner)
+
+
+def _config_file(path: Path) -> dict[str, Any]:
+    """Return the architecture in a ``config.json``, without what describes a checkpoint's files."""
+    path = path.expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        with path.open("rb") as stream:
+            config = json.loads(stream.read(MAX_JOB_BYTES))
+    except OSError as error:
+        raise JobError("model", "config", f"is wrong: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise JobError("model", "config", f"is wrong: {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise JobError("model", "config", f"is wrong: {path} is not a JSON object")
+    return {key: value for key, value in config.items() if key not in _OF_FILES and not key.startswith("_")}
 
 
 def _signed_fields(job: Job, owner: bytes) -> bytes:

@@ -88,6 +88,7 @@ def create(
         LocalFiles,
         check_job,
         own_jobs,
+        pinned,
         store_job,
         store_local_files,
         store_origin,
@@ -99,11 +100,15 @@ def create(
     with locked_data_dir(data_dir) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
             import_transformers()
-            checked = check_job(written.job, cache_dir, report)
+            from swarmnet_node.training.model import obstacle_to_hosts
+
+            pinned_job = pinned(written.job)
+            checked = check_job(pinned_job, cache_dir, report)
+            obstacle = obstacle_to_hosts(pinned_job.model, cache_dir)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         store_job(directory, made, sealed)
-        store_local_files(directory, made.id, LocalFiles.named_in(written.job))
+        store_local_files(directory, made.id, LocalFiles.named_in(pinned_job))
         store_origin(directory, made.id, hashlib.sha256(written.text.encode()).hexdigest())
         is_published = bool(entry.addresses) or entry.file.mdns
         if is_published:
@@ -115,13 +120,23 @@ def create(
                     raise
                 is_published = False  # no other peer of the swarm is in the local network yet
     if as_json:
-        print_json({"job": made.id, "name": made.job.job.name})
+        warning = {"warning": _not_served(obstacle)} if obstacle else {}
+        print_json({"job": made.id, "name": made.job.job.name, **warning})
         return
     print_text(made.id)
+    for name in (made.job.data.hub, made.job.model.checkpoint):
+        if name is not None and name not in {written.job.data.hub, written.job.model.checkpoint}:
+            note(f"the hub's newest commit is part of the job: {name}")
+    if obstacle:
+        note(f"warning: {_not_served(obstacle)}")
     if not is_published:
         note("stored on this machine; a worker with the same --data-dir publishes it")
     here = "" if data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here: swarmnet train join {made.job.job.name} --swarm {shlex.quote(swarm)}{here}")
+
+
+def _not_served(obstacle: str) -> str:
+    return f"this model can be trained, but hosts cannot serve it: {obstacle}; docs/families.md lists families that work"
 
 
 async def _publish(network: Network, sealed: bytes, made: Sequence[str]) -> None:

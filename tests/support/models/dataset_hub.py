@@ -19,7 +19,8 @@ NAME = f"org/name@{REVISION}"
 
 @dataclass
 class DatasetHub:
-    """A hub with one repository, ``NAME``, that has these ``files``."""
+    """A hub with one dataset, ``NAME``, that has these ``files``, and a model of the same name
+    with a tag ``v1``. The newest commit of both is ``REVISION``."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     sent: dict[str, int] = field(default_factory=dict)
@@ -32,7 +33,7 @@ class DatasetHub:
             f"/api/datasets/org/name/tree/{REVISION}",
             f"/datasets/org/name/resolve/{REVISION}/",
         )
-        if path == api:
+        if path in {api, api.replace(REVISION, "main"), "/api/models/org/name/revision/v1"}:
             return json.dumps({"id": "org/name", "sha": REVISION, "siblings": [], "tags": []}).encode()
         if path == tree:
             entries = [

@@ -137,3 +137,19 @@ def test_a_strangers_job_of_the_same_name_is_listed(tmp_path: Path) -> None:
                 await job_in_swarm("huge", directory)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"), [("gpt2", "GPT2LMHeadModel cannot be split into blocks"), ("llama", "")]
+)
+def test_an_owner_hears_that_hosts_cannot_serve_a_model(
+    model_type: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = write_job(tmp_path, "diloco", "sync_every = 2").replace('"llama"', f'"{model_type}"')
+    (tmp_path / "job.toml").write_text(toml)
+    assert execute(["swarm", "create", "lab", "--open", "--no-mdns", "--out", str(tmp_path)]) == 0
+    command = ["train", "create", str(tmp_path / "job.toml"), "--swarm", str(tmp_path)]
+    assert execute([*command, "--data-dir", str(tmp_path / "d")]) == 0
+    err = capsys.readouterr().err
+    assert said in err
+    assert ("hosts cannot serve it" in err) == bool(said)

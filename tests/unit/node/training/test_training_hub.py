@@ -11,9 +11,11 @@ from pyarrow import parquet
 
 from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.documents import documents
+from swarmnet_node.training.job_store import pinned
 from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.training.job_settings import DataSection, JobError
 from tests.support.models.dataset_hub import NAME, DatasetHub, serving
+from tests.support.training.tiny_job import tiny_job
 from tests.unit.node.training.test_training_start import hear_of_files
 
 
@@ -101,3 +103,31 @@ def test_an_unreachable_hub_is_unreachable(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("huggingface_hub.constants.AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
     with pytest.raises(Unreachable, match="the hub does not answer"):
         list(documents(section(), ()))
+
+
+def test_names_of_the_hub_are_pinned_to_their_newest_commit(hub: DatasetHub, tmp_path: Path) -> None:
+    names = {"path": None, "hub": "org/name", "tokenizer": "org/name@v1"}
+    job = pinned(tiny_job(tmp_path, data=names, model={"config": None, "checkpoint": "org/name@v1"}))
+    assert (job.data.hub, job.data.tokenizer, job.model.checkpoint) == (NAME, NAME, NAME)
+    assert pinned(job) == job
+
+
+def test_a_folder_of_this_machine_is_not_a_name_of_the_hub(
+    hub: DatasetHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    job = tiny_job(tmp_path, model={"config": None, "checkpoint": "models/mine"})
+    assert pinned(job) == job
+
+
+def test_a_name_that_the_hub_does_not_have_is_refused_with_its_key(
+    hub: DatasetHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = tiny_job(tmp_path, data={"path": None, "hub": "org/other"})
+    with pytest.raises(JobError, match="the hub has no dataset org/other") as caught:
+        pinned(job)
+    assert (caught.value.section, caught.value.key) == ("data", "hub")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
+    with pytest.raises(Unreachable, match="the hub does not answer for org/other"):
+        pinned(job)

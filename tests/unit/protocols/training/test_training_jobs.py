@@ -11,9 +11,9 @@ from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
 from swarmnet_protocols.training.job_settings import OF_THE_MODEL, Job, JobError
 from swarmnet_protocols.training.job_templates import METHODS, template
-from swarmnet_protocols.training.jobs import open_job, parse_job, seal_job
+from swarmnet_protocols.training.jobs import load_job, open_job, parse_job, seal_job
 from tests.defences import defence, nothing, replacing
-from tests.support.training.tiny_job import for_others
+from tests.support.training.tiny_job import for_others, tiny_job
 
 OWNER = Identity.from_seed(b"owner")
 DILOCO = template("diloco")
@@ -285,3 +285,42 @@ def test_a_job_that_is_too_large_to_travel_is_refused() -> None:
     config = {**(job.model.config or {}), "more": "x" * jobs.MAX_JOB_BYTES}
     with pytest.raises(ConfigError, match="larger"):
         seal_job(job.model_copy(update={"model": job.model.model_copy(update={"config": config})}), OWNER)
+
+
+def test_the_architecture_may_be_in_a_config_json(tmp_path: Path) -> None:
+    config = tiny_job(tmp_path).model.config
+    assert config is not None
+    of_files = {
+        "architectures": ["LlamaForCausalLM"],
+        "torch_dtype": "bfloat16",
+        "_name_or_path": "/home/ada",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config | of_files))
+    for path in (tmp_path, tmp_path / "config.json"):
+        file = tmp_path / "job.toml"
+        file.write_text(_with_config(str(path)))
+        assert load_job(file).job.model.config == config
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("", "is not JSON"), ("[]", "is not a JSON object"), ("[" * 9999, "is not JSON"), (None, "cannot read")],
+    ids=["empty", "a list", "nested", "missing"],
+)
+def test_a_config_json_that_cannot_be_read_names_the_line(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    toml = _with_config(str(tmp_path / "config.json"))
+    (tmp_path / "job.toml").write_text(toml)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_job(tmp_path / "job.toml")
+    line = next(n for n, each in enumerate(toml.splitlines(), 1) if each.startswith("config ="))
+    assert f"job.toml:{line}:" in str(caught.value)
+
+
+def _with_config(path: str) -> str:
+    """The template with the path of a config in place of the config."""
+    before, _, after = DILOCO.partition("[model.config]")
+    return f'{before}[model]\nconfig = "{path}"\n[data]{after.partition("[data]")[2]}'
