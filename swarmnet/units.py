@@ -5,7 +5,6 @@ from datetime import datetime
 
 MAX_DURATION_S = 3650 * 24 * 3600
 _SIZES = {
-    "": 1,
     "k": 10**3,
     "m": 10**6,
     "g": 10**9,
@@ -20,11 +19,12 @@ _DURATIONS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 def parse_size_bytes(text: str) -> int:
-    """Parse ``512MiB``, ``1.5GB`` or a plain number of bytes. Raises ``ValueError`` that says how
-    to write one."""
+    """Parse ``512MiB`` or ``1.5GB``. Raises ``ValueError`` that says how to write one."""
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError("write a size as 512MiB or 2GB")
+    if not match[2]:  # nobody means 8 bytes of memory, and a guess may be wrong by a thousand
+        raise ValueError(f"write the unit of the size: {match[1]}GiB or {match[1]}MiB")
     return int(float(match[1]) * _SIZES[match[2]])
 
 

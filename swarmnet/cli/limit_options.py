@@ -1,18 +1,22 @@
 """The options that limit a node, shared by `join`, `limits` and `train join`: how they are read,
 stored and shown."""
 
+import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 import typer
 
 from swarmnet import units
 from swarmnet.cli.option_groups import From
-from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.owner.limits import PRESETS, OwnerLimits, preset_limits
 
 PANEL = "Limits on this machine"
+NO_LIMIT = "no limit"
+NOTHING = {NO_LIMIT, "always", "all", "no"}
+"""The texts of limits that limit nothing."""
 
 
 def _limit(*names: str, about: str, metavar: str | None = None, default: str | bool = "none") -> Any:
@@ -26,6 +30,13 @@ def read_relay_rate(text: str) -> float:
     return 0.0 if text == "off" else units.parse_rate_bytes_per_s(text)
 
 
+def read_preset(text: str) -> str:
+    """Return the value of ``--preset``. Raises ``ValueError``."""
+    if text not in PRESETS:
+        raise ValueError(f"use {', '.join(PRESETS[:-1])} or {PRESETS[-1]}")
+    return text
+
+
 _SIZE, _RATE = From(str, units.parse_size_bytes), From(str, units.parse_rate_bytes_per_s)
 Up = Annotated[
     float | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit."), _RATE
@@ -33,10 +44,22 @@ Up = Annotated[
 Down = Annotated[float | None, _limit("--down", metavar="RATE", about="Receive at most this fast."), _RATE]
 
 
+PresetOption = Annotated[
+    str | None,
+    _limit(
+        "--preset",
+        metavar="laptop|desktop|server",
+        about="Begin with careful limits for such a machine, such as a quarter of its memory. Other options win. `swarmnet limits` shows them.",
+    ),
+    From(str, read_preset),
+]
+
+
 @dataclass(frozen=True)
 class LimitOptions:
     """An option for each field of ``OwnerLimits``; None where the stored limit stays in force."""
 
+    preset: PresetOption = None
     max_ram_bytes: Annotated[
         int | None,
         _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
@@ -115,6 +138,18 @@ class LimitOptions:
         OwnerLimits(**named)
         return named
 
+    def applied_to(self, stored: OwnerLimits, *, anew: bool = False) -> OwnerLimits:
+        """Return ``stored`` with the limits that the owner named.
+
+        A preset replaces all stored limits. The preset from which ``stored`` began changes nothing,
+        unless ``anew``: its owner may have changed limits since.
+        """
+        if self.preset is not None and (anew or self.preset != stored.preset):
+            import psutil
+
+            stored = preset_limits(self.preset, psutil.virtual_memory().total, os.cpu_count() or 1)
+        return replace(stored, **self.given())
+
 
 def lifted(names: Sequence[str]) -> dict[str, Any]:
     """Return for each option in ``names`` its field of ``OwnerLimits`` with the default value.
@@ -132,22 +167,21 @@ def lifted(names: Sequence[str]) -> dict[str, Any]:
 
 
 def rows(limits: OwnerLimits) -> dict[str, str]:
-    """Return the limits as rows of a table for users."""
-    when = [limits.schedule] if limits.schedule else []
-    if limits.idle_only:
-        when.append(f"while the machine has not been used for {units.show_duration(limits.idle_after_s)}")
-    if limits.no_battery:
-        when.append("not on battery")
+    """Return the limits as rows of a table for users, named as their options."""
     share = limits.max_gpu_mem
+    after = units.show_duration(limits.idle_after_s)
     return {
-        "memory": units.show_memory(limits.max_ram_bytes) if limits.max_ram_bytes else "no limit",
-        "GPU memory": "no limit"
+        **({"preset": limits.preset} if limits.preset else {}),
+        "max-ram": units.show_memory(limits.max_ram_bytes) if limits.max_ram_bytes else NO_LIMIT,
+        "max-gpu-mem": NO_LIMIT
         if share is None
         else (f"{share:.0%}" if share <= 1 else units.show_memory(share)),
-        "up": units.show_rate(limits.up_bytes_per_s) if limits.up_bytes_per_s else "no limit",
-        "down": units.show_rate(limits.down_bytes_per_s) if limits.down_bytes_per_s else "no limit",
+        "up": units.show_rate(limits.up_bytes_per_s) if limits.up_bytes_per_s else NO_LIMIT,
+        "down": units.show_rate(limits.down_bytes_per_s) if limits.down_bytes_per_s else NO_LIMIT,
         "relay": units.show_rate(limits.relay_bytes_per_s) if limits.relay_bytes_per_s else "off",
-        "in a month": units.show_size(limits.monthly_bytes) if limits.monthly_bytes else "no limit",
-        "when": ", ".join(when) or "always",
+        "monthly": units.show_size(limits.monthly_bytes) if limits.monthly_bytes else NO_LIMIT,
+        "schedule": limits.schedule or "always",
+        "idle-only": f"after {after} without keyboard or mouse" if limits.idle_only else "no",
+        "no-battery": "yes" if limits.no_battery else "no",
         "cores": str(limits.cores or "all"),
     }

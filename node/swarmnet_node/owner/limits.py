@@ -24,6 +24,9 @@ ONE_CLIENT = 0.25
 """Default share of a host's resources that one client may use."""
 
 
+PRESETS = ("laptop", "desktop", "server")
+
+
 @dataclass(frozen=True)
 class OwnerLimits:
     """The limits of a node on its machine. None means no limit."""
@@ -45,17 +48,21 @@ class OwnerLimits:
     relay_bytes_per_s: float = RELAY_BYTES_PER_S
     """Bytes per second forwarded for peers that cannot be dialled, if others can dial this node. 0
     for none."""
+    preset: str | None = None
+    """The name of the preset from which these limits began. None without one."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""
-        _check("max_ram", self.max_ram_bytes, 1, MAX_BYTES)
-        _check("max_gpu_mem", self.max_gpu_mem, 0.01, MAX_BYTES)
+        _check("max-ram", self.max_ram_bytes, 1, MAX_BYTES)
+        _check("max-gpu-mem", self.max_gpu_mem, 0.01, MAX_BYTES)
         _check_rate("up", self.up_bytes_per_s)
         _check_rate("down", self.down_bytes_per_s)
         _check("monthly", self.monthly_bytes, 1, MAX_BYTES)
-        _check("idle_after", self.idle_after_s, 1.0, MAX_IDLE_S)
+        _check("idle-after", self.idle_after_s, 1.0, MAX_IDLE_S)
         _check_rate("relay", self.relay_bytes_per_s or None)
         _check("cores", self.cores, 1, MAX_CORES)
+        if self.preset is not None and self.preset not in PRESETS:
+            raise ConfigError(f"there is no preset {self.preset[:40]!r}", hint=f"use {', '.join(PRESETS)}")
         if self.schedule is not None:
             try:
                 Schedule.parse(self.schedule)
@@ -98,10 +105,43 @@ class OwnerLimits:
         return cls(**found)
 
 
+def preset_limits(name: str, ram_bytes: int, cores: int) -> OwnerLimits:
+    """Return careful limits for a machine of this size.
+
+    - ``laptop``: its owner carries it, pays for its traffic, and works at it.
+    - ``desktop``: it is on the mains, and its owner works at it.
+    - ``server``: nobody works at it.
+    """
+    half = max(1, cores // 2)
+    match name:
+        case "laptop":
+            return OwnerLimits(
+                max_ram_bytes=ram_bytes // 4,
+                up_bytes_per_s=625_000.0,
+                down_bytes_per_s=2.5e6,
+                monthly_bytes=50 * 10**9,
+                idle_only=True,
+                no_battery=True,
+                cores=half,
+                relay_bytes_per_s=0.0,
+                preset=name,
+            )
+        case "desktop":
+            return OwnerLimits(
+                max_ram_bytes=ram_bytes // 2,
+                up_bytes_per_s=2.5e6,
+                down_bytes_per_s=1.25e7,
+                cores=half,
+                preset=name,
+            )
+        case _:
+            return OwnerLimits(max_ram_bytes=ram_bytes * 4 // 5, relay_bytes_per_s=6.25e6, preset=name)
+
+
 def _check(name: str, value: float | None, least: float, most: float, unit: str = "") -> None:
     if value is not None and not least <= value <= most:
         bound = f"{most:g}{unit} or less" if value > most else f"{least:g}{unit} or more"
-        raise ConfigError(f"a limit {name} of {value:g}{unit} is out of range", hint=f"choose {bound}")
+        raise ConfigError(f"a limit --{name} of {value:g}{unit} is out of range", hint=f"choose {bound}")
 
 
 def _check_rate(name: str, bytes_per_s: float | None) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.cli.foreground import DEFAULT_GRACE_S
-from swarmnet.cli.limit_options import LimitOptions, lifted, rows
+from swarmnet.cli.limit_options import NO_LIMIT, NOTHING, LimitOptions, lifted, rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
 from swarmnet.cli.output import print_json, print_table, print_text
@@ -50,9 +50,10 @@ def limits(
     restart."""
     from swarmnet_node.owner import control
 
-    changes = lifted(clear) | changed.given()
+    removed = lifted(clear)
+    changed.given()  # an impossible limit is named even without a node
     before = control.get_limits(data_dir)
-    wanted = replace(before, **changes)
+    wanted = changed.applied_to(replace(before, **removed), anew=True)
     now = control.set_limits(data_dir, wanted) if wanted != before else before
     if as_json:
         print_json(asdict(now))
@@ -240,14 +241,10 @@ def _print(node: "NodeStatus") -> None:
                 if text
             },
             "addresses": "\n".join(node.addresses),
-            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('memory'))}",
+            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('max-ram'))}",
             f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
-            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('in a month'))}",
-            **{
-                f"limit: {name}": text
-                for name, text in limits.items()
-                if text not in {"no limit", "always", "all"}
-            },
+            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('monthly'))}",
+            **{f"limit: {name}": text for name, text in limits.items() if text not in NOTHING},
             "version": node.version,
         },
     )
@@ -282,4 +279,4 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
 
 
 def _of(limit: str) -> str:
-    return limit if limit == "no limit" else f"limit {limit}"
+    return limit if limit == NO_LIMIT else f"limit {limit}"

@@ -270,7 +270,7 @@ def host(
             "swarm_name": entry.file.name,
             "experts": ";".join(options.experts) or None,
             "folder": directory,
-            "limits": replace(load_limits(directory), **options.limits.given()),
+            "limits": options.limits.applied_to(load_limits(directory)),
         }
         config = NodeConfig(
             **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}

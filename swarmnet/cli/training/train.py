@@ -5,7 +5,6 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,7 @@ from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.limit_options import Down, LimitOptions, Up
+from swarmnet.cli.limit_options import Down, LimitOptions, PresetOption, Up
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -160,9 +159,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     data_dir: DataDirOption,
     cache_dir: CacheDirOption,
     device: Annotated[str, device_option("Device to compute on.")] = "auto",
-    threads: Annotated[
+    cores: Annotated[
         int | None,
-        typer.Option("--threads", metavar="N", min=1, max=1024, help="Compute with this many cores."),
+        typer.Option(
+            "--cores", "--threads", metavar="N", min=1, max=1024, help="Compute with this many cores."
+        ),
     ] = None,
     data: Annotated[
         Path | None,
@@ -178,6 +179,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job starts from. Remembered."
         ),
     ] = None,
+    preset: PresetOption = None,
     up_bytes_per_s: Up = None,
     down_bytes_per_s: Down = None,
     public_name: PublicNameOption = "",
@@ -191,7 +193,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time, the command shows what the job reads, sends and uses on this machine, and asks
     for consent.
     """
-    changes = LimitOptions(up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s).given()
+    changes = LimitOptions(preset=preset, up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)
+    changes.given()
     entry = enter(swarm, data_dir, bootstrap)
     found = _find_here(entry, data_dir, job)
     note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
@@ -214,13 +217,15 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         before = load_local_files(directory, job)
         files = LocalFiles(data or before.data, model or before.model)
         local = files.applied_to(sealed.job)
+        stored = load_limits(directory)
+        limits = changes.applied_to(stored)
+        cores = cores or limits.cores
         facts = facts_of(
-            local, id=job, name=public_name, device=device, threads=threads, disk=job_folder(directory, job)
+            local, id=job, name=public_name, device=device, threads=cores, disk=job_folder(directory, job)
         )
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
-        limits = replace(load_limits(directory), **changes)
-        if changes:
+        if limits != stored:
             save_limits(directory, limits)
         config = WorkerConfig(
             job=job,
@@ -228,7 +233,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             data_dir=directory,
             cache_dir=cache_dir,
             device=device,
-            threads=threads,
+            threads=cores,
             files=files,
             public_name=public_name,
             limits=limits,

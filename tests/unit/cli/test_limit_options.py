@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -10,9 +11,9 @@ import typer
 
 from swarmnet import units
 from swarmnet.cli.consent import AGREED_NAME, TRAINING, ask_once
-from swarmnet.cli.limit_options import LimitOptions, lifted, rows
+from swarmnet.cli.limit_options import NOTHING, LimitOptions, lifted, rows
 from swarmnet.cli.option_groups import From, command_for_typer
-from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.owner.limits import PRESETS, OwnerLimits
 from swarmnet_protocols.errors import ConfigError
 
 
@@ -73,7 +74,48 @@ def test_every_limit_option_is_read() -> None:
     )
     assert typed("--down", "1mbit").given() == {"down_bytes_per_s": 125_000.0}
     assert replace(limits, **lifted([*given, "idle-only", "no-battery"])) == OwnerLimits()
-    assert rows(limits)["when"].startswith("mon-fri 19:00-07:00, while the machine")
+    named = {*given, "idle-only", "no-battery", "preset"}
+    assert {*rows(replace(limits, preset="laptop"))} == named - {"idle-after"}, "words are those of options"
+    assert rows(limits)["idle-only"] == "after 5 minutes without keyboard or mouse"
+    assert {*rows(OwnerLimits(relay_bytes_per_s=0.0)).values()} == {*NOTHING, "off"}
+
+
+@pytest.mark.parametrize("option", ["--max-ram", "--max-gpu-mem", "--monthly"])
+@pytest.mark.parametrize("text", ["8", "0.5", "8000000000"])
+def test_a_size_without_a_unit_is_refused(option: str, text: str) -> None:
+    with pytest.raises(typer.BadParameter, match=f"write the unit of the size: {text}GiB or {text}MiB"):
+        typed(option, text)
+
+
+def test_the_presets_are_sets_of_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 << 30))
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    found = {name: typed("--preset", name).applied_to(OwnerLimits()) for name in PRESETS}
+    assert [each.max_ram_bytes for each in found.values()] == [4 << 30, 8 << 30, (16 << 30) * 4 // 5]
+    assert [each.cores for each in found.values()] == [4, 4, None]
+    assert found["laptop"].idle_only
+    assert found["laptop"].no_battery
+    assert not found["desktop"].are_conditional
+    for name, limits in found.items():
+        assert rows(limits)["preset"] == name
+        assert OwnerLimits.from_json(limits.to_json()) == limits
+    with pytest.raises(typer.BadParameter, match="use laptop, desktop or server"):
+        typed("--preset", "phone")
+    with pytest.raises(ConfigError, match="no preset 'phone'"):
+        OwnerLimits.from_json('{"preset": "phone"}')
+
+
+def test_other_options_win_over_a_preset() -> None:
+    limits = typed("--preset", "laptop", "--up", "1mbit").applied_to(OwnerLimits(schedule="19:00-07:00"))
+    assert (limits.preset, limits.up_bytes_per_s, limits.schedule) == ("laptop", 125_000.0, None)
+
+
+def test_a_stored_change_wins_over_its_preset_at_a_restart() -> None:
+    given = typed("--preset", "laptop")
+    changed = replace(given.applied_to(OwnerLimits()), up_bytes_per_s=125_000.0)
+    assert given.applied_to(changed) == changed
+    assert given.applied_to(changed, anew=True).up_bytes_per_s == 625_000.0
+    assert typed("--preset", "server").applied_to(changed).up_bytes_per_s is None
 
 
 def test_every_limit_has_an_option_of_its_name() -> None:
@@ -86,7 +128,7 @@ def test_impossible_values_are_named_by_their_option() -> None:
     assert caught.value.format_message().startswith("Invalid value for '--up': 'fast' is not possible")
     with pytest.raises(typer.BadParameter, match="max-ram, max-gpu-mem"):
         lifted(["upload"])
-    with pytest.raises(ConfigError, match="up of 1 kbit/s") as too_low:
+    with pytest.raises(ConfigError, match="--up of 1 kbit/s") as too_low:
         typed("--up", "1kbit").given()
     assert too_low.value.hint == "choose 512 kbit/s or more"
 
