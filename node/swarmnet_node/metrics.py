@@ -144,7 +144,7 @@ def _engine_metrics(engine: "Engine") -> Iterator[Metric]:
 
 def _host_metrics(host: "Host") -> Iterator[Metric]:
     counters = host.counters
-    yield _counter("answered_positions", "Positions answered to clients as the last hop.", counters.answered)
+    yield _counter("answered_tokens", "Tokens that clients kept, as their last hop.", counters.answered)
     yield _counter(
         "rebuilt_sessions", "Sessions rebuilt here by a replay, in place of another host.", counters.rebuilt
     )

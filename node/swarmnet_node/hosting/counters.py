@@ -36,6 +36,7 @@ class HostCounters:
 
     def __init__(self) -> None:
         self.answered = 0
+        """Tokens that clients kept of the outputs of this host, as the last hop of their chains."""
         self.rebuilt = 0
         self.links_lost = 0
         self.clients_lost = 0
@@ -76,33 +77,82 @@ class _LastStep(NamedTuple):
 
     at_s: float
     """When the step arrived; for a part of a prompt, when the first part arrived."""
+    row: Row
     is_prompt: bool
-    goes_on: bool
-    """Whether more of the same prompt follows."""
+
+
+class _Sequences:
+    """The last steps of the sequences of one session."""
+
+    def __init__(self) -> None:
+        self._last: Latest[int, _LastStep] = Latest(MAX_SEQUENCES)
+
+    def follow(self, row: Row, now_s: float) -> tuple[_LastStep, _LastStep | None]:
+        """Return the step that ``row`` makes, and the step of its sequence before it.
+
+        A step is part of a prompt if it begins a sequence, continues a part of a prompt, or wants
+        fewer outputs than it has positions. Any other step carries the newest token of an answer
+        and perhaps a draft, of which it wants all outputs.
+        """
+        last = self._last.get(row.sequence)
+        goes_on = last is not None and last.row.outputs == 0
+        is_prompt = goes_on or row.start == 0 or row.outputs < row.count
+        began_s = last.at_s if last is not None and goes_on else now_s
+        step = self._last[row.sequence] = _LastStep(began_s, row, is_prompt)
+        return step, last
+
+
+def _kept_tokens(last: _LastStep, row: Row) -> int:
+    """Return how many tokens the client kept of the outputs of ``last``, at least one.
+
+    The start of the next row tells: a client goes back before the tokens of a draft that the model
+    rejected.
+    """
+    if last.is_prompt:
+        return 1
+    return max(1, min(row.start - (last.row.end - last.row.outputs), last.row.outputs))
+
+
+class AnsweredTokens:
+    """Counts the tokens that clients keep of the outputs of a last hop.
+
+    A step gives at least one token, counted at once. The tokens of an accepted draft are counted
+    with the next step of the sequence, so those of the last step of an answer are left out.
+    """
+
+    def __init__(self, counters: HostCounters) -> None:
+        self._counters = counters
+        self._sequences = _Sequences()
+
+    def sent(self, rows: Iterable[Row]) -> None:
+        """Count a step whose outputs were sent to the client."""
+        for row in rows:
+            step, last = self._sequences.follow(row, 0.0)
+            if last is not None and not step.is_prompt:
+                self._counters.answered += _kept_tokens(last, row) - 1
+            self._counters.answered += min(1, row.outputs)
 
 
 class TokenTimes:
     """Measures how long a client waits for its tokens, at the first hop of its chain.
 
-    A step of one position carries the token that the previous step produced. So the time between
-    the two steps is one trip through the chain.
+    A step carries the token that the previous step produced. So the time between the two steps is
+    one trip through the chain. The tokens of an accepted draft share it.
     """
 
     def __init__(self, counters: HostCounters) -> None:
         self._counters = counters
-        self._last: dict[int, _LastStep] = {}
-        """The last step of each sequence."""
+        self._sequences = _Sequences()
 
     def arrived(self, rows: Iterable[Row], now_s: float) -> None:
         """Count a step that arrived at ``now_s`` on any monotonic clock."""
         for row in rows:
-            last = self._last.get(row.sequence)
-            if row.count > 1 or row.start == 0:
-                began_s = last.at_s if last is not None and last.goes_on else now_s
-                self._last[row.sequence] = _LastStep(began_s, is_prompt=True, goes_on=row.outputs == 0)
-            elif last is not None:
-                times = self._counters.first_tokens if last.is_prompt else self._counters.token_times
-                times.observe(now_s - last.at_s)
-                self._last[row.sequence] = _LastStep(now_s, is_prompt=False, goes_on=False)
-        while len(self._last) > MAX_SEQUENCES:
-            del self._last[next(iter(self._last))]
+            step, last = self._sequences.follow(row, now_s)
+            if last is None or step.is_prompt:
+                continue
+            if last.is_prompt:
+                self._counters.first_tokens.observe(now_s - last.at_s)
+                continue
+            tokens = _kept_tokens(last, row)
+            for _ in range(tokens):
+                self._counters.token_times.observe((now_s - last.at_s) / tokens)

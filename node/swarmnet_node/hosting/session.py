@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from swarmnet_node.engine.caches.kv_cache import SequenceCache
-from swarmnet_node.hosting.counters import HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import AnsweredTokens, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.downstream import Downstream
 from swarmnet_node.hosting.passes import finite
 from swarmnet_node.hosting.sequences import SessionSequences
@@ -164,6 +164,7 @@ class HostedSession:
         self._steps = _ReceivedSteps()
         self._applying = asyncio.Lock()
         self._times = TokenTimes(parts.counters)
+        self._tokens = AnsweredTokens(parts.counters)
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def _new_log(self) -> ActivationLog:
@@ -514,7 +515,7 @@ class HostedSession:
         if pair is not None and not step.replay:
             self._parts.counters.passed(pair, sum(row.count for row in step.rows))
             if self._is_last:
-                self._parts.counters.answered += sum(row.outputs for row in step.rows)
+                self._tokens.sent(step.rows)
 
     async def _compute(self, step: Step) -> Array:
         longest = self._sequences.prefix_positions + max(row.end for row in step.rows)

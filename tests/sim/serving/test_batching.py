@@ -107,6 +107,8 @@ def repetitive(count: int, tokens: int = 40) -> list[Request]:
 
 
 def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference) -> None:
+    counted: dict[bool, int] = {}
+
     async def scenario(lab: Lab, *, speculate: bool) -> list[tuple[list[int], int]]:
         await lab.start_all(SPANS)
         async with batcher(lab) as (running, _):
@@ -114,10 +116,16 @@ def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference
             for wanted in repetitive(6):
                 async with running.answer(replace(wanted, speculate=speculate)) as answer:
                     found.append(([token.id async for token in answer], answer.trips))
+            hosts = [node.host for node in lab.nodes.values() if node.host is not None]
+            counted[speculate] = sum(host.counters.answered for host in hosts)
             return found
 
     plain = simulate(reference, lambda lab: scenario(lab, speculate=False))
     fewer = simulate(reference, lambda lab: scenario(lab, speculate=True))
+    tokens = sum(len(tokens) for tokens, _ in plain)
+    print(tokens, counted)
+    assert counted[False] == tokens
+    assert 0.95 * tokens < counted[True] <= tokens, "hosts count what clients keep of their drafts"
     assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in fewer]
     assert all(trips == len(tokens) for tokens, trips in plain)
     assert sum(trips for _, trips in fewer) < 0.8 * sum(trips for _, trips in plain)

@@ -103,11 +103,11 @@ def test_metrics_count_the_work_of_a_node(tmp_path: Path) -> None:
             return values(lab.nodes["a"]), values(lab.nodes["b"])
 
     first, last = simulate(reference, scenario)
-    assert (first["swarmnet_node_answered_positions_total"], first["swarmnet_node_token_seconds_count"]) == (
+    assert (first["swarmnet_node_answered_tokens_total"], first["swarmnet_node_token_seconds_count"]) == (
         0,
         4,
     )
-    assert (last["swarmnet_node_answered_positions_total"], last["swarmnet_node_token_seconds_count"]) == (
+    assert (last["swarmnet_node_answered_tokens_total"], last["swarmnet_node_token_seconds_count"]) == (
         6,
         0,
     )

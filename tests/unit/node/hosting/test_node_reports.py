@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from swarmnet_node.engine.counters import cumulative_counts, total
-from swarmnet_node.hosting.counters import MAX_PAIRS, HostCounters, Pair, TokenTimes
+from swarmnet_node.hosting.counters import MAX_PAIRS, AnsweredTokens, HostCounters, Pair, TokenTimes
 from swarmnet_node.hosting.reports import EVERY_S, Reporter
 from swarmnet_protocols.directory import catalog, node_reports
 from swarmnet_protocols.directory.catalog import MAX_MODELS, CatalogModel, made_jobs, merge
@@ -71,9 +71,10 @@ def steps(*rows: tuple[float, int, int, int]) -> HostCounters:
     """The counters after some steps of one sequence, each given as time, start, count and
     outputs."""
     numbers = HostCounters()
-    times = TokenTimes(numbers)
+    times, tokens = TokenTimes(numbers), AnsweredTokens(numbers)
     for at_s, start, count, outputs in rows:
         times.arrived([Row(0, start, count, outputs, 0)], at_s)
+        tokens.sent([Row(0, start, count, outputs, 0)])
     return numbers
 
 
@@ -91,6 +92,24 @@ def test_the_time_between_two_questions_of_a_person_is_not_counted() -> None:
 
 def test_a_replacement_begins_without_a_measured_time() -> None:
     assert cumulative_counts(steps((5.0, 17, 1, 1)).token_times)[-1] == 0
+
+
+def test_rejected_drafts_are_not_tokens() -> None:
+    """A prompt of 5; drafts of 3 tokens, of which 1, then all, then none are accepted."""
+    numbers = steps((0.0, 0, 5, 1), (1.0, 5, 4, 4), (2.0, 7, 4, 4), (4.0, 11, 4, 4), (5.0, 12, 1, 1))
+    assert numbers.answered == 1 + 2 + 4 + 1 + 1
+    assert cumulative_counts(numbers.first_tokens)[-1] == 1
+    assert cumulative_counts(numbers.token_times)[-1] == 2 + 4 + 1
+    assert total(numbers.token_times) == pytest.approx(1.0 + 2.0 + 1.0)
+
+
+def test_a_prompt_that_wants_all_outputs_is_one_token() -> None:
+    assert steps((0.0, 0, 64, 0), (0.5, 64, 64, 64), (1.0, 128, 1, 1)).answered == 2
+
+
+def test_a_prompt_whose_last_part_is_one_position_is_a_prompt() -> None:
+    numbers = steps((0.0, 0, 64, 0), (0.5, 64, 1, 1), (2.0, 65, 1, 1))
+    assert (total(numbers.first_tokens), cumulative_counts(numbers.token_times)[-1]) == (2.0, 0)
 
 
 def asked(describe: Callable[[], report_pb2.NodeReport], scenario: Callable[[Any], Any]) -> None:
