@@ -1,25 +1,31 @@
 """Time series of the history as columns for charts. A gap in the samples becomes None."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from swarmnet.dashboard.history import DAY_S, MONTH_S, History
-from swarmnet.dashboard.observing.counts import quantile
+from swarmnet.dashboard.observing.counts import Work, quantile
 from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 
 WINDOWS_S = {"24h": DAY_S, "30d": MONTH_S}
 MAX_ROUNDS = 100
+Begun = Mapping[str, PeerSample]
+"""Samples of peers that are not in the history yet."""
+NOTHING: Begun = MappingProxyType({})
 GAP = 2.5
 """Distance of two samples, in steps, beyond which a chart has a gap between them."""
 
 
-def model_chart(history: History, model: str, window: str, now_s: float) -> dict[str, list[Any]]:
+def model_chart(
+    history: History, model: str, window: str, now_s: float, begun: Sequence[ModelSample] = ()
+) -> dict[str, list[Any]]:
     """Return the series of a model, or of the whole swarm for "", over ``window`` (a key of
-    ``WINDOWS_S``)."""
+    ``WINDOWS_S``). ``begun``: samples that are not in the history yet."""
     coarse = window != "24h"
     rows = history.model_samples(model, now_s - WINDOWS_S[window], coarse=coarse)
     return _columns(
-        rows,
+        [*rows, *begun],
         MODELS.coarse_s if coarse else MODELS.fine_s,
         {
             "tokens_per_s": lambda row: round(row.counts.answered / row.seconds, 2),
@@ -36,14 +42,16 @@ def model_chart(history: History, model: str, window: str, now_s: float) -> dict
     )
 
 
-def peer_chart(history: History, peer: str, now_s: float) -> dict[str, list[Any]]:
+def peer_chart(history: History, peer: str, now_s: float, begun: Begun = NOTHING) -> dict[str, list[Any]]:
     """Return the series of a peer over 24 hours."""
     rows = history.peer_samples(peer, now_s - DAY_S, coarse=False)
+    if peer in begun:
+        rows.append(begun[peer])
     return _columns(
         rows,
         PEERS.fine_s,
         {
-            "tokens_per_s": lambda row: round(row.positions / row.seconds, 2),
+            "positions_per_s": lambda row: round(row.work.positions / row.seconds, 2),
             "delay_s": lambda row: row.delay_s,
             "online": lambda row: round(row.online_s / row.seconds, 3),
         },
@@ -62,26 +70,74 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
     }
 
 
-def contributions(history: History, now_s: float, window: str) -> list[dict[str, Any]]:
-    """Return the tokens that each peer computed in ``window``, most first, and the share of the
-    time that the peer was online."""
+def contributions(
+    history: History, now_s: float, window: str, begun: Begun = NOTHING
+) -> list[dict[str, Any]]:
+    """Return the work of each peer in ``window``, and the share of the observed time that the peer
+    was online.
+
+    ``share`` is the peer's largest share of all hosting, of all rows of experts and of all rounds
+    of training; the peers with the most come first.
+    """
     seconds = WINDOWS_S[window]
-    return [
-        {"peer_id": peer, "name": name, "tokens": positions, "uptime": round(min(1.0, online_s / seconds), 4)}
-        for peer, name, positions, online_s in history.contributions(now_s, seconds)
+    stored = {
+        peer: (name, work, online_s) for peer, name, work, online_s in history.contributions(now_s, seconds)
+    }
+    found = [(peer, *_with(begun.get(peer), stored.get(peer))) for peer in {**stored, **begun}]
+    observed_s = history.observed_s(now_s, seconds) + _begun_s(begun)
+    total = sum((work for _, _, work, _ in found), Work())
+    rows = [
+        {"peer_id": peer, "name": name, "share": round(_share(work, total), 4), **_work_entry(work)}
+        | {"uptime": _uptime(online_s, observed_s)}
+        for peer, name, work, online_s in found
     ]
+    return sorted(rows, key=lambda row: -row["share"])
 
 
-def contribution(history: History, peer: str, now_s: float) -> dict[str, Any]:
-    """Return the tokens that one peer computed in a day and in a month, and the share of the day
-    that the peer was online."""
+def _with(
+    begun: PeerSample | None, stored: tuple[str | None, Work, float] | None
+) -> tuple[str | None, Work, float]:
+    """Return name, work and seconds online of a peer, of the history and since its last sample."""
+    name, work, online_s = stored or (None, Work(), 0.0)
+    return (
+        (name, work, online_s)
+        if begun is None
+        else (begun.name, work + begun.work, online_s + begun.online_s)
+    )
+
+
+def _share(work: Work, total: Work) -> float:
+    kinds = (
+        (work.block_positions, total.block_positions),
+        (work.rows, total.rows),
+        (work.rounds, total.rounds),
+    )
+    return max((part / whole for part, whole in kinds if whole), default=0.0)
+
+
+def _work_entry(work: Work) -> dict[str, int]:
+    return {"block_positions": work.block_positions, "expert_rows": work.rows, "rounds": work.rounds}
+
+
+def contribution(history: History, peer: str, now_s: float, begun: Begun = NOTHING) -> dict[str, Any]:
+    """Return the work of one peer in a day and in a month, and the share of the day, as far as it
+    was observed, that the peer was online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
-        rows = history.contributions(now_s, seconds, peer)
-        found[f"tokens_{window}"] = rows[0][2] if rows else 0
+        stored = [row[1:] for row in history.contributions(now_s, seconds, peer)]
+        _, work, online_s = _with(begun.get(peer), stored[0] if stored else None)
+        found[window] = _work_entry(work)
         if window == "24h":
-            found["uptime_24h"] = round(min(1.0, rows[0][3] / seconds), 4) if rows else 0.0
+            found["uptime_24h"] = _uptime(online_s, history.observed_s(now_s, seconds) + _begun_s(begun))
     return found
+
+
+def _begun_s(begun: Begun) -> float:
+    return max((sample.seconds for sample in begun.values()), default=0.0)
+
+
+def _uptime(online_s: float, observed_s: float) -> float:
+    return round(min(1.0, online_s / observed_s), 4) if observed_s else 0.0
 
 
 def last_rounds(points: Sequence[JobPoint]) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from swarmnet.units import counted
 
 MAX_EVENTS = 100
 _PRESENT = {"joining", "online", "leaving", "paused"}
-_LEAVING = {"leaving", "paused"}
 
 Entries = Mapping[str, Mapping[str, Any]]
 
@@ -18,18 +17,12 @@ Entries = Mapping[str, Mapping[str, Any]]
 def peer_events(before: Entries, after: Entries, snapshot: Snapshot) -> list[dict[str, Any]]:
     """Return events "joined", "left", "lost" and "recovered". A peer that started before the
     observer gives no "joined"."""
-    announced_leave = {
-        seen.peer
-        for seen in snapshot.peers
-        if seen.announced is not None and seen.announced.state == "leaving"
-    }
     found = []
     for peer, entry in after.items():
         kind = _kind(before.get(peer), entry, snapshot.observed_since_s)
-        if kind == "lost" and peer in announced_leave:
-            kind = "left"
         if kind is not None:
-            text = f"{name_of(entry, peer)} {_WORDS[kind]}{_blocks_text(entry)}"
+            words = _WORDS[entry["ending"] or kind]
+            text = f"{name_of(entry, peer)} {words}{_blocks_text(entry)}"
             found.append(_event(snapshot.now_s, kind, text, peer=peer, model=entry["model"]))
     return found
 
@@ -76,7 +69,13 @@ def _experts_event(old: Mapping[str, Any], new: Mapping[str, Any]) -> tuple[str,
     return None
 
 
-_WORDS = {"joined": "joined", "left": "left", "lost": "was lost", "recovered": "is back"}
+_WORDS = {
+    "joined": "joined",
+    "left": "left in good order",
+    "finished": "finished its training job",
+    "lost": "was lost",
+    "recovered": "is back",
+}
 
 
 def _kind(old: Mapping[str, Any] | None, new: Mapping[str, Any], observed_since_s: float) -> str | None:
@@ -87,7 +86,7 @@ def _kind(old: Mapping[str, Any] | None, new: Mapping[str, Any], observed_since_
     if old["state"] == "gone":
         return "recovered" if is_here else None
     if not is_here:
-        return "left" if old["state"] in _LEAVING else "lost"
+        return "lost" if new["ending"] == "lost" else "left"
     if old["started_s"] is None and new["started_s"] is not None and new["started_s"] > observed_since_s:
         return "joined"
     return None

@@ -48,11 +48,6 @@ def hosted_experts(seen: PeerObservation) -> BlockExperts:
     return seen.experts
 
 
-def rows_computed(report: report_pb2.NodeReport) -> int:
-    """Return how many rows the experts of a node have computed since its start."""
-    return sum(rows for each in reported_experts(report) for rows in each.rows)
-
-
 def peer_experts(seen: PeerObservation, rows_per_s: float) -> dict[str, Any] | None:
     """Return the JSON of the experts that a peer computes for other hosts; None if it has none."""
     experts = hosted_experts(seen)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from swarmnet.dashboard.history import DAY_S, History
 from swarmnet.dashboard.observing.observations import Snapshot
-from swarmnet.dashboard.sampling import HistorySampler
-from swarmnet.dashboard.state import State, derive, merge_patch
+from swarmnet.dashboard.sampling import HistorySampler, ModelSample, PeerSample
+from swarmnet.dashboard.state import State, derive, known_before, merge_patch
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.aio import in_background
 
@@ -114,10 +114,11 @@ class Feed:
         self._peaks: dict[bytes, int] = {}
         self._peaks_at_s = 0.0
         self._downsampled_at_s = 0.0
-        events = tuple(history.events(limit=100))
+        before = known_before(history.events(limit=100), history.jobs())
         run = secrets.token_hex(8)
         self._etags = (f'"{run}-{number}"' for number in count())
-        self._state = derive(source.snapshot(), None, events)
+        self._snapshot = source.snapshot()
+        self._state = derive(self._snapshot, before)
         self.now = EncodedState(self._state.body, next(self._etags))
         self._recent: deque[EncodedState] = deque(maxlen=RECENT_STATES)
 
@@ -133,6 +134,16 @@ class Feed:
     def now_s(self) -> float:
         """Unix time of the current state."""
         return float(self._state.body["swarm"]["now_s"])
+
+    def begun_models(self, model: str) -> list[ModelSample]:
+        """Return the sample of a model that is not in the history yet, if there is one."""
+        samples = self._sampler.begun_models(self._snapshot, self._state.body)
+        return [sample for sample in samples if sample.model == model]
+
+    def begun_peers(self) -> dict[str, PeerSample]:
+        """Return the samples of peers that are not in the history yet."""
+        samples = self._sampler.begun_peers(self._snapshot, self._state.body)
+        return {sample.peer: sample for sample in samples}
 
     @property
     def is_full(self) -> bool:
@@ -159,7 +170,7 @@ class Feed:
         """Derive the next state, send the change to all viewers, and record history."""
         snapshot = self._source.snapshot()
         snapshot = replace(snapshot, recent=self._sampler.recent(snapshot), peak_sessions=self._peaks)
-        before = self._state
+        before, self._snapshot = self._state, snapshot
         self._state = derive(snapshot, before)
         self._recent.append(self.now)
         self.now = EncodedState(self._state.body, next(self._etags))
@@ -167,7 +178,7 @@ class Feed:
             patch = encode(merge_patch(before.body, self._state.body))
             for viewer in self._viewers:
                 viewer.offer(patch)
-        await self._record(snapshot, self._state)
+        await self._record(snapshot, before, self._state)
 
     def _patch_since(self, etag: str) -> str | None:
         for state in (self.now, *self._recent):
@@ -183,15 +194,17 @@ class Feed:
             except Exception:  # noqa: BLE001 - one failed tick must end neither the dashboard nor the node it runs in
                 _log.exception("cannot update the dashboard")
 
-    async def _record(self, snapshot: Snapshot, state: State) -> None:
+    async def _record(self, snapshot: Snapshot, before: State, state: State) -> None:
+        jobs, known = state.body["jobs"], before.body["jobs"]
         samples: dict[str, Any] = {
             "models": self._sampler.models(snapshot, state.body),
             "peers": self._sampler.peers(snapshot, state.body),
             "jobs": self._sampler.jobs(snapshot, state.body),
+            "job_entries": {job: entry for job, entry in jobs.items() if entry != known.get(job)},
             "events": state.new_events,
         }
         if any(samples.values()):
-            await asyncio.to_thread(self.history.add, **samples)
+            await asyncio.to_thread(self.history.add, **samples, now_s=snapshot.now_s)
         if snapshot.now_s - self._peaks_at_s >= PEAK_S:
             self._peaks_at_s = snapshot.now_s
             self._peaks = await asyncio.to_thread(self._read_peaks, snapshot)

@@ -9,9 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from swarmnet.dashboard.observing.counts import NO_TIMES, Counts
+from swarmnet.dashboard.observing.counts import NO_TIMES, Counts, Work
 from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample, Resolution
 
 FILE_NAME = "history.sqlite"
@@ -24,11 +25,21 @@ MAX_PEERS = 4096
 """Most peers with a history. The peers seen last are kept."""
 DAY_S = 24 * 3600
 MONTH_S = 30 * DAY_S
-_VERSION = 1
+_VERSION = 2
 _PAGE_BYTES = 4096
+NO_ENTRIES: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 _log = logging.getLogger(__name__)
 
 
+_JOBS = "CREATE TABLE jobs (job TEXT PRIMARY KEY, seen_s INTEGER, entry TEXT) WITHOUT ROWID;"
+_FROM_1 = f"""
+ALTER TABLE peer_samples ADD COLUMN block_positions INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE peer_samples ADD COLUMN rows INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE peer_samples ADD COLUMN rounds INTEGER NOT NULL DEFAULT 0;
+{_JOBS}
+PRAGMA user_version = {_VERSION};
+"""
+"""Makes a history of version 1 one of this version. Work of that time counts as none."""
 _SCHEMA = f"""
 CREATE TABLE model_samples (
   step_s INTEGER, model TEXT, at_s INTEGER, seconds REAL, answered INTEGER, peers REAL, weakest INTEGER, sessions INTEGER,
@@ -37,19 +48,25 @@ CREATE TABLE model_samples (
 CREATE TABLE peers (id INTEGER PRIMARY KEY, peer TEXT UNIQUE, name TEXT, seen_s INTEGER);
 CREATE TABLE peer_samples (
   step_s INTEGER, peer INTEGER, at_s INTEGER, seconds REAL, positions INTEGER, delay_s REAL, online_s REAL,
+  block_positions INTEGER NOT NULL DEFAULT 0, rows INTEGER NOT NULL DEFAULT 0, rounds INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (step_s, peer, at_s)) WITHOUT ROWID;
 CREATE INDEX peer_samples_by_time ON peer_samples (step_s, at_s);
 CREATE TABLE events (number INTEGER PRIMARY KEY, peer TEXT, event TEXT);
 CREATE TABLE job_points (
   job TEXT, at_s INTEGER, round INTEGER, tokens INTEGER, bytes INTEGER, loss REAL, val_loss REAL, workers INTEGER,
   PRIMARY KEY (job, round)) WITHOUT ROWID;
+{_JOBS}
 PRAGMA user_version = {_VERSION};
 """
 _MERGED_MODELS = (
     "SUM(seconds), SUM(answered), AVG(peers), MIN(weakest), MAX(sessions), SUM(failures), SUM(recoveries),"
     " sum_times(first_tokens), sum_times(token_times)"
 )
-_MERGED_PEERS = "SUM(seconds), SUM(positions), AVG(delay_s), SUM(online_s)"
+_WORK = ("positions", "block_positions", "rows", "rounds")
+"""The columns of ``Work``, in its order."""
+_MERGED_PEERS = (
+    "SUM(seconds), SUM(positions), AVG(delay_s), SUM(online_s), SUM(block_positions), SUM(rows), SUM(rounds)"
+)
 
 
 class History:
@@ -93,10 +110,12 @@ class History:
         models: Iterable[ModelSample] = (),
         peers: Iterable[PeerSample] = (),
         jobs: Iterable[JobPoint] = (),
+        job_entries: Mapping[str, Mapping[str, Any]] = NO_ENTRIES,
         events: Iterable[Mapping[str, Any]] = (),
+        now_s: float = 0.0,
     ) -> None:
         """Store all samples in one transaction. If the disk is full, none is stored, and a warning
-        is logged."""
+        is logged. ``job_entries``: the JSON of jobs at ``now_s``."""
         try:
             with self._lock, self._db:
                 for sample in models:
@@ -105,6 +124,8 @@ class History:
                     self._add_peer(peer)
                 for point in jobs:
                     self._add_point(point)
+                for job, entry in job_entries.items():
+                    self._insert("jobs", job, int(now_s), json.dumps(entry))
                 self._db.executemany(
                     "INSERT INTO events (peer, event) VALUES (?, ?)",
                     [(event["peer_id"], json.dumps(event)) for event in events],
@@ -138,30 +159,49 @@ class History:
         step_s = PEERS.coarse_s if coarse else PEERS.fine_s
         with self._lock:
             rows = self._db.execute(
-                "SELECT p.peer, p.name, s.at_s, s.seconds, s.positions, s.delay_s, s.online_s FROM peer_samples s"
-                " JOIN peers p ON p.id = s.peer WHERE p.peer = ? AND s.step_s = ? AND s.at_s > ? ORDER BY s.at_s",
+                f"SELECT p.peer, p.name, s.at_s, s.seconds, s.delay_s, s.online_s, {', '.join(_WORK)}"  # noqa: S608 - constants
+                " FROM peer_samples s JOIN peers p ON p.id = s.peer"
+                " WHERE p.peer = ? AND s.step_s = ? AND s.at_s > ? ORDER BY s.at_s",
                 (peer, step_s, int(since_s)),
             ).fetchall()
-        return [PeerSample(*row) for row in rows]
+        return [
+            PeerSample(peer_id, name, at_s, seconds, Work(*work), delay_s, online_s)
+            for peer_id, name, at_s, seconds, delay_s, online_s, *work in rows
+        ]
 
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
-    ) -> list[tuple[str, str | None, int, float]]:
-        """Return peer, name, positions computed and seconds online of all peers, or of ``peer``, in
-        a window of a day or a month; those with the most positions first."""
+    ) -> list[tuple[str, str | None, Work, float]]:
+        """Return peer, name, work and seconds online of all peers, or of ``peer``, in a window of a
+        day or a month."""
         with self._lock:
-            coarse_since_s, fine_since_s = now_s, now_s - window_s
-            if window_s > DAY_S:  # the newest interval exists in fine samples only
-                newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
-                (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
-                coarse_since_s, fine_since_s = fine_since_s, max(fine_since_s, until_s or 0)
-            return self._db.execute(
-                "SELECT p.peer, p.name, SUM(s.positions) AS positions, SUM(s.online_s) FROM peer_samples s"
+            coarse_since_s, fine_since_s = self._since(now_s, window_s)
+            sums = ", ".join(f"SUM(s.{each})" for each in _WORK)
+            rows = self._db.execute(
+                f"SELECT p.peer, p.name, SUM(s.online_s), {sums} FROM peer_samples s"  # noqa: S608 - constants
                 " JOIN peers p ON p.id = s.peer WHERE (?1 IS NULL OR p.peer = ?1)"
                 " AND ((s.step_s = ?2 AND s.at_s > ?3) OR (s.step_s = ?4 AND s.at_s > ?5))"
-                " GROUP BY s.peer ORDER BY positions DESC, p.peer",
+                " GROUP BY s.peer ORDER BY p.peer",
                 (peer, PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
             ).fetchall()
+        return [(found, name, Work(*work), online_s) for found, name, online_s, *work in rows]
+
+    def observed_s(self, now_s: float, window_s: int) -> float:
+        """Return the seconds of a window of a day or a month in which peers were sampled."""
+        with self._lock:
+            coarse_since_s, fine_since_s = self._since(now_s, window_s)
+            (seconds,) = self._db.execute(
+                "SELECT SUM(longest) FROM (SELECT MAX(seconds) AS longest FROM peer_samples"
+                " WHERE (step_s = ?1 AND at_s > ?2) OR (step_s = ?3 AND at_s > ?4) GROUP BY step_s, at_s)",
+                (PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
+            ).fetchone()
+        return float(seconds or 0.0)
+
+    def jobs(self) -> dict[str, dict[str, Any]]:
+        """Return the JSON of each job, as it was stored last."""
+        with self._lock:
+            rows = self._db.execute("SELECT job, entry FROM jobs").fetchall()
+        return {job: json.loads(entry) for job, entry in rows}
 
     def job_points(self, job: str) -> list[JobPoint]:
         """Return the points of a job, by round."""
@@ -190,6 +230,16 @@ class History:
             ).fetchone()
         return None if peak is None else int(peak)
 
+    def _since(self, now_s: float, window_s: int) -> tuple[float, float]:
+        """Return the times after which the coarse and the fine samples of peers make up a
+        window."""
+        if window_s <= DAY_S:
+            return now_s, now_s - window_s
+        newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
+        (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
+        # the newest interval exists in fine samples only
+        return now_s - window_s, max(now_s - window_s, until_s or 0)
+
     # ---- within a transaction -------------------------------------------------------------------
 
     def _insert(self, table: str, *values: object) -> None:
@@ -214,8 +264,8 @@ class History:
         (number,) = self._db.execute("SELECT id FROM peers WHERE peer = ?", (sample.peer,)).fetchone()
         self._insert(
             "peer_samples",
-            *(PEERS.fine_s, number, int(sample.at_s), sample.seconds, sample.positions),
-            *(sample.delay_s, sample.online_s),
+            *(PEERS.fine_s, number, int(sample.at_s), sample.seconds, sample.work.positions),
+            *(sample.delay_s, sample.online_s, *astuple(sample.work)[1:]),
         )
 
     def _add_point(self, point: JobPoint) -> None:
@@ -262,6 +312,11 @@ class History:
             " (SELECT job FROM job_points GROUP BY job ORDER BY MAX(at_s) DESC LIMIT ?)",
             (MAX_JOBS,),
         )
+        self._db.execute(
+            "DELETE FROM jobs WHERE seen_s <= ?"
+            " OR job NOT IN (SELECT job FROM jobs ORDER BY seen_s DESC LIMIT ?)",
+            (int(now_s - MONTH_S), MAX_JOBS),
+        )
 
 
 def _open(path: Path) -> sqlite3.Connection:
@@ -274,6 +329,8 @@ def _open(path: Path) -> sqlite3.Connection:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version == 0:
             connection.executescript(_SCHEMA)
+        elif version == 1:
+            connection.executescript(_FROM_1)
         elif version != _VERSION:
             raise sqlite3.DatabaseError(f"its format is {version}, not {_VERSION}")
         if (found := connection.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):

@@ -1,11 +1,11 @@
-"""The JSON of peers, and of the edges between them along which tokens flow. Pure functions of
+"""The JSON of peers, and of the edges between them along which positions flow. Pure functions of
 observations."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from swarmnet.dashboard.experts import peer_experts, rows_computed, trunk_entry
-from swarmnet.dashboard.observing.counts import MAX_PER_SECOND, hosts_blocks
+from swarmnet.dashboard.experts import peer_experts, trunk_entry
+from swarmnet.dashboard.observing.counts import MAX_PER_SECOND, hosts_blocks, rows_computed
 from swarmnet.dashboard.observing.observations import GONE_SHOWN_S, PeerObservation, TimedReport
 from swarmnet_protocols.directory.host_announcements import host_info, state_name
 from swarmnet_protocols.net import PeerId
@@ -31,11 +31,18 @@ _CONNECTIONS = {
     "unreachable": "unreachable",
 }
 _STATES = {"choosing": "joining"}
+_IN_GOOD_ORDER = {"leaving", "paused", "left"}
+"""States that a host or a worker announces before it stops."""
 
 
-def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] | None) -> dict[str, Any]:
+def peer_entry(
+    seen: PeerObservation,
+    now_s: float,
+    previous: Mapping[str, Any] | None,
+    finished: Collection[str] = (),
+) -> dict[str, Any]:
     """Return the JSON of one peer. ``previous`` is its JSON in the last state; None for a new
-    peer."""
+    peer. ``finished``: ids of the jobs that have reached their last round."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -50,7 +57,7 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
         "job": None,
         "dtype": None,
         "arithmetic": None,
-        "tokens_per_s": 0.0,
+        "positions_per_s": 0.0,
         "step_s": None,
         "delay_s": None if seen.delay_s is None else round(seen.delay_s, 3),
         "connection": "unknown",
@@ -61,9 +68,10 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
         "cache_bytes_limit": 0,
         "started_s": None,
         "sessions": 0,
-        "tokens": 0,
+        "positions": 0,
         "last_seen_s": round(_last_seen_s(seen), 1) if silent or state == "gone" else None,
         "silent": silent,
+        "ending": None,
     }
     if seen.announced is not None:
         entry |= _announced(seen.announced)
@@ -74,9 +82,9 @@ def peer_entry(seen: PeerObservation, now_s: float, previous: Mapping[str, Any] 
             entry["started_s"] = known_s
     entry["experts"] = peer_experts(seen, rate_of(seen, now_s, rows_computed))
     if state == "gone":
-        entry |= {"sessions": 0, "queue_s": 0.0}
+        entry |= {"sessions": 0, "queue_s": 0.0, "ending": _ending(seen, previous, finished)}
     else:
-        entry["tokens_per_s"] = round(rate_of(seen, now_s, lambda report: report.host.positions), 1)
+        entry["positions_per_s"] = round(rate_of(seen, now_s, lambda report: report.host.positions), 1)
     return entry
 
 
@@ -84,7 +92,7 @@ def _role_of(seen: PeerObservation) -> str:
     if seen.newest is not None:
         report = seen.newest.report
         if report.HasField("worker"):
-            return "trainer"
+            return "worker"
         return "host" if hosts_blocks(report) else "experts"
     return "experts" if seen.announced is not None and not seen.announced.end else "host"
 
@@ -108,6 +116,22 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
     if seen.newest is not None and seen.announced_at_s < (seen.failed_at_s or 0.0) + RECORD_AFTER_FAILURE_S:
         return "gone", False
     return _STATES.get(announced.state, announced.state), True
+
+
+def _ending(seen: PeerObservation, previous: Mapping[str, Any] | None, finished: Collection[str]) -> str:
+    """Return how a peer that is gone ended: "finished" its job, "left" in good order, or "lost"."""
+    if seen.announced is not None and seen.announced.state in _IN_GOOD_ORDER:
+        return "left"
+    if previous is not None and previous["ending"] is not None:
+        return str(previous["ending"])
+    if previous is not None and previous["state"] in _IN_GOOD_ORDER:
+        return "left"
+    report = seen.newest.report if seen.newest is not None else report_pb2.NodeReport()
+    if not report.HasField("worker"):
+        return "left" if state_name(report.host.record.state) in _IN_GOOD_ORDER else "lost"
+    if report.worker.state == "done" or report.worker.job.hex() in finished:
+        return "finished"
+    return "left" if report.worker.state in _IN_GOOD_ORDER else "lost"
 
 
 def is_shown(seen: PeerObservation, now_s: float) -> bool:
@@ -180,7 +204,7 @@ def _reported(reported: TimedReport, peer: PeerId) -> dict[str, Any]:
             "trunk": trunk_entry(report),
             "queue_s": float(f"{host.queue_s:.2g}"),
             "cache_bytes_limit": host.cache_bytes_limit,
-            "tokens": host.positions,
+            "positions": host.positions,
         }
     )
 
@@ -196,13 +220,13 @@ def edge_entries(
     """
     edges: dict[str, dict[str, Any]] = {}
 
-    def add(source: str, target: str, model: str, sessions: int, tokens_per_s: float) -> None:
+    def add(source: str, target: str, model: str, sessions: int, positions_per_s: float) -> None:
         edge = edges.setdefault(
             f"{source}>{target}",
-            {"source": source, "target": target, "model": model, "sessions": 0, "tokens_per_s": 0.0},
+            {"source": source, "target": target, "model": model, "sessions": 0, "positions_per_s": 0.0},
         )
         edge["sessions"] += sessions
-        edge["tokens_per_s"] += tokens_per_s
+        edge["positions_per_s"] += positions_per_s
 
     for seen in observations:
         newest = seen.newest
@@ -216,10 +240,10 @@ def edge_entries(
                 add(flow.upstream or CLIENT, seen.peer, model, flow.sessions, rate)
             if not flow.downstream:
                 add(seen.peer, CLIENT, model, flow.sessions, rate)
-    busy = [edge for edge in edges.values() if edge["sessions"] or edge["tokens_per_s"] >= 0.05]
-    busy.sort(key=lambda edge: (-edge["tokens_per_s"], -edge["sessions"], edge["source"], edge["target"]))
+    busy = [edge for edge in edges.values() if edge["sessions"] or edge["positions_per_s"] >= 0.05]
+    busy.sort(key=lambda edge: (-edge["positions_per_s"], -edge["sessions"], edge["source"], edge["target"]))
     return {
-        f"{edge['source']}>{edge['target']}": edge | {"tokens_per_s": round(edge["tokens_per_s"], 1)}
+        f"{edge['source']}>{edge['target']}": edge | {"positions_per_s": round(edge["positions_per_s"], 1)}
         for edge in busy[:MAX_EDGES]
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swarmnet.dashboard.observing.counts import Counts
+from swarmnet.dashboard.observing.counts import Counts, Work
 from swarmnet.dashboard.observing.observations import Snapshot
 from swarmnet_protocols.net import PeerId
 
@@ -52,7 +52,7 @@ class PeerSample:
     name: str | None
     at_s: float
     seconds: float
-    positions: int
+    work: Work
     delay_s: float | None
     online_s: float
 
@@ -80,7 +80,7 @@ class HistorySampler:
         self._peers_at_s: float | None = None
         self._seen_at_s: float | None = None
         self._totals: dict[bytes, Counts] = {}
-        self._positions: dict[PeerId, int] = {}
+        self._work: dict[PeerId, Work] = {}
         self._online_s: dict[str, float] = {}
         self._rounds: dict[str, int] = {}
         self._recent: deque[tuple[float, dict[bytes, Counts]]] = deque()
@@ -100,8 +100,16 @@ class HistorySampler:
         otherwise none."""
         if self._models_at_s is None:
             self._restart_models(snapshot)
-        seconds = snapshot.now_s - (self._models_at_s or 0.0)
-        if seconds < MODELS.fine_s:
+        if snapshot.now_s - (self._models_at_s or 0.0) < MODELS.fine_s:
+            return []
+        samples = self.begun_models(snapshot, body)
+        self._restart_models(snapshot)
+        return samples
+
+    def begun_models(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[ModelSample]:
+        """Return the samples of models since the last complete ones; none if no time has passed."""
+        seconds = snapshot.now_s - (snapshot.now_s if self._models_at_s is None else self._models_at_s)
+        if not seconds:
             return []
         samples = []
         for model in snapshot.models:
@@ -120,7 +128,6 @@ class HistorySampler:
                     entry["sessions"],
                 )
             )
-        self._restart_models(snapshot)
         return [*samples, _sum_of(samples, snapshot, seconds, body)]
 
     def peers(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[PeerSample]:
@@ -133,23 +140,29 @@ class HistorySampler:
         self._seen_at_s = snapshot.now_s
         if self._peers_at_s is None:
             self._restart_peers(snapshot)
-        seconds = snapshot.now_s - (self._peers_at_s or 0.0)
-        if seconds < PEERS.fine_s:
+        if snapshot.now_s - (self._peers_at_s or 0.0) < PEERS.fine_s:
             return []
-        samples = [
+        samples = self.begun_peers(snapshot, body)
+        self._restart_peers(snapshot)
+        return samples
+
+    def begun_peers(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[PeerSample]:
+        """Return the samples of peers since the last complete ones; none if no time has passed."""
+        seconds = snapshot.now_s - (snapshot.now_s if self._peers_at_s is None else self._peers_at_s)
+        if not seconds:
+            return []
+        return [
             PeerSample(
                 PeerId(peer),
                 entry["name"],
                 snapshot.now_s,
                 seconds,
-                snapshot.peer_positions.get(PeerId(peer), 0) - self._positions.get(PeerId(peer), 0),
+                snapshot.work.get(PeerId(peer), Work()).since(self._work.get(PeerId(peer), Work())),
                 entry["delay_s"],
                 min(seconds, self._online_s.get(peer, 0.0)),
             )
             for peer, entry in body["peers"].items()
         ]
-        self._restart_peers(snapshot)
-        return samples
 
     def jobs(self, snapshot: Snapshot, body: Mapping[str, Any]) -> list[JobPoint]:
         """Return one point of each job whose round changed, if a loss was reported."""
@@ -178,7 +191,7 @@ class HistorySampler:
 
     def _restart_peers(self, snapshot: Snapshot) -> None:
         self._peers_at_s = snapshot.now_s
-        self._positions = dict(snapshot.peer_positions)
+        self._work = dict(snapshot.work)
         self._online_s = {}
 
 

@@ -164,11 +164,13 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
 
     @app.get("/api/v1/history")
     async def model_history(window: Window = "24h", model: Manifest = "") -> Mapping[str, Any]:
-        return await run_in_threadpool(charts.model_chart, history, model, window, feed.now_s)
+        return await run_in_threadpool(
+            charts.model_chart, history, model, window, feed.now_s, feed.begun_models(model)
+        )
 
     @app.get("/api/v1/contributions")
     async def contributions(window: Window = "30d") -> list[dict[str, Any]]:
-        return await run_in_threadpool(charts.contributions, history, feed.now_s, window)
+        return await run_in_threadpool(charts.contributions, history, feed.now_s, window, feed.begun_peers())
 
     @app.get("/api/v1/peers/{peer}")
     async def peer(peer: str) -> Mapping[str, Any]:
@@ -176,12 +178,14 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
         if entry is None:
             raise HTTPException(404, "this swarm has no such peer, and had none in the last minutes")
 
+        begun = feed.begun_peers()
+
         def read() -> dict[str, Any]:
             return {
                 **entry,
-                "history": charts.peer_chart(history, peer, feed.now_s),
+                "history": charts.peer_chart(history, peer, feed.now_s, begun),
                 "events": history.events(MAX_PEER_EVENTS, peer),
-                "contribution": charts.contribution(history, peer, feed.now_s),
+                "contribution": charts.contribution(history, peer, feed.now_s, begun),
             }
 
         return await run_in_threadpool(read)

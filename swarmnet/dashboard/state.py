@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any
 
 from swarmnet.dashboard.events import MAX_EVENTS, model_events, peer_events
@@ -19,6 +20,11 @@ from swarmnet_protocols.wire import report_pb2
 
 MAX_PEERS = 2000
 MAX_CONTRIBUTORS = 64
+JOB_SHOWN_S = 30 * 24 * 3600.0
+"""Seconds that a job stays on the page after its last worker left. The history is as long."""
+MAX_JOBS = 64
+"""Most jobs without workers that stay on the page: the ones that ended last."""
+NO_JOBS: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -30,27 +36,26 @@ class State:
     new_events: tuple[Mapping[str, Any], ...] = ()
 
 
-def derive(
-    snapshot: Snapshot, previous: State | None = None, old_events: tuple[Mapping[str, Any], ...] = ()
-) -> State:
-    """Return the state of a snapshot. ``previous``: the state before it, None for the first one.
+def known_before(events: Sequence[Mapping[str, Any]] = (), jobs: Mapping[str, Any] = NO_JOBS) -> State:
+    """Return the state before the first snapshot, from the history. ``events``: newest first."""
+    return State({"peers": {}, "models": {}, "events": [*events], "jobs": dict(jobs)})
 
-    ``old_events``: the events of the history, newest first, for the first state.
-    """
-    before: Mapping[str, Any] = {"peers": {}, "models": {}, "events": list(old_events)}
-    if previous is not None:
-        before = previous.body
+
+def derive(snapshot: Snapshot, previous: State | None = None) -> State:
+    """Return the state of a snapshot. ``previous``: the state before it."""
+    before = (previous or known_before()).body
     shown = [seen for seen in snapshot.peers if is_shown(seen, snapshot.now_s)][:MAX_PEERS]
+    jobs = _jobs(snapshot, before["jobs"])
+    finished = {job for job, entry in jobs.items() if entry["state"] == "done"}
     peers: dict[str, Any] = {
-        seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer)) for seen in shown
+        seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer), finished)
+        for seen in shown
     }
     present = {PeerId(peer) for peer, entry in peers.items() if entry["state"] != "gone"}
     edges = edge_entries(shown, present, snapshot.now_s)
     models = _models(snapshot, peers, edges)
-    by_id = {seen.peer: seen for seen in shown}
     new = peer_events(before["peers"], peers, snapshot)
-    if previous is not None:
-        new += model_events(before["models"], models, snapshot.now_s)
+    new += model_events(before["models"], models, snapshot.now_s)
     body = {
         "swarm": {
             "name": snapshot.swarm.name,
@@ -64,7 +69,7 @@ def derive(
         "models": models,
         "peers": peers,
         "flows": edges,
-        "jobs": {job.id: _job_entry(job, by_id) for job in snapshot.jobs},
+        "jobs": jobs,
         "events": [*reversed(new), *before["events"]][:MAX_EVENTS],
     }
     return State(body, tuple(new))
@@ -116,29 +121,55 @@ def _models(
     }
 
 
-def _job_entry(job: JobObservation, peers: Mapping[PeerId, PeerObservation]) -> dict[str, Any]:
-    """Return the JSON of one job, from the reports of its workers."""
+def _jobs(snapshot: Snapshot, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON of the jobs of the catalog, and of earlier ones for ``JOB_SHOWN_S``."""
+    by_id = {seen.peer: seen for seen in snapshot.peers}
+    jobs = {job.id: _job_entry(job, by_id, snapshot.now_s, before.get(job.id)) for job in snapshot.jobs}
+    ended = {
+        job: entry
+        | {"workers": 0, "state": "done" if entry["round"] >= entry["rounds"] else "idle"}
+        | {"ended_s": entry["ended_s"] or round(snapshot.now_s)}
+        for job, entry in before.items()
+        if job not in jobs
+    }
+    latest = sorted(ended, key=lambda job: -ended[job]["ended_s"])[:MAX_JOBS]
+    return jobs | {job: ended[job] for job in latest if snapshot.now_s - ended[job]["ended_s"] < JOB_SHOWN_S}
+
+
+def _job_entry(
+    job: JobObservation,
+    peers: Mapping[PeerId, PeerObservation],
+    now_s: float,
+    before: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the JSON of one job, from the reports of its workers. ``before``: its JSON in the last
+    state, whose numbers stay where workers have left."""
+    known = before or {}
+    there = [
+        seen for peer in job.workers if (seen := peers.get(peer)) is not None and state_of(seen)[0] != "gone"
+    ]
     reports = [
         seen.newest.report.worker
-        for peer in job.workers
-        if (seen := peers.get(peer)) is not None
-        and seen.newest is not None
-        and state_of(seen)[0] != "gone"
-        and seen.newest.report.worker.job.hex() == job.id
+        for seen in there
+        if seen.newest is not None and seen.newest.report.worker.job.hex() == job.id
     ]
-    round = max([job.round, *(report.round for report in reports)])
+    round_ = min(job.rounds, max([job.round, known.get("round", 0), *(report.round for report in reports)]))
+    loss = _mean([report.loss for report in reports if report.HasField("loss")])
+    val_loss = _mean([report.val_loss for report in reports if report.HasField("val_loss")])
+    sent = min(MAX_NUMBER, sum(report.bytes_sent for report in reports))
     return {
         "name": job.name,
         "method": job.method,
-        "round": min(round, job.rounds),
+        "round": round_,
         "rounds": job.rounds,
-        "workers": len(job.workers),
-        "loss": _mean([report.loss for report in reports if report.HasField("loss")]),
-        "val_loss": _mean([report.val_loss for report in reports if report.HasField("val_loss")]),
-        "tokens": max((report.tokens for report in reports), default=0),
-        "bytes_sent": min(MAX_NUMBER, sum(report.bytes_sent for report in reports)),
-        "contributors": _contributors(reports),
-        "state": _job_state(job, round, [report.state for report in reports]),
+        "workers": len(there),
+        "loss": known.get("loss") if loss is None else loss,
+        "val_loss": known.get("val_loss") if val_loss is None else val_loss,
+        "tokens": max([known.get("tokens", 0), *(report.tokens for report in reports)]),
+        "bytes_sent": max(known.get("bytes_sent", 0), sent),
+        "contributors": _contributors(reports) or known.get("contributors", []),
+        "state": _job_state(job, round_, len(there), [report.state for report in reports]),
+        "ended_s": None if there else known.get("ended_s") or round(now_s),
     }
 
 
@@ -157,9 +188,9 @@ def _contributors(reports: Sequence[report_pb2.WorkerReport]) -> list[dict[str, 
     return [{"peer_id": each.peer, "share": round(each.rounds / total, 4)} for each in most]
 
 
-def _job_state(job: JobObservation, round: int, states: Sequence[str]) -> str:
+def _job_state(job: JobObservation, round: int, workers: int, states: Sequence[str]) -> str:
     if round >= job.rounds:
         return "done"
-    if not job.workers:
+    if not workers:
         return "idle"
     return "waiting" if states and all(state == "waiting" for state in states) else "training"

@@ -64,6 +64,9 @@ T = TypeVar("T")
 
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
+LAST_WORD_S = 2.0
+"""Seconds in which a worker announces that its job is done. It ends later in a directory that does
+not answer."""
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
 RETRY_DOWNLOAD_S = 5.0
@@ -184,7 +187,13 @@ class Worker:
                 parameters=self._replica.trainer.parameter_count,
             )
             dependencies = self._dependencies
-            announcer = Announcer(dependencies.directory, dependencies.rng, self._announcements, ANNOUNCE_S)
+            announcer = Announcer(
+                dependencies.directory,
+                dependencies.rng,
+                self._announcements,
+                ANNOUNCE_S,
+                ending=self._announcements,
+            )
             async with in_background(persist("the announcement", announcer.run)):
                 try:
                     if failure := await race(self._failure, self._run_rounds()):
@@ -192,6 +201,8 @@ class Worker:
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
+            if self.round >= self._job.job.rounds:  # others then know that this worker is not lost
+                await announcer.withdraw(LAST_WORD_S)
             self._emit("done", round=self.round, rounds=self._job.job.rounds, revision=self._replica.revision)
 
     def stop(self) -> None:

@@ -2,7 +2,7 @@
 began."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
@@ -50,6 +50,27 @@ class Counts:
         )
 
 
+@dataclass(frozen=True)
+class Work:
+    """Work of one peer for others."""
+
+    positions: int = 0
+    """Positions that it computed: of prompts, answers and drafts."""
+    block_positions: int = 0
+    """Each of these positions, times the blocks that it passed."""
+    rows: int = 0
+    """Rows that its experts computed for other hosts."""
+    rounds: int = 0
+    """Rounds of training to which it contributed."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(*map(int.__add__, astuple(self), astuple(other)))
+
+    def since(self, earlier: "Work") -> "Work":
+        """Return the difference between this work and ``earlier`` one."""
+        return Work(*map(int.__sub__, astuple(self), astuple(earlier)))
+
+
 def hosts_blocks(report: report_pb2.NodeReport) -> bool:
     """Return whether a node hosts blocks of a model, and not experts only."""
     return report.host.record.end > 0
@@ -90,10 +111,48 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
     )
 
 
+def work_between(
+    peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
+) -> Work:
+    """Return the work of ``peer`` from one of its reports to a later one, limited as counts are."""
+    old = work_of(peer, before) if is_same_run(before, after) else Work()
+    new = work_of(peer, after)
+    most = int(MAX_PER_SECOND * max(elapsed_s, 1.0))
+    positions, rows, rounds = (
+        min(max(now - then, 0), most)
+        for now, then in (
+            (new.positions, old.positions),
+            (new.rows, old.rows),
+            (new.rounds, old.rounds),
+        )
+    )
+    record = after.host.record
+    return Work(positions, positions * (record.end - record.start), rows, rounds)
+
+
+def work_of(peer: PeerId, report: report_pb2.NodeReport) -> Work:
+    """Return the work that a peer reports since its start, without ``block_positions``: its blocks
+    may have changed."""
+    return Work(
+        positions=report.host.positions,
+        rows=rows_computed(report),
+        rounds=sum(each.rounds for each in report.worker.contributions if each.peer == peer),
+    )
+
+
+def rows_computed(report: report_pb2.NodeReport) -> int:
+    """Return how many rows the experts of a node have computed for other hosts since its start."""
+    return sum(rows for each in report.host.experts for rows in each.rows)
+
+
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
-    """Return whether a node was not restarted between two of its reports, and hosts the same
-    model."""
-    return after.uptime_s >= before.uptime_s and after.host.record.manifest == before.host.record.manifest
+    """Return whether a node was not restarted between two of its reports, and hosts the same model
+    or trains the same job."""
+    return (
+        after.uptime_s >= before.uptime_s
+        and after.host.record.manifest == before.host.record.manifest
+        and after.worker.job == before.worker.job
+    )
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
@@ -125,12 +184,11 @@ def _sum(one: tuple[int, ...], other: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Totals:
-    """Counts of each model, and positions of each peer, since the observer started."""
+    """Counts of each model, and the work of each peer, since the observer started."""
 
     def __init__(self) -> None:
         self.models: dict[bytes, Counts] = {}
-        self.peers: dict[PeerId, int] = {}
-        """Positions that each peer computed."""
+        self.peers: dict[PeerId, Work] = {}
 
     def add(
         self, peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
@@ -140,7 +198,7 @@ class Totals:
         manifest = after.host.record.manifest
         counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts
-        self.peers[peer] = self.peers.get(peer, 0) + counts.positions
+        self.peers[peer] = self.peers.get(peer, Work()) + work_between(peer, before, after, elapsed_s)
 
     def add_failure(self, manifest: bytes) -> None:
         """Add the failure of a host of the model."""
@@ -148,4 +206,4 @@ class Totals:
 
     def keep_only(self, peers: Collection[PeerId]) -> None:
         """Drop the totals of all other peers."""
-        self.peers = {peer: positions for peer, positions in self.peers.items() if peer in peers}
+        self.peers = {peer: work for peer, work in self.peers.items() if peer in peers}

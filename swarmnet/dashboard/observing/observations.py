@@ -4,7 +4,7 @@ keeps one peer's part of it."""
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from swarmnet.dashboard.observing.counts import Counts, Totals, hosts_blocks, is_same_run
+from swarmnet.dashboard.observing.counts import Counts, Totals, Work, hosts_blocks, is_same_run
 from swarmnet_protocols.averages import averaged
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.expert_announcements import BlockExperts, ExpertHost
@@ -90,8 +90,8 @@ class Snapshot:
     jobs: Sequence[JobObservation] = ()
     totals: Mapping[bytes, Counts] = field(default_factory=dict)
     """Counts of each model since ``observed_since_s``, by manifest hash."""
-    peer_positions: Mapping[PeerId, int] = field(default_factory=dict)
-    """Positions that each peer computed since ``observed_since_s``."""
+    work: Mapping[PeerId, Work] = field(default_factory=dict)
+    """The work of each peer since ``observed_since_s``."""
     recent: Mapping[bytes, Counts] = field(default_factory=dict)
     """Counts of each model over the last minutes."""
     peak_sessions: Mapping[bytes, int] = field(default_factory=dict)

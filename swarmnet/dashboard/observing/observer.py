@@ -37,7 +37,8 @@ leave."""
 MIN_CRAWL_S = 1.0
 """Least seconds between two crawls, even if one is requested."""
 CATALOG_S = 20.0
-"""Seconds between two reads of the catalog and of the workers. Hosts are read at every crawl."""
+"""Seconds between two reads of the catalog and of the workers. Hosts are read at every crawl, and
+workers also when a peer may have left."""
 _log = logging.getLogger(__name__)
 K = TypeVar("K")
 T = TypeVar("T")
@@ -103,7 +104,7 @@ class Observer:
             peers=[tracker.observation for tracker in self._polls.trackers.values()],
             jobs=list(self._jobs.values()),
             totals=dict(self._polls.totals.models),
-            peer_positions=dict(self._polls.totals.peers),
+            work=dict(self._polls.totals.peers),
         )
 
     def _hosted(self) -> set[bytes]:
@@ -112,6 +113,7 @@ class Observer:
     async def _keep_crawling(self) -> None:
         catalog_read_s = -CATALOG_S
         while True:
+            is_requested = self._crawl_requested.is_set()
             self._crawl_requested.clear()
             now_s = asyncio.get_running_loop().time()
             # A failed lookup stops neither later crawls nor the polling of peers that are known.
@@ -119,6 +121,8 @@ class Observer:
                 if now_s - catalog_read_s >= CATALOG_S:
                     catalog_read_s = now_s
                     await self._update_catalog(await read_catalog(self._directory))
+                    await self._find_workers()
+                elif is_requested:  # a worker may have announced that its job is done
                     await self._find_workers()
                 await self._find_peers()
             except SwarmnetError as error:

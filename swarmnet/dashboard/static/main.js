@@ -1,7 +1,7 @@
 /** The entry point: chooses the page by the URL, gives it every new state, and shows the state of the connection. */
 
 import { setAttribute, setText } from "./dom.js";
-import { clock, plural, shortId } from "./format.js";
+import { clock, shortId } from "./format.js";
 import { overviewPage } from "./pages/overview.js";
 import { follow } from "./state.js";
 import { admission } from "./words.js";
@@ -48,7 +48,7 @@ async function main() {
     setText($("swarm-name"), swarm.name);
     setText($("admission"), admission(swarm.admission));
     $("admission").hidden = !swarm.admission;
-    setText($("foot"), `Observed by ${shortId(swarm.observed_from)} · ${plural(Object.keys(state.peers).length, "peer")} · swarmnet ${swarm.version}`);
+    setText($("foot"), `Observed by ${shortId(swarm.observed_from)} · swarmnet ${swarm.version}`);
     page.update(state);
     const title = page.title(state);
     document.title = title === swarm.name ? `${title} · swarmnet` : `${title} · ${swarm.name}`;

@@ -10,12 +10,14 @@ export const PEER_STATES = {
   paused: { symbol: "‖", word: "paused", kind: "quiet" },
   incompatible: { symbol: "≠", word: "other version", kind: "warn" },
   silent: { symbol: "▲", word: "silent", kind: "warn" },
-  gone: { symbol: "✕", word: "gone", kind: "bad" },
+  left: { symbol: "−", word: "left in good order", kind: "quiet" },
+  finished: { symbol: "✓", word: "finished its job", kind: "good" },
+  lost: { symbol: "✕", word: "lost", kind: "bad" },
 };
 
-/** A peer that does not answer is shown as silent, whatever state it announced. */
+/** A peer that does not answer is shown as silent, whatever state it announced; a peer that is gone, by how it ended. */
 export const peerState = (peer) =>
-  PEER_STATES[peer.silent && peer.state !== "gone" ? "silent" : peer.state] ?? { symbol: "?", word: String(peer.state), kind: "quiet" };
+  PEER_STATES[peer.state === "gone" ? peer.ending : peer.silent ? "silent" : peer.state] ?? { symbol: "?", word: String(peer.state), kind: "quiet" };
 
 /** How peers reach a peer, with its relays. */
 export function linkOf(peer) {
@@ -94,11 +96,35 @@ export function health(model) {
     kind: "good", symbol: "✓", title: "Healthy",
     text: weakest[0][1] - weakest[0][0] === model.blocks
       ? `Each of the ${count(model.blocks)} blocks has ${plural(fewest, "host")}: any one of them may leave.`
-      : `All ${count(model.blocks)} blocks have hosts. The fewest replicas: ${count(fewest)}, of ${blockList(weakest)}.`,
+      : `All ${count(model.blocks)} blocks have hosts. The fewest: ${plural(fewest, "host")}, of ${blockList(weakest)}.`,
   };
 }
 
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
+
+/** The state of a job in words. */
+export function jobState({ state, round }) {
+  if (state === "idle") return round ? "no worker now" : "not begun";
+  return { done: "finished", waiting: "waiting for workers" }[state] ?? state;
+}
+
+/** A sentence for each number of the page. */
+export const EXPLANATIONS = {
+  Speed: "Tokens per second that all clients of the model receive together, between the last two reports of each host. Rejected drafts do not count.",
+  Peers: "Peers that host blocks or experts of the model now, those included that join, leave or pause.",
+  Sessions: "Conversations that clients have open in the swarm now.",
+  "First token": "Time from the arrival of a prompt to its first token, in the last five minutes: half of the prompts were faster, and 95 % within the second time.",
+  "Each token": "Time from one token of an answer to the next, in the last five minutes: half were faster, and 95 % within the second time.",
+  "Hosts of a block": "Peers that are online and can compute the block. With none, the model cannot answer.",
+  "Ranges such as 4:10": "Blocks 4 to 9: the second number is the first block that is not part of the range. Commands take ranges in this form.",
+  "Positions/s": "Positions that the peer computes in a second: tokens of prompts and of answers, and drafts, of which some are rejected.",
+  Delay: "Half of a round trip between this dashboard and the peer.",
+  Queue: "Time that new work would wait on the peer.",
+  "Free cache": "Memory that the peer has left for the sessions of clients, of what its owner allows.",
+  Uptime: "Time since the peer was started, or from its start to its last sign if it is gone.",
+  Contributions: "Work in 30 days while this dashboard ran: positions times the blocks that they passed, rows of experts, and rounds of training. A bar is the peer's share of all work of that kind.",
+  "Training jobs": "A job stays here for 30 days after its last worker left. Tokens are those of all workers, the loss is the mean of the workers.",
+};
 
 const ADMISSIONS = { open: "open swarm", certificate: "members only", "allow-list": "listed members" };
 export const admission = (word) => ADMISSIONS[word] ?? word;

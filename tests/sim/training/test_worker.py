@@ -8,12 +8,15 @@ import pytest
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
 from swarmnet_node.training.replica import RESIDUAL
+from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
+from swarmnet_protocols.training.job_records import find_workers
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.wire import workers_pb2 as pb
+from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.network.memory_network import Delivery, LinkProfile
 from tests.support.network.virtual_time import run
-from tests.support.training.workers import ROUNDS, WorkerLab, train, write_job
+from tests.support.training.workers import ROUNDS, SWARM, WorkerLab, train, write_job
 
 NAMES = ("anna", "boris", "clara", "dora")
 SETTINGS = {
@@ -55,6 +58,20 @@ def test_the_totals_of_workers_are_what_they_trained(method: str, tmp_path: Path
     assert sum(each.samples for each in given) * job.data.sequence_length == trained
     blocks = lab.workers["anna"]._replica.trainer.blocks
     assert sum(each.block_positions for each in given) == 2 * trained * blocks
+
+
+def test_a_worker_that_is_done_says_so_in_the_directory(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", SETTINGS["diloco"], MIN % 3))
+
+    async def scenario() -> list[int]:
+        reader = Identity.from_seed(b"reader")
+        async with lab.network.transport(reader.peer_id):
+            await train(lab, *NAMES[:3])
+            directory = MemoryDirectory(lab.board, reader, SWARM)
+            found = await find_workers(directory, open_job(lab.sealed).id)
+        return [position.round for position in found.values()]
+
+    assert run(scenario()) == [ROUNDS] * 3
 
 
 def test_different_replicas_are_merged_at_the_end(tmp_path: Path) -> None:

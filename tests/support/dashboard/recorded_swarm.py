@@ -22,7 +22,7 @@ from swarmnet.dashboard import feed as feeds
 from swarmnet.dashboard import server
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import DAY_S, MONTH_S, History
-from swarmnet.dashboard.observing.counts import Counts, Totals
+from swarmnet.dashboard.observing.counts import Counts, Totals, Work
 from swarmnet.dashboard.observing.observations import PeerObservation, Snapshot, SwarmInfo
 from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 from swarmnet.web.middleware import AccessPolicy
@@ -141,7 +141,7 @@ class RecordedSwarm:
             ],
             jobs=jobs,
             totals=dict(self._totals.models),
-            peer_positions=dict(self._totals.peers),
+            work=dict(self._totals.peers),
         )
 
     def kill(self, peer: PeerId) -> None:
@@ -284,7 +284,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
                     swarm.hosts[peer].name or None if peer in swarm.hosts else None,
                     at_s,
                     PEERS.fine_s,
-                    rng.randrange(9000),
+                    _work(swarm.hosts.get(peer), rng),
                     0.02 + 0.01 * rng.random(),
                     PEERS.fine_s * (rng.random() > 0.05),
                 )
@@ -310,6 +310,14 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
             )
         history.downsample(now_s)
         yield history
+
+
+def _work(host: Host | None, rng: random.Random) -> Work:
+    """The work of a host, or of a worker, in one sample."""
+    if host is None:
+        return Work(rounds=int(rng.random() < 0.3))
+    positions = rng.randrange(9000)
+    return Work(positions, positions * (host.span[1] - host.span[0]))
 
 
 def _model_sample(

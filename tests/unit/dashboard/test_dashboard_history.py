@@ -9,7 +9,7 @@ import pytest
 
 from swarmnet.dashboard import charts, history
 from swarmnet.dashboard.history import DAY_S, FILE_NAME, MONTH_S, History
-from swarmnet.dashboard.observing.counts import NO_TIMES, Counts
+from swarmnet.dashboard.observing.counts import NO_TIMES, Counts, Work
 from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
 from swarmnet_protocols.net import PeerId
 
@@ -35,7 +35,7 @@ def of_peer(at_s: float, peer: str = "p", **fields: Any) -> PeerSample:
     known: dict[str, Any] = {
         "name": "a name",
         "seconds": 300.0,
-        "positions": 600,
+        "work": Work(600, 6000),
         "delay_s": 0.02,
         "online_s": 300.0,
     }
@@ -94,16 +94,22 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
     start_s = NOW_S // PEERS.coarse_s * PEERS.coarse_s
     with History.open(tmp_path) as kept:
         for at_s in range(start_s + PEERS.fine_s, start_s + 2 * DAY_S + PEERS.fine_s + 1, PEERS.fine_s):
-            kept.add(peers=[of_peer(at_s), of_peer(at_s, "q", positions=1, online_s=150.0)])
+            kept.add(peers=[of_peer(at_s), of_peer(at_s, "q", work=Work(1, 10, 3), online_s=150.0)])
             if at_s % PEERS.coarse_s == 0:
                 kept.downsample(at_s)
         now_s = start_s + 2 * DAY_S + PEERS.fine_s
         shares = charts.contributions(kept, now_s, "30d")
-        assert [each["peer_id"] for each in shares] == ["p", "q"]
-        assert shares[0]["tokens"] == 600 * (2 * DAY_S // PEERS.fine_s + 1)
-        assert shares[0]["uptime"] == pytest.approx(2 / 30, abs=0.001)
+        assert {each["peer_id"] for each in shares} == {"p", "q"}
+        shares.sort(key=lambda each: str(each["peer_id"]))
+        assert [each["share"] for each in shares] == [pytest.approx(600 / 601, abs=1e-4), 1.0], "of q: rows"
+        assert shares[0]["block_positions"] == 6000 * (2 * DAY_S // PEERS.fine_s + 1)
+        assert [each["uptime"] for each in shares] == [1.0, 0.5], "of the time that was observed"
         of_q = charts.contribution(kept, "q", now_s)
-        assert of_q == {"tokens_24h": 288, "tokens_30d": 577, "uptime_24h": 0.5}
+        assert of_q == {
+            "24h": {"block_positions": 2880, "expert_rows": 3 * 288, "rounds": 0},
+            "30d": {"block_positions": 5770, "expert_rows": 3 * 577, "rounds": 0},
+            "uptime_24h": 0.5,
+        }
 
 
 def test_contributions_of_a_month_include_the_newest_samples(tmp_path: Path) -> None:
@@ -114,8 +120,36 @@ def test_contributions_of_a_month_include_the_newest_samples(tmp_path: Path) -> 
         now_s = start_s + 2 * PEERS.coarse_s + PEERS.fine_s
         before = charts.contributions(kept, now_s, "30d")
         kept.downsample(now_s)
-        assert before[0]["tokens"] == 600 * 2 * PEERS.coarse_s // PEERS.fine_s
+        assert before[0]["block_positions"] == 6000 * 2 * PEERS.coarse_s // PEERS.fine_s
         assert charts.contributions(kept, now_s, "30d") == before
+
+
+def test_jobs_survive_a_restart_for_thirty_days(tmp_path: Path) -> None:
+    with History.open(tmp_path) as before:
+        before.add(job_entries={"j": {"round": 1}}, now_s=NOW_S)
+        before.add(job_entries={"j": {"round": 2}}, now_s=NOW_S + 1)
+    with History.open(tmp_path) as after:
+        assert after.jobs() == {"j": {"round": 2}}
+        after.downsample(NOW_S + MONTH_S - 1)
+        assert after.jobs()
+        after.downsample(NOW_S + MONTH_S + 1)
+        assert not after.jobs()
+
+
+def test_a_history_of_the_version_before_is_kept(tmp_path: Path) -> None:
+    with History.open(tmp_path) as kept:
+        kept.add(models=[sample(NOW_S)], peers=[of_peer(NOW_S)])
+    connection = sqlite3.connect(tmp_path / FILE_NAME)
+    for column in ("block_positions", "rows", "rounds"):
+        connection.execute(f"ALTER TABLE peer_samples DROP COLUMN {column}")
+    connection.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
+    connection.close()
+    with History.open(tmp_path) as kept:
+        assert len(kept.model_samples("m", 0, coarse=False)) == 1
+        assert kept.peer_samples("p", 0, coarse=False)[0].work == Work(600)
+        kept.add(peers=[of_peer(NOW_S + 300)], job_entries={"j": {}}, now_s=NOW_S)
+        assert kept.contributions(NOW_S + 300, DAY_S)[0][2] == Work(1200, 6000)
+        assert kept.jobs() == {"j": {}}
 
 
 def test_a_gap_in_the_samples_is_a_gap_in_the_chart(tmp_path: Path) -> None:
@@ -171,10 +205,13 @@ def test_events_peers_and_jobs_are_bounded(tmp_path: Path, monkeypatch: pytest.M
         kept.add(
             events=[event(number) for number in range(50)],
             peers=[of_peer(NOW_S + number, f"p{number}") for number in range(20)],
+            job_entries={str(number): {} for number in range(5)},
+            now_s=NOW_S,
             jobs=[JobPoint(job, NOW_S, number, 1, 1, 1.0, None, 1) for job in "abc" for number in range(30)],
         )
         kept.downsample(NOW_S + 50)
         assert len(kept.events(100)) == 10
+        assert len(kept.jobs()) == 2
         assert len(kept.contributions(NOW_S + 50, DAY_S)) == 5
         assert sum(bool(kept.job_points(job)) for job in "abc") == 2
         assert all(len(kept.job_points(job)) <= 9 for job in "abc")

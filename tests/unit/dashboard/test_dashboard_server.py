@@ -122,17 +122,38 @@ def test_peers_jobs_and_history_are_served(tmp_path: Path) -> None:
             )
             found = (await client.get(f"/api/v1/peers/{peer}")).json()
             assert found["state"] == "online"
-            assert found["history"]["online"] == [1.0]
-            assert found["contribution"]["tokens_24h"] > 0
+            assert found["history"]["online"] == [1.0, 1.0]
+            assert found["contribution"]["24h"]["block_positions"] > 0
             chart = (await client.get("/api/v1/history")).json()
-            assert len(chart["at_s"]) == len(chart["tokens_per_s"]) == 9
+            assert len(chart["at_s"]) == len(chart["tokens_per_s"]) in {9, 10}
             assert any(chart["token_p50_s"])
             (job,) = site.feed.now.body["jobs"]
             body = (await client.get(f"/api/v1/jobs/{job}")).json()
             assert body["curve"]["loss"]
             assert body["rounds"][0]["round"] == body["round"]
             shares = (await client.get("/api/v1/contributions?window=24h")).json()
-            assert shares[0]["tokens"] >= shares[-1]["tokens"]
+            assert shares[0]["share"] >= shares[-1]["share"]
+
+    with_site(tmp_path, scenario)
+
+
+def test_what_is_known_is_served_within_two_states(tmp_path: Path) -> None:
+    """The history has no sample for 30 s of a model, and for 5 minutes of a peer."""
+
+    async def scenario(site: Site) -> None:
+        async with client_of(site) as client:
+            for _ in range(3):
+                await site.tick(2.0)
+            shares = (await client.get("/api/v1/contributions?window=24h")).json()
+            assert shares[0]["block_positions"] > 0
+            assert shares[0]["uptime"] == 1.0
+            found = (await client.get(f"/api/v1/peers/{shares[0]['peer_id']}")).json()
+            assert found["contribution"]["24h"] == {
+                name: shares[0][name] for name in ("block_positions", "expert_rows", "rounds")
+            }
+            assert len(found["history"]["at_s"]) == 1
+            chart = (await client.get("/api/v1/history")).json()
+            assert chart["tokens_per_s"][0] > 0
 
     with_site(tmp_path, scenario)
 

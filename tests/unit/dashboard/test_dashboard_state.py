@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from swarmnet.dashboard.models import advice, quantiles, replicas_of
-from swarmnet.dashboard.observing.counts import MAX_PER_SECOND, NO_TIMES, Totals, counts_between, quantile
+from swarmnet.dashboard.observing.counts import (
+    MAX_PER_SECOND,
+    NO_TIMES,
+    Totals,
+    Work,
+    counts_between,
+    quantile,
+)
 from swarmnet.dashboard.observing.observations import (
     JobObservation,
     PeerObservation,
@@ -15,7 +22,7 @@ from swarmnet.dashboard.observing.observations import (
     SwarmInfo,
     TimedReport,
 )
-from swarmnet.dashboard.state import State, derive, merge_patch
+from swarmnet.dashboard.state import State, derive, known_before, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
 from swarmnet_protocols.net import PeerId
@@ -141,10 +148,10 @@ def test_rates_are_measured_between_two_reports() -> None:
     before, newest = report(positions=100, answered=10), report(positions=300, answered=20, uptime_s=1004.0)
     host = seen("a", newest=TimedReport(newest, NOW_S), before=TimedReport(before, NOW_S - 4.0))
     state = derive(snapshot(host))
-    assert entry(state, "a")["tokens_per_s"] == 50.0
+    assert entry(state, "a")["positions_per_s"] == 50.0
     assert state.body["models"][KEY]["tokens_per_s"] == 2.5
     later = derive(snapshot(host, now_s=NOW_S + 60.0))
-    assert entry(later, "a")["tokens_per_s"] == 0.0, "the report is stale"
+    assert entry(later, "a")["positions_per_s"] == 0.0, "the report is stale"
 
 
 def test_counts_restart_at_zero_with_a_node() -> None:
@@ -268,40 +275,106 @@ def test_edges_come_from_the_receiver_and_name_no_client() -> None:
     }
 
 
-def test_a_job_is_summed_from_the_reports_of_its_workers() -> None:
-    job = JobObservation("cd" * 32, "stories", "diloco", 100, (peer("w"), peer("v"), peer("gone")), 7)
-    workers = [
-        PeerObservation(
-            peer(name),
-            NOW_S,
-            newest=TimedReport(
-                report_pb2.NodeReport(
-                    uptime_s=10.0,
-                    worker=report_pb2.WorkerReport(
-                        job=bytes.fromhex(job.id),
-                        round=8,
-                        rounds=100,
-                        loss=loss,
-                        tokens=50,
-                        bytes_sent=MAX_NUMBER,
-                        contributions=[
-                            report_pb2.Contribution(peer=peer("w"), rounds=3),
-                            report_pb2.Contribution(peer=peer("v"), rounds=1),
-                        ],
-                    ),
-                ),
-                NOW_S,
-            ),
-        )
-        for name, loss in (("w", 2.0), ("v", 3.0))
+JOB = JobObservation("cd" * 32, "stories", "diloco", 100, (peer("w"), peer("v")), 7)
+
+
+def worker(
+    name: str, at_s: float = NOW_S, failed_at_s: float | None = None, **fields: Any
+) -> PeerObservation:
+    contributions = [
+        report_pb2.Contribution(peer=peer("w"), rounds=3),
+        report_pb2.Contribution(peer=peer("v"), rounds=1),
     ]
+    known: dict[str, Any] = {"round": 8, "state": "training", "tokens": 50}
+    about = report_pb2.WorkerReport(
+        job=bytes.fromhex(JOB.id), rounds=100, contributions=contributions, **known | fields
+    )
+    node = report_pb2.NodeReport(uptime_s=at_s - NOW_S + 10.0, worker=about)
+    return PeerObservation(peer(name), NOW_S, newest=TimedReport(node, at_s), failed_at_s=failed_at_s)
+
+
+def test_a_job_is_summed_from_the_reports_of_its_workers() -> None:
+    job = replace(JOB, workers=(*JOB.workers, peer("never seen")))
+    workers = [worker(name, loss=loss, bytes_sent=MAX_NUMBER) for name, loss in (("w", 2.0), ("v", 3.0))]
     state = derive(snapshot(*workers, jobs=(job,)))
     shown = state.body["jobs"][job.id]
     assert (shown["round"], shown["loss"], shown["val_loss"], shown["tokens"]) == (8, 2.5, None, 50)
+    assert (shown["workers"], shown["state"], shown["ended_s"]) == (2, "training", None)
     assert [each["share"] for each in shown["contributors"]] == [0.75, 0.25]
-    assert entry(state, "w")["role"] == "trainer"
+    assert entry(state, "w")["role"] == "worker"
     assert entry(state, "w")["job"] == job.id
     assert shown["bytes_sent"] == MAX_NUMBER, "the largest number that history and page can store"
+
+
+def test_the_numbers_of_a_job_stay_when_its_workers_leave() -> None:
+    here = derive(snapshot(worker("w", bytes_sent=500, loss=2.0, val_loss=3.0), jobs=(JOB,)))
+    job = replace(JOB, workers=())
+    left = derive(snapshot(now_s=NOW_S + 60, jobs=(job,)), here).body["jobs"][JOB.id]
+    assert (left["workers"], left["state"], left["ended_s"]) == (0, "idle", NOW_S + 60)
+    assert (left["round"], left["bytes_sent"], left["loss"], left["val_loss"]) == (8, 500, 2.0, 3.0)
+    assert len(left["contributors"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("round", "state", "ending", "event"),
+    [
+        (100, "training", "finished", "finished its training job"),
+        (8, "leaving", "left", "left in good order"),
+        (8, "training", "lost", "was lost"),
+    ],
+)
+def test_a_worker_that_finished_or_left_was_not_lost(round: int, state: str, ending: str, event: str) -> None:
+    """The last report of a worker is from before its last round; its last record tells the rest."""
+    here = derive(snapshot(worker("w", state=state), jobs=(JOB,)))
+    stopped = worker("w", failed_at_s=NOW_S + 2, state=state)
+    gone = derive(snapshot(stopped, now_s=NOW_S + 3, jobs=(replace(JOB, round=round),)), here)
+    assert (entry(gone, "w")["state"], entry(gone, "w")["ending"]) == ("gone", ending)
+    (said,) = gone.new_events
+    assert said["text"].endswith(event)
+    assert said["kind"] == ("lost" if ending == "lost" else "left")
+    later = derive(snapshot(stopped, now_s=NOW_S + 9, jobs=(replace(JOB, round=100),)), gone)
+    assert entry(later, "w")["ending"] == ending, "the others go on to the last round without it"
+
+
+def test_a_host_that_left_does_not_become_lost_when_its_record_expires() -> None:
+    here = derive(snapshot(seen("a")))
+    leaving = seen("a", failed_at_s=NOW_S + 1, announced=announcement("leaving"))
+    left = derive(snapshot(leaving, now_s=NOW_S + 2), here)
+    later = derive(snapshot(replace(leaving, announced=None), now_s=NOW_S + 99), left)
+    assert [entry(each, "a")["ending"] for each in (left, later)] == ["left", "left"]
+    assert not later.new_events
+
+
+def test_a_peer_that_is_gone_was_last_seen_with_its_last_report() -> None:
+    here = derive(snapshot(seen("a")))
+    for at_s in (NOW_S + 2, NOW_S + 300):
+        gone = derive(snapshot(seen("a", failed_at_s=NOW_S + 2), now_s=at_s), here)
+        assert entry(gone, "a")["last_seen_s"] == NOW_S
+        assert entry(gone, "a")["started_s"] == NOW_S - 1000
+
+
+def test_a_finished_job_is_kept_for_thirty_days() -> None:
+    done = derive(snapshot(worker("w", round=100, state="done", loss=2.0), jobs=(JOB,)))
+    ended = derive(snapshot(now_s=NOW_S + 60), done)
+    assert ended.body["jobs"][JOB.id]["state"] == "done"
+    history = json.loads(json.dumps(ended.body["jobs"]))
+    for days, is_kept in ((1, True), (29.9, True), (30.1, False)):
+        again = derive(snapshot(now_s=NOW_S + 60 + days * 86400), known_before(jobs=history))
+        assert bool(again.body["jobs"]) is is_kept, f"after a restart of the dashboard on day {days}"
+
+
+def test_work_is_counted_by_positions_and_the_blocks_they_passed() -> None:
+    totals = Totals()
+    for start, positions in ((2, 10), (8, 1)):
+        before, after = report((start, 12)), report((start, 12), positions=positions, uptime_s=1002.0)
+        totals.add(peer("a"), before, after, 2.0)
+    assert totals.peers[peer("a")] == Work(11, 10 * 10 + 1 * 4)
+    trained = [worker("w", at_s=NOW_S + at_s).newest for at_s in (0, 2)]
+    assert trained[0] is not None
+    assert trained[1] is not None
+    trained[1].report.worker.contributions[0].rounds = 5
+    totals.add(peer("w"), trained[0].report, trained[1].report, 2.0)
+    assert totals.peers[peer("w")] == Work(rounds=2)
 
 
 @pytest.mark.parametrize("kind", ["full", "empty", "broken"])

@@ -4,6 +4,7 @@ import { h, reconcile, panel, segmented, setText } from "../dom.js";
 import { bytes, clock, count, day, number, percent, shortId } from "../format.js";
 import { AFTER_TOKENS, lossChart } from "../views/charts.js";
 import { fillShare, shareNode } from "../views/lists.js";
+import { jobState } from "../words.js";
 import { factList, missing, poll } from "./detail.js";
 
 const when = (at_s) => `${day(at_s)} ${clock(at_s)}`;
@@ -20,28 +21,33 @@ export function jobPage(id) {
   const facts = factList();
   const curves = Object.fromEntries(Object.entries(AXES).map(([name, alongX]) => [name, lossChart(300, alongX)]));
   const by = segmented("Loss against", [["tokens", "Tokens"], ["bytes", "Bytes"], ["at_s", "Time"]], "tokens", choose);
+  const none = h("p", { class: "quiet" }, "No round is complete yet. The curve begins with the first.");
   const shares = h("ol", { class: "shares" });
   const rounds = h("tbody", {});
   const found = h("div", {},
     h("div", { class: "detail-head" }, title, state), h("p", { class: "full-id" }, id),
     h("div", { class: "columns" },
-      h("div", { class: "side" }, panel("Loss", { id: "loss", aside: [by] }, Object.values(curves).map((each) => each.node)),
+      h("div", { class: "side" }, panel("Loss", { id: "loss", aside: [by] }, Object.values(curves).map((each) => h("div", {}, each.node)), none),
         panel("Latest rounds", { id: "rounds" }, h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of rounds" },
           h("table", {}, h("thead", {}, h("tr", {}, ["Round", "Loss", "Workers", "When"].map((name) => h("th", { scope: "col" }, name)))), rounds)))),
-      h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Contributors", { id: "contributors" }, shares))));
+      h("div", { class: "side" }, panel("Now", { id: "now" }, facts.node), panel("Shares of the rounds trained", { id: "contributors" }, shares))));
   const absent = missing("This job is not known", "No worker of this swarm announces it, or its id is wrong.");
   const node = h("div", { class: "detail" }, h("p", { class: "crumb" }, h("a", { href: "/#jobs-title" }, "← All jobs")), found, absent);
 
   let peers = {};
 
+  let chosen = "tokens";
+
   function choose(name) {
-    for (const [each, { node: figure }] of Object.entries(curves)) figure.hidden = each !== name;
+    chosen = name;
+    for (const [each, { node: figure }] of Object.entries(curves)) figure.parentElement.hidden = each !== chosen;
   }
-  choose("tokens");
+  choose(chosen);
 
   const more = poll(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
     show(data);
-    for (const [name, { update }] of Object.entries(curves)) update(data.curve[name], [data.curve.loss, data.curve.val_loss]);
+    const drawn = Object.entries(curves).map(([name, { update }]) => update(data.curve[name], [data.curve.loss, data.curve.val_loss]));
+    none.hidden = drawn[0];
     reconcile(rounds, data.rounds, (each) => each.round, () => h("tr", {}, h("th", { scope: "row" }), h("td"), h("td"), h("td")), (row, each) => {
       [count(each.round), number(each.loss), count(each.workers), when(each.at_s)].forEach((text, at) => setText(row.children[at], text));
     });
@@ -50,12 +56,14 @@ export function jobPage(id) {
 
   function show(job) {
     setText(title, job.name || shortId(id));
-    setText(state, job.state);
+    setText(state, jobState(job));
     facts.update([
       ["Method", job.method], ["Round", `${count(job.round)} of ${count(job.rounds)}`], ["Loss", number(job.loss)], ["Held-out loss", number(job.val_loss)],
-      ["Tokens", number(job.tokens)], ["Sent", bytes(job.bytes_sent)], ["Workers", count(job.workers)],
+      ["Tokens of all workers", number(job.tokens)], ["Sent by all workers", bytes(job.bytes_sent)], ["Workers now", count(job.workers)],
+      ...(job.ended_s && job.round ? [["Last worker left", when(job.ended_s), "The job stays here for 30 days after that."]] : []),
     ]);
     const ranked = [...job.contributors].sort((a, b) => b.share - a.share);
+    found.querySelector("#contributors").hidden = ranked.length === 0;
     reconcile(shares, ranked, (each) => each.peer_id, shareNode, (row, each) => fillShare(row, each.peer_id, peers[each.peer_id]?.name ?? null, each.share, percent(each.share), ""));
   }
 

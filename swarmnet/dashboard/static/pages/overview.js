@@ -2,7 +2,7 @@
 
 import { commandNode, h, reconcile, panel, s, setAttribute, setText } from "../dom.js";
 import { modelName, plural, shortId } from "../format.js";
-import { health } from "../words.js";
+import { EXPLANATIONS, health } from "../words.js";
 import { chains } from "../views/chains.js";
 import { coverage } from "../views/coverage.js";
 import { expertMap } from "../views/experts.js";
@@ -12,7 +12,7 @@ import { advice, contributionList, eventFeed, jobList } from "../views/lists.js"
 import { memberLists } from "../views/members.js";
 import { peerTable } from "../views/peers.js";
 
-const CONTRIBUTIONS_EVERY_MS = 60_000;
+const CONTRIBUTIONS_EVERY_MS = 30_000;
 
 /** {node, title, update(state)}. */
 export function overviewPage() {
@@ -27,7 +27,7 @@ export function overviewPage() {
   const next = advice();
   const feed = eventFeed();
   const jobs = jobList();
-  const shares = contributionList();
+  const shares = contributionList((found) => { given.hidden = !found; });
   const owners = memberLists((found) => { members.hidden = !found; });
   const tabs = h("nav", { class: "models", "aria-label": "Models" });
   const emptyState = empty();
@@ -36,14 +36,16 @@ export function overviewPage() {
   const figure = panel("Blocks and chains", { id: "blocks", aside: [picture.button], note: facts }, bar.node, experts.node, picture.node);
   const peers = panel("Peers", { id: "peers", aside: table.controls }, table.node);
   const members = panel("Members", { id: "members" }, owners.node);
-  members.hidden = true;
+  const training = panel("Training jobs", { id: "jobs" }, jobs.node);
+  const given = panel("Contributions, 30 days", { id: "contributions", note: h("span", { class: "quiet panel-note" }, "bars: share of all work of that kind") }, shares.node);
+  members.hidden = given.hidden = true;
   const model = h("div", { class: "model" }, top.node, figure);
   const node = h("div", { class: "overview" }, tabs, emptyState.node, model,
     h("div", { class: "columns" },
       panel("History", { id: "history", aside: [charts.controls] }, charts.node),
       h("div", { class: "side" }, panel("What to host next", { id: "next" }, next.node), panel("Events", { id: "events" }, feed.node))),
     peers, members,
-    h("div", { class: "columns even" }, panel("Training jobs", { id: "jobs" }, jobs.node), panel("Contributions, 30 days", { id: "contributions" }, shares.node)));
+    h("div", { class: "columns even" }, training, given), explanations());
 
   async function contributions() {
     try {
@@ -79,7 +81,7 @@ export function overviewPage() {
     if (shown) {
       const hosts = there.filter((peer) => peer.model === shown.id && peer.blocks && peer.role !== "trainer");
       top.update(shown);
-      setText(facts, `${modelName(shown.name)} · ${plural(shown.blocks, "block")}`);
+      setText(facts, `${modelName(shown.name)} · ${plural(shown.blocks, "block")}; a range such as 4:10 is blocks 4 to 9`);
       setAttribute(facts, "title", `${shown.name}, manifest ${shown.id}`);
       bar.update(shown, hosts.filter((peer) => peer.state === "online" && !peer.silent), modelName(shown.name));
       experts.update(shown, modelName(shown.name));
@@ -90,7 +92,9 @@ export function overviewPage() {
     table.update(there, shown?.blocks ?? 1, state.swarm.now_s);
     peers.hidden = allPeers.length === 0;
     feed.update(state.events, state.swarm.now_s);
-    jobs.update(Object.entries(state.jobs).map(([id, job]) => ({ id, ...job })));
+    training.hidden = Object.keys(state.jobs).length === 0;
+    jobs.update(Object.entries(state.jobs).map(([id, job]) => ({ id, ...job })), state.swarm.now_s);
+    owners.name(state.peers, state.swarm.now_s);
   }
 
   return { node, update, title: (of) => of.swarm.name };
@@ -119,6 +123,11 @@ function fillTab(node, model, shown) {
     setAttribute(rect, "y", 1 - tall);
     setAttribute(rect, "height", tall);
   });
+}
+
+function explanations() {
+  return h("details", { class: "panel fold" }, h("summary", {}, "What the numbers mean"),
+    h("dl", { class: "meanings" }, Object.entries(EXPLANATIONS).map(([name, text]) => h("div", {}, h("dt", {}, name), h("dd", {}, text)))));
 }
 
 /** The page of a swarm in which no model is hosted. */

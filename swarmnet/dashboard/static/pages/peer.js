@@ -3,9 +3,9 @@
 import { h, panel, setText } from "../dom.js";
 import { ago, bytes, count, dateTime, duration, modelName, number, percent, plural, seconds, shortId, span } from "../format.js";
 import { chart } from "../views/charts.js";
-import { eventFeed } from "../views/lists.js";
-import { fillSpan, fillState } from "../views/peers.js";
-import { linkOf } from "../words.js";
+import { eventFeed, workText } from "../views/lists.js";
+import { fillSpan, fillState, upTime } from "../views/peers.js";
+import { EXPLANATIONS, linkOf } from "../words.js";
 import { factList, missing, poll } from "./detail.js";
 
 /** {node, title, update(state)}; history and contribution come from `/api/v1/peers/ID`. */
@@ -15,8 +15,8 @@ export function peerPage(id) {
   const held = h("i", {});
   const holds = h("p", {});
   const facts = factList();
-  const speed = chart({ title: "Tokens per second", format: number, group: "peer", series: [{ label: "", color: "--c1", shape: "area" }] });
-  const delay = chart({ title: "Delay to the dashboard, one way", format: seconds, group: "peer", series: [{ label: "", color: "--c2", shape: "line" }] });
+  const speed = chart({ title: "Positions per second", format: number, group: "peer", series: [{ label: "", color: "--c1", shape: "area" }] });
+  const delay = chart({ title: "Delay, half of a round trip from this dashboard", format: seconds, group: "peer", series: [{ label: "", color: "--c2", shape: "line" }] });
   const feed = eventFeed({ short: true });
   const gave = factList();
   const found = h("div", {},
@@ -32,12 +32,12 @@ export function peerPage(id) {
 
   const more = poll(`/api/v1/peers/${encodeURIComponent(id)}`, (data) => {
     show(data);
-    speed.update(data.history.at_s, [data.history.tokens_per_s]);
+    speed.update(data.history.at_s, [data.history.positions_per_s]);
     delay.update(data.history.at_s, [data.history.delay_s]);
     feed.update(data.events, now_s);
     gave.update([
-      ["Tokens, 24 h", number(data.contribution.tokens_24h)], ["Tokens, 30 days", number(data.contribution.tokens_30d)],
-      ["Online, 24 h", percent(data.contribution.uptime_24h)],
+      ["Work, 24 h", workText(data.contribution["24h"])], ["Work, 30 days", workText(data.contribution["30d"])],
+      ["Online, 24 h", percent(data.contribution.uptime_24h), "of the time that this dashboard observed the swarm"],
     ]);
   }, (is) => { found.hidden = !is; absent.hidden = is; });
 
@@ -52,11 +52,11 @@ export function peerPage(id) {
     else if (!peer.blocks) setText(holds, peer.job ? "This peer trains, and hosts no blocks." : "This peer hosts no blocks.");
     held.parentElement.hidden = !model || !peer.blocks;
     facts.update([
-      ["Speed", `${number(peer.tokens_per_s)} tokens/s`], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", linkOf(peer)],
+      ["Positions computed", `${number(peer.positions_per_s)} /s`, EXPLANATIONS["Positions/s"]], ["Time of a step", seconds(peer.step_s)], ["Delay", seconds(peer.delay_s)], ["Link", linkOf(peer)],
       ["Queue", peer.queue_s > 0 ? seconds(peer.queue_s) : "empty"], ["Sessions", count(peer.sessions)],
       ["Free cache", peer.cache_bytes_limit > 0 ? `${bytes(peer.cache_bytes_free)} of ${bytes(peer.cache_bytes_limit)}` : "–"],
       ["Precision", peer.dtype ?? "–"], ["Arithmetic", peer.arithmetic ?? "–"], ["Version", peer.version || "–"],
-      ["Running for", peer.started_s ? duration(now_s - peer.started_s) : "–", dateTime(peer.started_s)], ["Tokens since start", count(peer.tokens)],
+      [peer.state === "gone" ? "Ran for" : "Running for", peer.started_s ? duration(upTime(peer, now_s)) : "–", dateTime(peer.started_s)], ["Positions since its start", count(peer.positions)],
       ...expertRows(peer),
       ["Last report", peer.last_seen_s === null || peer.last_seen_s === undefined ? "now" : ago(now_s - peer.last_seen_s), dateTime(peer.last_seen_s)],
     ]);

@@ -8,7 +8,7 @@ const SERVING = new Set(["online", "leaving", "joining"]);
 /**
  * Hosts of a model as bars in rows: {bars, rows, edges}; `rows` is the number of rows.
  * With more hosts than `most`, those with similar spans share a bar. A bar is {id, peers: [{id, …}], start, end, row}; `start` and `end` are blocks.
- * An edge is {id, source, target, tokens_per_s, sessions}; source and target are bars, or null for clients.
+ * An edge is {id, source, target, positions_per_s, sessions}; source and target are bars, or null for clients.
  */
 export function layout(hosts, flows, blocks, most = MAX_BARS) {
   const bars = assignRows(groupBySpan(hosts.filter((peer) => SERVING.has(peer.state)), blocks, most));
@@ -54,12 +54,12 @@ function mergeEdges(flows, barOf) {
     const target = flow.target === "client" ? null : barOf.get(flow.target);
     if (source === undefined || target === undefined || source === target) continue;
     const id = `${source?.id ?? ""}>${target?.id ?? ""}`;
-    const edge = edges.get(id) ?? { id, source, target, tokens_per_s: 0, sessions: 0 };
-    edge.tokens_per_s += flow.tokens_per_s;
+    const edge = edges.get(id) ?? { id, source, target, positions_per_s: 0, sessions: 0 };
+    edge.positions_per_s += flow.positions_per_s;
     edge.sessions += flow.sessions;
     edges.set(id, edge);
   }
-  return [...edges.values()].sort((a, b) => b.tokens_per_s - a.tokens_per_s).slice(0, MAX_EDGES);
+  return [...edges.values()].sort((a, b) => b.positions_per_s - a.positions_per_s).slice(0, MAX_EDGES);
 }
 
 /** The horizontal scale that the bar of blocks and the chains share, in pixels. */
@@ -71,7 +71,7 @@ export function scale(width, blocks) {
 }
 
 /**
- * The path of an edge's tokens: {curve: SVG path data, points: [[x, y, length so far], …]}, in pixels.
+ * The path of an edge's positions: {curve: SVG path data, points: [[x, y, length so far], …]}, in pixels.
  * A curve from `from` to `enter`, then a straight line through the bar to `leave`, if given.
  */
 export function edgePath(from, enter, leave) {
@@ -108,9 +108,9 @@ export function pointAt(points, distance) {
   return [x1 + (x2 - x1) * t, y1 + (y2 - y1) * t];
 }
 
-/** How dots move on an edge: {speed: px/s, gap: px between dots}. Above 6 tokens/s a dot stands for several. */
-export function dotMotion(tokens_per_s) {
-  if (!(tokens_per_s > 0)) return null;
-  const speed = 40 + 34 * Math.log2(1 + tokens_per_s);
-  return { speed, gap: Math.max(14, speed / Math.min(6, tokens_per_s)) };
+/** How dots move on an edge: {speed: px/s, gap: px between dots}. Above 6 positions/s a dot stands for several. */
+export function dotMotion(positions_per_s) {
+  if (!(positions_per_s > 0)) return null;
+  const speed = 40 + 34 * Math.log2(1 + positions_per_s);
+  return { speed, gap: Math.max(14, speed / Math.min(6, positions_per_s)) };
 }

@@ -1,4 +1,4 @@
-/** The live chart of chains: hosts as bars over their blocks, and dots for the tokens that move along the edges. */
+/** The live chart of chains: hosts as bars over their blocks, and dots for the positions that move along the edges. */
 
 import { h, reconcile, s, setAttribute, setText } from "../dom.js";
 import { count, number, plural, span } from "../format.js";
@@ -8,7 +8,7 @@ import { MAX_BARS, dotMotion, edgePath, layout, pointAt, scale } from "./chain_l
 const ROW = 38;
 const BAR = 30;
 const TOP = 8;
-const RAIL = 7; // pixels from the middle of a bar down to its tokens, so that they do not cover the label
+const RAIL = 7; // pixels from the middle of a bar down to its dots, so that they do not cover the label
 const FRAME_MS = 33;
 const LETTER = 6.6; // average width of a letter in pixels
 
@@ -40,7 +40,7 @@ export function chains() {
 
   function labelButton() {
     setText(button, playing ? "‖ Pause" : "▶ Play");
-    setAttribute(button, "aria-label", playing ? "Pause the moving tokens" : "Play the moving tokens");
+    setAttribute(button, "aria-label", playing ? "Pause the moving dots" : "Play the moving dots");
   }
 
   function draw() {
@@ -86,8 +86,8 @@ export function chains() {
     });
     reconcile(edges, paths, ({ edge }) => edge.id, () => s("path"), (node, { edge, curve }) => {
       setAttribute(node, "d", curve);
-      setAttribute(node, "stroke-width", (1 + Math.min(5, Math.sqrt(edge.tokens_per_s) / 2)).toFixed(1));
-      setAttribute(node, "class", edge.tokens_per_s > 0 ? "busy" : "idle");
+      setAttribute(node, "stroke-width", (1 + Math.min(5, Math.sqrt(edge.positions_per_s) / 2)).toFixed(1));
+      setAttribute(node, "class", edge.positions_per_s > 0 ? "busy" : "idle");
     });
     reconcile(bars, picture.bars, (bar) => bar.id, () => s("g", {}, s("rect", { rx: 5, height: BAR }), s("path"), s("text"), s("title")), (node, bar) => {
       const wide = Math.max(3, right(bar) - left(bar));
@@ -116,10 +116,8 @@ export function chains() {
   }
 
   function summary() {
-    const at_work = picture.edges.filter((edge) => !edge.target && edge.tokens_per_s > 0);
-    const speed = at_work.reduce((sum, edge) => sum + edge.tokens_per_s, 0);
     const hosts = picture.bars.reduce((sum, bar) => sum + bar.peers.length, 0);
-    return `${plural(hosts, "host")} over ${count(model.blocks)} blocks; ${speed > 0 ? `${number(speed)} tokens per second are answered` : "no tokens are computed"}.`;
+    return `${plural(hosts, "host")} over ${count(model.blocks)} blocks; ${model.tokens_per_s > 0 ? `clients receive ${number(model.tokens_per_s)} tokens per second` : "no client receives tokens"}.`;
   }
 
   function markHosts() {
@@ -142,7 +140,7 @@ export function chains() {
     context.fillStyle = getComputedStyle(box).getPropertyValue("--token");
     context.beginPath();
     for (const { edge, points } of paths) {
-      const moving = dotMotion(edge.tokens_per_s);
+      const moving = dotMotion(edge.positions_per_s);
       if (!moving) continue;
       const length = points.at(-1)[2];
       for (let at = offsets.get(edge.id) % moving.gap; at < length; at += moving.gap) {
@@ -159,14 +157,14 @@ export function chains() {
     if (now_ms - last_ms >= FRAME_MS) {
       const passed_s = Math.min(0.1, (now_ms - last_ms) / 1000);
       last_ms = now_ms;
-      for (const { edge } of paths) offsets.set(edge.id, offsets.get(edge.id) + (dotMotion(edge.tokens_per_s)?.speed ?? 0) * passed_s);
+      for (const { edge } of paths) offsets.set(edge.id, offsets.get(edge.id) + (dotMotion(edge.positions_per_s)?.speed ?? 0) * passed_s);
       paint();
     }
     run();
   }
 
   function run() {
-    const moves = playing && shown && !document.hidden && paths.some(({ edge }) => edge.tokens_per_s > 0);
+    const moves = playing && shown && !document.hidden && paths.some(({ edge }) => edge.positions_per_s > 0);
     if (moves && !frame) frame = requestAnimationFrame(step);
     if (!moves && frame) {
       cancelAnimationFrame(frame);
@@ -195,10 +193,10 @@ export function chains() {
 
 function dotNote({ bars, edges }) {
   if (!bars.length) return "";
-  if (!edges.some((edge) => edge.tokens_per_s > 0)) return "No answers are being computed right now.";
-  const many = edges.some((edge) => edge.tokens_per_s > 6);
+  if (!edges.some((edge) => edge.positions_per_s > 0)) return "No answers are being computed right now.";
+  const many = edges.some((edge) => edge.positions_per_s > 6);
   const hosts = bars.some((bar) => bar.peers.length > 1) ? "Hosts with similar spans share a bar. " : "";
-  return `${hosts}${many ? "Dots are tokens; on busy links one dot stands for several." : "Each dot is a token."}`;
+  return `${hosts}${many ? "Dots are positions: tokens of prompts and answers, and drafts. On busy links one dot stands for several." : "Each dot is a position: a token of a prompt or an answer, or a draft."}`;
 }
 
 /** The text if it fits into `pixels`, else the short form or, without one, the beginning. */

@@ -1,20 +1,22 @@
 /** Line and bar charts (uPlot) in the page's colours, with the newest values or those under the pointer as text. */
 
-import { h, setAttribute, setText } from "../dom.js";
-import { clock, day, dateTime, number } from "../format.js";
+import { h, setAttribute, setStyle, setText } from "../dom.js";
+import { clock, day, number } from "../format.js";
 
 const HEIGHT = 148;
 
 /**
  * A chart. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
  * value into text. The horizontal axis is Unix time, or with `alongX: {label, format, tick}` another quantity.
- * Charts of one `group` share their cursor. `update(x, columns)` draws; null is where nothing was measured.
+ * The vertical axis begins at 0 unless `fromZero` is false. Charts of one `group` share their cursor.
+ * `update(x, columns)` draws, and hides the chart if nothing was measured; null is where nothing was.
  */
-export function chart({ title, series, format, alongX = null, group = null, height = HEIGHT, wholeNumbers = false }) {
-  const readout = h("span", { class: "readout" });
+export function chart({ title, series, format, alongX = null, group = null, height = HEIGHT, wholeNumbers = false, fromZero = true }) {
+  const when = h("span", { class: "quiet" });
+  const values = series.map(() => h("span", {}));
+  const readout = h("span", { class: "readout" }, when, series.map((one, i) => h("span", {}, one.label ? [key(one), `${one.label} `] : null, values[i])));
   const plot = h("div", { class: "plot", "aria-hidden": "true" });
-  const empty = h("p", { class: "plot-empty quiet", hidden: true }, "No measurements yet.");
-  const node = h("figure", { class: "chart" }, h("figcaption", {}, h("span", { class: "chart-title" }, title), readout), plot, empty);
+  const node = h("figure", { class: "chart", hidden: true }, h("figcaption", {}, h("span", { class: "chart-title" }, title), readout), plot);
   let drawn = null;
   let data = null;
   let width = 0;
@@ -28,9 +30,9 @@ export function chart({ title, series, format, alongX = null, group = null, heig
     return {
       width, height, padding: [8, 10, 0, 0], legend: { show: false },
       cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false }, ...(group ? { sync: { key: group } } : {}) },
-      scales: { x: { time: false }, y: { range: rangeOf } },
+      scales: { x: { time: false }, y: { range: fromZero ? rangeFromZero : rangeAround } },
       axes: [
-        { ...axis, grid: { show: false }, size: 26, space: 70, gap: 4, ...(alongX ? {} : { incrs: TIME_STEPS, splits: timeSplits }), values: (_, at) => at.map((v, i) => (alongX ? alongX.tick(v) : hour(at, i))) },
+        { ...axis, grid: { show: false }, size: 26, space: 70, gap: 4, ...(alongX ? {} : { incrs: TIME_STEPS, splits: timeSplits }), values: (_, at) => once(at.map((v, i) => (alongX ? alongX.tick(v) : hour(at, i)))) },
         { ...axis, grid, size: 52, gap: 6, space: 30, ...(wholeNumbers ? { incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000] } : {}), values: (_, at) => at.map((v) => format(Math.abs(v))) },
       ],
       series: [{}, ...series.map((one) => lineOf(one, color))],
@@ -41,18 +43,15 @@ export function chart({ title, series, format, alongX = null, group = null, heig
 
   function said(at) {
     const shown = at ?? lastMeasured(data);
-    if (shown === null) return setText(readout, "");
-    const when = alongX ? alongX.format(data[0][shown]) : dateTime(data[0][shown]);
-    const values = series.map((one, i) => `${one.label ? `${one.label} ` : ""}${format(value(data[i + 1][shown], one))}`).join(" · ");
-    setText(readout, at === null ? values : `${alongX ? `${alongX.label} ${when}` : short(data[0][shown])} · ${values}`);
-    return undefined;
+    readout.hidden = shown === null;
+    if (shown === null) return;
+    setText(when, alongX ? `${alongX.label} ${alongX.format(data[0][shown])}` : short(data[0][shown]));
+    values.forEach((node, i) => setText(node, format(value(data[i + 1][at ?? lastMeasured([data[0], data[i + 1]]) ?? shown], series[i]))));
   }
 
   function draw() {
-    const some = data !== null && lastMeasured(data) !== null;
-    empty.hidden = some || data === null;
-    plot.hidden = !some;
-    if (!some || !width) return;
+    node.hidden = data === null || lastMeasured(data) === null;
+    if (node.hidden || !width) return;
     drawn?.destroy();
     drawn = new uPlot(options(), data, plot);
     said(null);
@@ -74,15 +73,33 @@ export function chart({ title, series, format, alongX = null, group = null, heig
       setAttribute(node, "aria-label", spoken(title, series, columns, format));
       if (drawn && lastMeasured(data) !== null) {
         drawn.setData(data);
+        node.hidden = false;
         said(null);
       } else draw();
+      return !node.hidden;
     },
   };
 }
 
 const value = (v, { below }) => (v === null || v === undefined ? NaN : below ? -v : v);
 
-const rangeOf = (_, low, high) => {
+/** Labels of an axis without those that repeat the one before: ticks may lie closer than the digits shown. */
+const once = (labels) => labels.map((label, i) => (label === labels[i - 1] ? "" : label));
+
+/** The mark of a series in the legend: its colour and shape. */
+function key({ color, shape }) {
+  const mark = h("i", { class: `key ${shape}`, "aria-hidden": "true" });
+  setStyle(mark, "--key", `var(${color})`);
+  return mark;
+}
+
+/** A little more than the values, for quantities whose distance from 0 says little. */
+const rangeAround = (_, low, high) => {
+  const margin = (high - low) * 0.08 || Math.abs(high) * 0.05 || 1;
+  return [low - margin, high + margin];
+};
+
+const rangeFromZero = (_, low, high) => {
   const top = high > 0 ? high * 1.12 : low < 0 ? 0 : 1;
   return [low < 0 ? low * 1.12 : 0, top];
 };
@@ -126,6 +143,6 @@ export const AFTER_TOKENS = { label: "after", format: (v) => `${number(v)} token
 
 /** A job's loss. `update(x, [loss, val_loss])`. */
 export const lossChart = (height, alongX = AFTER_TOKENS) => chart({
-  title: "Loss, mean of the workers", format: number, height, alongX,
+  title: "Loss, mean of the workers", format: number, height, alongX, fromZero: false,
   series: [{ label: "training", color: "--c1", shape: "line" }, { label: "held out", color: "--c3", shape: "sparse" }],
 });

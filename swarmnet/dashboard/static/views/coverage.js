@@ -66,7 +66,7 @@ export function coverage({ onBlock, onChosen }) {
     const there = hosts.filter((peer) => peer.blocks[0] <= shown && shown < peer.blocks[1]);
     const names = there.slice(0, SHOWN_NAMES).map((peer) => peer.label).join(", ") + (there.length > SHOWN_NAMES ? ` and ${count(there.length - SHOWN_NAMES)} more` : "");
     const replicas = model.replicas[shown];
-    const text = `${hasCursor ? "Block" : "Weakest: block"} ${shown} · ${replicas ? plural(replicas, "replica") : "no host"}${names ? ` · ${names}` : ""}`;
+    const text = `${hasCursor ? "Block" : "Weakest: block"} ${shown} · ${replicas ? plural(replicas, "host") : "no host"}${names ? ` · ${names}` : ""}`;
     setText(detail, text);
     setAttribute(bar, "aria-valuenow", shown);
     setAttribute(bar, "aria-valuetext", text);
@@ -99,7 +99,7 @@ export function coverage({ onBlock, onChosen }) {
       const same = model && model.replicas.join() === next.replicas.join() && model.weakest?.block === next.weakest?.block;
       model = next;
       hosts = peers;
-      setAttribute(bar, "aria-label", `Replicas of each block of ${name}`);
+      setAttribute(bar, "aria-label", `Hosts of each block of ${name}`);
       setAttribute(bar, "aria-valuemax", model.blocks - 1);
       if (same && width) drawCursor();
       else draw();
@@ -124,5 +124,5 @@ function patterns() {
 
 function legend() {
   const item = (n, text) => h("li", {}, s("svg", { width: 12, height: 12, "aria-hidden": "true" }, s("rect", { class: `replicas-${n}`, x: 0.5, y: 0.5, width: 11, height: 11, rx: 2 })), text);
-  return h("ul", { class: "legend", "aria-label": "Replicas" }, item(0, "none"), item(1, "1"), item(2, "2"), item(3, "3 or more"));
+  return h("ul", { class: "legend", "aria-label": "Hosts of a block" }, h("li", {}, "Hosts of a block:"), item(0, "none"), item(1, "1"), item(2, "2"), item(3, "3 or more"));
 }

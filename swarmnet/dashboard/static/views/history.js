@@ -4,7 +4,7 @@ import { h, segmented, setText } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { chart } from "./charts.js";
 
-const EVERY_MS = 60_000;
+const EVERY_MS = 30_000;
 const MOST_POINTS = 160;
 
 /** `show(manifest)` loads the history of a model, and loads it again every minute. */
@@ -13,16 +13,16 @@ export function history() {
   let window_ = "24h";
   let asked = 0;
   const line = (title, column, format) => ({ columns: [column], chart: chart({ title, format, group: "history", series: [{ label: "", color: "--c1", shape: "area" }] }) });
-  const quantiles = (title, p50, p95) => ({ columns: [p50, p95], chart: chart({ title, format: seconds, group: "history", series: [{ label: "p50", color: "--c1", shape: "line" }, { label: "p95", color: "--c2", shape: "dashed" }] }) });
+  const quantiles = (title, p50, p95) => ({ columns: [p50, p95], chart: chart({ title, format: seconds, group: "history", series: [{ label: "median", color: "--c1", shape: "line" }, { label: "95 % within", color: "--c2", shape: "dashed" }] }) });
   const whole = (v) => (Number.isFinite(v) ? String(Math.round(v)) : "–");
   const charts = [
-    line("Tokens per second", "tokens_per_s", number),
-    { columns: ["peers", "weakest"], chart: chart({ title: "Peers, and replicas of the weakest block", format: whole, wholeNumbers: true, group: "history", series: [{ label: "peers", color: "--c1", shape: "line" }, { label: "weakest", color: "--c3", shape: "line" }] }) },
-    quantiles("Time to the first token", "first_token_p50_s", "first_token_p95_s"),
-    quantiles("Time for each token", "token_p50_s", "token_p95_s"),
-    { columns: ["failures", "recoveries"], chart: chart({ title: "Failures of hosts, and recoveries", format: whole, wholeNumbers: true, group: "history", series: [{ label: "failures", color: "--c-bad", shape: "bars" }, { label: "recovered", color: "--c1", shape: "bars", below: true }] }) },
+    { name: "tokens per second", ...line("Tokens per second that clients receive", "tokens_per_s", number) },
+    { name: "peers", columns: ["peers", "weakest"], chart: chart({ title: "Peers, and hosts of the weakest block", format: whole, wholeNumbers: true, group: "history", series: [{ label: "peers", color: "--c1", shape: "line" }, { label: "hosts of the weakest block", color: "--c3", shape: "line" }] }) },
+    { name: "the time to the first token", ...quantiles("Time to the first token", "first_token_p50_s", "first_token_p95_s") },
+    { name: "the time for each token", ...quantiles("Time for each token", "token_p50_s", "token_p95_s") },
+    { name: "failures of hosts", isEmpty: (data) => data.failures.every((n) => !n) && data.recoveries.every((n) => !n), columns: ["failures", "recoveries"], chart: chart({ title: "Failures of hosts, and recoveries", format: whole, wholeNumbers: true, group: "history", series: [{ label: "failures", color: "--c-bad", shape: "bars" }, { label: "sessions that went on", color: "--c1", shape: "bars", below: true }] }) },
   ];
-  const status = h("p", { class: "quiet", role: "status" });
+  const status = h("p", { class: "quiet chart-note", role: "status" });
 
   async function load() {
     if (!manifest) return;
@@ -33,8 +33,11 @@ export function history() {
       const data = await answer.json();
       if (turn !== asked) return; // the user has chosen another window or model
       const { at_s, ...columns } = downsampled(data);
-      for (const each of charts) each.chart.update(at_s, each.columns.map((name) => columns[name]));
-      setText(status, "");
+      const folded = charts.filter((each) => {
+        const nothing = each.isEmpty?.(columns) ?? false;
+        return !each.chart.update(at_s, each.columns.map((name) => (nothing ? columns[name].map(() => null) : columns[name])));
+      });
+      setText(status, folded.length ? `Nothing measured in this time: ${folded.map(({ name }) => name).join(", ")}. A chart appears with its first measurement.` : "");
     } catch {
       if (turn === asked) setText(status, "The history could not be loaded. The next attempt is in a minute.");
     }
@@ -42,7 +45,7 @@ export function history() {
 
   setInterval(() => { if (!document.hidden) load(); }, EVERY_MS);
   return {
-    node: h("div", {}, status, h("div", { class: "chart-grid" }, charts.map((each) => each.chart.node))),
+    node: h("div", {}, h("div", { class: "chart-grid" }, charts.map((each) => each.chart.node)), status),
     controls: segmented("Time shown", [["24h", "24 h"], ["30d", "30 d"]], window_, (next) => { window_ = next; load(); }),
     show(next) {
       if (next === manifest) return;

@@ -3,7 +3,7 @@
 import { announce, commandNode, h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
 import { ago, bytes, count, dateTime, number, percent, plural, shortId } from "../format.js";
 import { lossChart } from "./charts.js";
-import { EVENT_KINDS, capital } from "../words.js";
+import { EVENT_KINDS, capital, jobState } from "../words.js";
 
 /** `update(advice)` shows the reason and the command; null hides both. */
 export function advice() {
@@ -58,9 +58,9 @@ function eventNode(event) {
 }
 
 const CURVES = 3; // jobs whose loss is drawn; further jobs have no chart
-const CURVE_EVERY_MS = 60_000;
+const CURVE_EVERY_MS = 30_000;
 
-/** `update(jobs)`: the progress of each job, and a chart of the loss of the first few. Jobs have an `id`. */
+/** `update(jobs, now_s)`: the progress of each job, those with workers first, and a chart of the loss of the first few. Jobs have an `id`. */
 export function jobList() {
   const curves = new Map();
 
@@ -85,22 +85,32 @@ export function jobList() {
 
   setInterval(() => { if (!document.hidden) draw(); }, CURVE_EVERY_MS);
   const list = h("ul", { class: "jobs" });
-  const none = h("p", { class: "quiet" }, "No training job is running. ", h("code", {}, "swarmnet train template diloco"), " writes the file for one.");
+  const ended = h("ul", { class: "jobs" });
+  const count_ = h("summary", {});
+  const fold = h("details", { class: "fold" }, count_, ended);
+  const fill = (now_s) => (node, job) => {
+    const [head, facts, track] = node.firstElementChild.children;
+    setAttribute(node.firstElementChild, "href", `/jobs/${encodeURIComponent(job.id)}`);
+    setText(head.firstElementChild, job.name ?? shortId(job.id));
+    setText(head.lastElementChild, `${job.method} · ${jobState(job)}${job.ended_s && job.round ? ` · ${ago(now_s - job.ended_s)}` : ""}`);
+    const parts = [`round ${count(job.round)} of ${count(job.rounds)}`, job.workers ? plural(job.workers, "worker") : null, `${bytes(job.bytes_sent)} sent`];
+    if (typeof job.loss === "number") parts.unshift(`loss ${number(job.loss)}`);
+    setText(facts, parts.filter(Boolean).join(" · "));
+    setStyle(track.firstElementChild, "width", `${job.rounds ? Math.min(100, (job.round / job.rounds) * 100) : 0}%`);
+  };
   return {
-    node: h("div", {}, list, none),
-    update(jobs) {
-      none.hidden = jobs.length > 0;
-      list.hidden = jobs.length === 0;
+    node: h("div", {}, list, fold),
+    update(jobs, now_s) {
       const drawn = curves.size;
-      reconcile(list, jobs, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), (node, job) => {
-        const [head, facts, track] = node.firstElementChild.children;
-        setAttribute(node.firstElementChild, "href", `/jobs/${encodeURIComponent(job.id)}`);
-        setText(head.firstElementChild, job.name ?? shortId(job.id));
-        setText(head.lastElementChild, `${job.method} · ${job.state}`);
-        setText(facts, `loss ${number(job.loss)} · round ${count(job.round)} of ${count(job.rounds)} · ${plural(job.workers, "worker")} · ${bytes(job.bytes_sent)} sent`);
-        setStyle(track.firstElementChild, "width", `${job.rounds ? Math.min(100, (job.round / job.rounds) * 100) : 0}%`);
-      });
-      for (const id of curves.keys()) if (!jobs.some((job) => job.id === id)) curves.delete(id);
+      const running = jobs.filter((job) => job.workers > 0);
+      const others = jobs.filter((job) => !job.workers).sort((a, b) => b.ended_s - a.ended_s);
+      fold.hidden = others.length === 0;
+      setText(count_, `${plural(others.length, "job")} without workers, kept for 30 days`);
+      if (!running.length && !fold.dataset.seen) fold.open = true;
+      fold.dataset.seen = "yes";
+      reconcile(list, running, (job) => job.id, (job) => jobNode(curves.size < CURVES ? curveOf(job) : null), fill(now_s));
+      reconcile(ended, others, (job) => job.id, () => jobNode(null), fill(now_s));
+      for (const id of curves.keys()) if (!running.some((job) => job.id === id)) curves.delete(id);
       if (curves.size !== drawn) draw();
     },
   };
@@ -109,18 +119,25 @@ export function jobList() {
 const jobNode = (curve) => h("li", {}, h("a", {}, h("span", { class: "job-head" }, h("strong", {}), h("span", { class: "quiet" })),
   h("span", { class: "job-facts" }), h("span", { class: "track", "aria-hidden": "true" }, h("i", {}))), curve);
 
-/** `update(rows)`: the ten peers that computed the most tokens, with bars relative to the first. */
-export function contributionList() {
+/** The work of a peer in words: "1.38 G positions × blocks, 12 rounds trained". */
+export function workText({ block_positions, expert_rows, rounds }) {
+  const parts = [
+    block_positions ? `${number(block_positions)} positions × blocks` : null, expert_rows ? `${number(expert_rows)} rows of experts` : null,
+    rounds ? `${plural(rounds, "round")} trained` : null,
+  ].filter(Boolean);
+  return parts.join(", ") || "none";
+}
+
+/** `update(rows)`: the ten peers with the largest shares of the work. Calls `onFound(found)`. */
+export function contributionList(onFound) {
   const list = h("ol", { class: "shares" });
-  const none = h("p", { class: "quiet" }, "No contributions yet. The dashboard counts what peers compute while it runs.");
   return {
-    node: h("div", {}, list, none),
+    node: list,
     update(rows) {
-      const best = [...rows].filter((row) => row.tokens > 0).sort((a, b) => b.tokens - a.tokens).slice(0, 10);
-      none.hidden = best.length > 0;
-      list.hidden = best.length === 0;
-      reconcile(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.tokens / best[0].tokens,
-        `${number(row.tokens)} tokens`, `online ${percent(row.uptime)} of the time`));
+      const best = rows.filter((row) => row.share > 0).slice(0, 10);
+      onFound(best.length > 0);
+      reconcile(list, best, (row) => row.peer_id, shareNode, (node, row) => fillShare(node, row.peer_id, row.name, row.share, workText(row),
+        `${percent(row.share)} of all work of its kind; online ${percent(row.uptime)} of the observed time`));
     },
   };
 }

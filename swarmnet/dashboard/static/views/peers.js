@@ -2,35 +2,34 @@
 
 import { h, reconcile, setAttribute, setStyle, setText } from "../dom.js";
 import { bytes, count, dateTime, duration, number, percent, plural, seconds, shortId, span } from "../format.js";
-import { peerState } from "../words.js";
+import { EXPLANATIONS, peerState } from "../words.js";
 
 const ROW = 37; // height of a row in pixels, as in parts.css; the rows on the screen follow from it
 const SPARE = 6; // rows kept above and below those on the screen
 
-const STATE_ORDER = ["gone", "silent", "incompatible", "paused", "leaving", "joining", "online"];
+const STATE_ORDER = ["lost", "left", "finished", "silent", "incompatible", "paused", "leaving", "joining", "online"];
 const text = (a, b) => a.localeCompare(b);
 const amount = (a, b) => (a === b ? 0 : (a ?? Infinity) - (b ?? Infinity)); // unknown values come last
-const stateRank = (peer) => STATE_ORDER.indexOf(peer.silent && peer.state !== "gone" ? "silent" : peer.state);
+const stateRank = (peer) => STATE_ORDER.indexOf(peer.state === "gone" ? peer.ending : peer.silent ? "silent" : peer.state);
 
 const COLUMNS = [
   { id: "peer", title: "Peer", less: (a, b) => text(a.label, b.label) },
   { id: "state", title: "State", less: (a, b) => stateRank(a) - stateRank(b) },
   { id: "blocks", title: "Blocks", less: (a, b) => amount(a.blocks?.[0], b.blocks?.[0]) || amount(a.blocks?.[1], b.blocks?.[1]) },
-  { id: "speed", title: "Speed", unit: "tokens/s", less: (a, b) => amount(a.tokens_per_s, b.tokens_per_s), most: true },
+  { id: "speed", title: "Positions/s", less: (a, b) => amount(a.positions_per_s, b.positions_per_s), most: true },
   { id: "delay", title: "Delay", less: (a, b) => amount(a.delay_s, b.delay_s) },
   { id: "queue", title: "Queue", less: (a, b) => amount(a.queue_s, b.queue_s), most: true },
   { id: "cache", title: "Free cache", less: (a, b) => amount(a.cache_bytes_free, b.cache_bytes_free) },
   { id: "route", title: "Link", less: (a, b) => text(a.connection, b.connection) },
   { id: "precision", title: "Precision", less: (a, b) => text(a.dtype ?? "", b.dtype ?? "") },
   { id: "version", title: "Version", less: (a, b) => text(a.version ?? "", b.version ?? "") },
-  { id: "uptime", title: "Uptime", less: (a, b) => amount(b.started_s, a.started_s), most: true },
+  { id: "uptime", title: "Uptime", less: (a, b) => amount(a.up_s, b.up_s), most: true },
 ];
 
 /** `update(peers, blocks, now_s)` fills it; peers have `id` and `label`. `chooseBlock(block)` shows only the hosts of a block. */
 export function peerTable() {
   let all = [];
   let blocks = 1;
-  let now_s = 0;
   let order = { column: COLUMNS[2], down: false };
   let word = "";
   let kind = "all";
@@ -41,7 +40,7 @@ export function peerTable() {
   const before = h("tbody", { "aria-hidden": "true" }, h("tr", {}, h("td", { colspan: COLUMNS.length })));
   const body = h("tbody", {});
   const after = h("tbody", { "aria-hidden": "true" }, h("tr", {}, h("td", { colspan: COLUMNS.length })));
-  const heads = COLUMNS.map((column) => h("th", { scope: "col", class: `c-${column.id}` },
+  const heads = COLUMNS.map((column) => h("th", { scope: "col", class: `c-${column.id}`, title: EXPLANATIONS[column.title] },
     h("button", { type: "button", onclick: () => sortBy(column) }, column.title, h("span", { class: "sort", "aria-hidden": "true" }))));
   const table = h("table", { class: "peers" }, h("caption", { class: "visually-hidden" }, "Peers of the swarm"), h("thead", {}, h("tr", {}, heads)), before, body, after);
   const scroll = h("div", { class: "table-scroll", tabindex: 0, role: "region", "aria-label": "Table of peers" }, table);
@@ -85,7 +84,7 @@ export function peerTable() {
     chip.hidden = block === null;
     setText(chip, block === null ? "" : `Block ${block} ✕`);
     setAttribute(chip, "aria-label", `Only peers with block ${block}. Show all peers`);
-    setText(total, rows.length === all.length ? plural(all.length, "peer") : `${count(rows.length)} of ${count(all.length)}`);
+    setText(total, rows.length === all.length ? kinds(all) : `${count(rows.length)} of ${count(all.length)}`);
     none.hidden = rows.length > 0 || all.length === 0;
     setAttribute(table, "aria-rowcount", rows.length + 1);
     draw();
@@ -97,7 +96,7 @@ export function peerTable() {
     space(before, first);
     space(after, rows.length - last);
     const focused = body.contains(document.activeElement);
-    reconcile(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks, now_s));
+    reconcile(body, rows.slice(first, last), (peer) => peer.id, row, (node, peer) => fill(node, peer, blocks));
     [...body.children].forEach((node, at) => setAttribute(node, "aria-rowindex", first + at + 2));
     if (focused && !body.contains(document.activeElement)) scroll.focus({ preventScroll: true });
   }
@@ -126,9 +125,8 @@ export function peerTable() {
     controls: [total, chip, states, search],
     chooseBlock,
     update(peers, of, at_s) {
-      all = peers;
+      all = peers.map((peer) => ({ ...peer, up_s: upTime(peer, at_s) }));
       blocks = of;
-      now_s = at_s;
       refresh(false);
     },
   };
@@ -149,7 +147,7 @@ function row() {
   return h("tr", {}, h("th", { scope: "row", class: "c-peer" }, link), state, blocks, plain, cache, rest);
 }
 
-function fill(node, peer, blocks, now_s) {
+function fill(node, peer, blocks) {
   const [name, state, held, speed, delay, queue, cache, route, exact, version, uptime] = node.children;
   const link = name.firstElementChild;
   setAttribute(link, "href", `/peers/${encodeURIComponent(peer.id)}`);
@@ -164,7 +162,7 @@ function fill(node, peer, blocks, now_s) {
   setText(held.lastElementChild, holds(peer));
   setAttribute(held, "title", expertFacts(peer) || null);
   held.firstElementChild.hidden = !there;
-  setText(speed, peer.role === "experts" ? "–" : number(peer.tokens_per_s));
+  setText(speed, peer.role === "host" ? number(peer.positions_per_s) : "–");
   setText(delay, seconds(peer.delay_s));
   setText(queue, peer.blocks ? seconds(peer.queue_s) : "–");
   const free = peer.cache_bytes_limit > 0 ? peer.cache_bytes_free / peer.cache_bytes_limit : null;
@@ -175,11 +173,22 @@ function fill(node, peer, blocks, now_s) {
   setText(route, peer.connection === "unknown" ? "–" : peer.connection);
   setText(exact, peer.dtype ?? "–");
   setText(version, peer.version || "–");
-  setText(uptime, peer.started_s ? duration(now_s - peer.started_s) : "–");
+  setText(uptime, peer.started_s ? duration(peer.up_s) : "–");
   setAttribute(uptime, "title", peer.started_s ? `since ${dateTime(peer.started_s)}` : null);
 }
 
-const holds = (peer) => (peer.blocks ? span(peer.blocks) : peer.experts ? plural(peer.experts.count, "expert") : peer.role === "experts" ? "no experts" : "trainer");
+const holds = (peer) => (peer.blocks ? span(peer.blocks) : peer.experts ? plural(peer.experts.count, "expert") : peer.role === "experts" ? "no experts" : "worker");
+
+/** Seconds that a peer has run, until its last sign if it is gone; null if unknown. */
+export const upTime = (peer, now_s) => (peer.started_s ? (peer.state === "gone" ? peer.last_seen_s : now_s) - peer.started_s : null);
+
+/** The number of peers by kind: "22 of this model · 5 workers · 1 gone". */
+function kinds(peers) {
+  const gone = peers.filter((peer) => peer.state === "gone").length;
+  const workers = peers.filter((peer) => peer.state !== "gone" && peer.role === "worker").length;
+  const parts = [[peers.length - gone - workers, "of this model"], [workers, workers === 1 ? "worker" : "workers"], [gone, "gone"]];
+  return parts.filter(([n]) => n).map(([n, word]) => `${count(n)} ${word}`).join(" · ");
+}
 
 /** The experts that a peer computes for others, and those that others compute for it; empty: none. */
 export function expertFacts(peer) {
