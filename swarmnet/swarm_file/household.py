@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swarmnet import swarm_file
 from swarmnet.swarm_file import FILE_NAME
+from swarmnet.swarm_file.content import SwarmFile
 from swarmnet.swarm_file.keys import KEY_NAME, load_key
 from swarmnet.swarm_file.reader import NAME
 from swarmnet_protocols.errors import ConfigError
@@ -39,6 +40,13 @@ def own_household(data_dir: Path, name: str) -> Path:
         make_private(folder)
         create(folder, NewSwarm(name), now=wall_clock(), overwrite=True)
     return folder
+
+
+def started_here(data_dir: Path, file: SwarmFile) -> Path | None:
+    """Return the swarm file of a household swarm that this computer started; None for any other
+    swarm."""
+    path = data_dir / _OWN_DIR / file.name / FILE_NAME
+    return path if path.exists() and swarm_file.load(path).swarm_id == file.swarm_id else None
 
 
 def invite_newcomer(folder: Path, peer: PeerId, label: str) -> str:

@@ -25,6 +25,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.swarm_file.household import started_here
 from swarmnet.swarm_file.keys import API_KEY, KEY_NAME, read_secret
 from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, NetworkStopped
@@ -128,7 +129,7 @@ def owners_lists(
 ) -> "Callable[[], Mapping[str, object]] | None":
     """Return the function that lists members and open invites for the owner of the swarm, with an
     issuer's records in ``data_dir``. None for other people, and for a page that may be public."""
-    source = entry.source
+    source = entry.source or started_here(data_dir, entry.file)
     if source is None or entry.folder is None or not source.with_name(KEY_NAME).exists():
         return None
     if may_be_public(access):

@@ -37,7 +37,7 @@ def start(
     folder = own_household(options.data_dir, name)
     entry = enter(str(folder), options.data_dir, options.bootstrap)
     event = {"event": "household", "swarm": entry.file.name, "path": str(folder)}
-    text = f"the swarm {entry.file.name}: type `swarmnet join` on another computer in this network\nask it with `swarmnet run {options.model} --swarm {entry.file.name}`"
+    text = f"the swarm {entry.file.name}: type `swarmnet join` on another computer in this network\nask it with `swarmnet run {options.model} --swarm {entry.file.name}`\nsee its computers and members with `swarmnet dashboard --swarm {entry.file.name}`"
     say(event, text, as_json=foreground.as_json)
     from swarmnet_protocols.joining.pairing import House
 

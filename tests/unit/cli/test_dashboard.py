@@ -5,6 +5,7 @@ from pathlib import Path
 from swarmnet.cli.commands import dashboard
 from swarmnet.cli.commands.dashboard import owners_lists
 from swarmnet.swarm_file.entry import enter
+from swarmnet.swarm_file.household import own_household
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm, create
 from swarmnet.web.middleware import AccessPolicy, ApiKeys
@@ -30,3 +31,17 @@ def test_members_are_shown_to_the_owner_and_not_in_public(tmp_path: Path) -> Non
     assert owners_lists(entry, tmp_path / "data", AccessPolicy(host_names=["swarm.example.org"])) is None
     (tmp_path / "lab" / KEY_NAME).unlink()
     assert owners_lists(entry, tmp_path / "data", AccessPolicy()) is None
+
+
+def test_the_computer_that_started_a_household_sees_its_members_by_name(tmp_path: Path) -> None:
+    folder = own_household(tmp_path, "home")
+    enter(str(folder), tmp_path)
+    lists = owners_lists(enter("home", tmp_path, as_client=True), tmp_path, AccessPolicy())
+    assert lists is not None
+    assert lists() == {"members": [], "invites": []}
+    other = tmp_path / "other"
+    create(other / "file", NewSwarm("home"), now=wall_clock())
+    enter(str(other / "file"), tmp_path / "member")
+    own_household(tmp_path / "member", "home")
+    entry = enter("home", tmp_path / "member", as_client=True)
+    assert owners_lists(entry, tmp_path / "member", AccessPolicy()) is None, "another swarm of that name"
