@@ -32,8 +32,6 @@ RECENT_STATES = 4
 whole state."""
 DOWNSAMPLE_S = 600.0
 """Seconds between two calls of ``History.downsample``."""
-PEAK_S = 60.0
-"""Seconds between two reads of the peak of sessions from the history."""
 _log = logging.getLogger(__name__)
 
 
@@ -112,7 +110,6 @@ class Feed:
         self._sampler = HistorySampler()
         self._viewers: set[Viewer] = set()
         self._peaks: dict[bytes, int] = {}
-        self._peaks_at_s = 0.0
         self._downsampled_at_s = 0.0
         before = known_before(history.events(limit=100), history.jobs())
         run = secrets.token_hex(8)
@@ -205,8 +202,7 @@ class Feed:
         }
         if any(samples.values()):
             await asyncio.to_thread(self.history.add, **samples, now_s=snapshot.now_s)
-        if snapshot.now_s - self._peaks_at_s >= PEAK_S:
-            self._peaks_at_s = snapshot.now_s
+        if samples["models"] or not self._peaks:
             self._peaks = await asyncio.to_thread(self._read_peaks, snapshot)
         if snapshot.now_s - self._downsampled_at_s >= DOWNSAMPLE_S:
             self._downsampled_at_s = snapshot.now_s

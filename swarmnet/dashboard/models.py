@@ -50,7 +50,7 @@ def model_entry(
         "peers": len(hosts),
         "sessions": sessions,
         "tokens_per_s": round(answered_per_s, 1),
-        "peak_sessions": snapshot.peak_sessions.get(model.manifest),
+        "peak_sessions": max(sessions, snapshot.peak_sessions.get(model.manifest, 0)),
         "first_token_s": quantiles(recent.first_tokens),
         "token_s": quantiles(recent.token_times),
         "advice": (

@@ -32,7 +32,7 @@ PEERS = Resolution(300, 7200)
 @dataclass(frozen=True)
 class ModelSample:
     """One model, or with ``model`` "" all together, over the ``seconds`` before ``at_s`` (Unix
-    time)."""
+    time). ``sessions``: the most that were open at once."""
 
     model: str
     at_s: float
@@ -80,6 +80,8 @@ class HistorySampler:
         self._peers_at_s: float | None = None
         self._seen_at_s: float | None = None
         self._totals: dict[bytes, Counts] = {}
+        self._sessions: dict[str, int] = {}
+        """The most open sessions of each model since the last sample."""
         self._work: dict[PeerId, Work] = {}
         self._online_s: dict[str, float] = {}
         self._rounds: dict[str, int] = {}
@@ -100,6 +102,8 @@ class HistorySampler:
         otherwise none."""
         if self._models_at_s is None:
             self._restart_models(snapshot)
+        for model, entry in body["models"].items():
+            self._sessions[model] = max(self._sessions.get(model, 0), entry["sessions"])
         if snapshot.now_s - (self._models_at_s or 0.0) < MODELS.fine_s:
             return []
         samples = self.begun_models(snapshot, body)
@@ -125,7 +129,7 @@ class HistorySampler:
                     counts,
                     entry["peers"],
                     entry["weakest"]["replicas"],
-                    entry["sessions"],
+                    self._sessions.get(model.manifest.hex(), 0),
                 )
             )
         return [*samples, _sum_of(samples, snapshot, seconds, body)]
@@ -187,6 +191,7 @@ class HistorySampler:
     def _restart_models(self, snapshot: Snapshot) -> None:
         self._models_at_s = snapshot.now_s
         self._totals = dict(snapshot.totals)
+        self._sessions = {}
         self._recent.append((snapshot.now_s, dict(snapshot.totals)))
 
     def _restart_peers(self, snapshot: Snapshot) -> None:

@@ -2,7 +2,9 @@
 sends."""
 
 import itertools
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -205,6 +207,61 @@ def test_the_owner_sees_members_roles_and_open_invites(browser: Browser, sites: 
         expect(page.locator("#members")).to_be_hidden()
 
 
+def test_a_job_that_is_done_stays_and_its_workers_are_not_lost(page: Page, tmp_path: Path) -> None:
+    with Sites(tmp_path) as sites:
+        site = sites["broken"]
+        site.move(2)
+        show(page, site.url)
+        expect(page.locator("#jobs .jobs").first).to_contain_text("diloco · training")
+        site.swarm.done_s = site.now_s[0] + 2
+        site.move(2)
+        site.move(130)
+        expect(page.locator("#jobs summary")).to_have_text("1 job without workers, kept for 30 days")
+        page.locator("#jobs summary").press("Enter")
+        ended = page.locator("#jobs details li")
+        expect(ended).to_contain_text("diloco · finished · 2\u202fmin ago")
+        expect(ended).to_contain_text("round 1\u202f000 of 1\u202f000")
+        row = page.locator("#peers tr", has_text="worker")
+        expect(row.locator(".state")).to_have_text("✓finished its job")
+        ran = row.locator(".c-uptime").inner_text()
+        expect(page.locator(".events li", has_text="finished its training job")).to_be_attached()
+        ended.get_by_role("link").click()
+        expect(page.locator(".detail-head .chip")).to_have_text("finished")
+        expect(page.get_by_text("Last worker left")).to_be_visible()
+        page.go_back()
+        site.move(120)
+        expect(page.locator("#peers tr", has_text="worker").locator(".c-uptime")).to_have_text(ran)
+
+
+def test_charts_appear_with_their_first_measurement(page: Page, tmp_path: Path) -> None:
+    """Nothing of the page is empty: what is known is shown at once, the rest in one line."""
+    with Sites(tmp_path) as sites:
+        site = sites["broken"]
+        show(page, site.url)
+        note = page.locator("#history .chart-note")
+        expect(note).to_contain_text("tokens per second, peers, the time to the first token")
+        expect(page.locator("#history figure:visible")).to_have_count(0)
+        site.move(2)
+        site.move(2)
+        page.reload()
+        expect(page.locator("#history figure:visible")).to_have_count(2)
+        expect(note).to_contain_text("Nothing measured in this time: the time to the first token")
+        expect(page.locator("#history .readout").nth(1)).to_contain_text("peers")
+        expect(page.locator("#history .readout .key")).not_to_have_count(0)
+
+
+def test_every_number_has_an_explanation(page: Page, sites: Sites) -> None:
+    show(page, sites["full"].url)
+    fold = page.get_by_text("What the numbers mean")
+    fold.press("Enter")
+    meanings = page.locator(".meanings dt")
+    for name in page.locator(".figures dt").all_inner_texts():
+        expect(meanings.get_by_text(name, exact=True)).to_be_visible()
+    for name in ("Positions/s", "Delay", "Queue", "Free cache", "Uptime"):
+        expect(page.get_by_role("columnheader", name=name)).to_have_attribute("title", re.compile("."))
+        expect(meanings.get_by_text(name, exact=True)).to_be_visible()
+
+
 def test_names_with_scripts_stay_text(page: Page, sites: Sites) -> None:
     site = sites["full"]
     hostile = next(peer for peer, entry in site.state["peers"].items() if entry["name"] == SCRIPTS[0])
@@ -355,6 +412,9 @@ def test_the_modules_of_the_page_compute_what_they_promise(page: Page, sites: Si
     assert [call("format", "seconds", n) for n in (0, 0.0004, 0.0842, 1.31, 12.34, 600)] == [
         "0\u202fs", "400\u202fµs", "84\u202fms", "1.31\u202fs", "12.3\u202fs", "10\u202fmin",
     ]  # fmt: skip
+    gone = {"started_s": 100, "state": "gone", "last_seen_s": 160}
+    assert call("views/peers", "upTime", gone, 1000) == 60
+    assert call("views/peers", "upTime", gone | {"state": "online"}, 1000) == 900
     hosts = [
         {"id": f"peer-{n}", "state": "online", "blocks": [n % 113, n % 113 + 5 + n % 9]} for n in range(500)
     ]

@@ -226,19 +226,23 @@ class ExpertPeers:
         )
 
 
-def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservation], list[PeerObservation]]:
-    """A job with ``count`` workers, and the observation of each."""
+def training(
+    count: int, began_s: float, now_s: float, done_s: float | None = None
+) -> tuple[list[JobObservation], list[PeerObservation]]:
+    """A job with ``count`` workers, and the observation of each. All rounds are complete at
+    ``done_s``, when the workers stop."""
     if not count:
         return [], []
     job, observations = hash_of("job"), []
-    round = 212 + int((now_s - began_s) / 20)
+    round = 212 + int((now_s - began_s) / 20) if done_s is None else 1000
+    now_s = now_s if done_s is None else done_s
     peers = [Identity.from_seed(f"worker {number}".encode()).peer_id for number in range(count)]
     for number, peer in enumerate(peers):
         worker = report_pb2.WorkerReport(
             job=job,
             name="tiny stories, diloco",
             method="diloco",
-            state="training",
+            state="training" if done_s is None else "done",
             round=round,
             rounds=1000,
             loss=loss_after(round),
@@ -255,8 +259,9 @@ def training(count: int, began_s: float, now_s: float) -> tuple[list[JobObservat
         name = SCRIPTS[0] if number == 0 else ""
         report = report_pb2.NodeReport(version="0.1.0", public_name=name, uptime_s=age_s, worker=worker)
         newest = TimedReport(report, now_s)
-        observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02))
-    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, tuple(peers), round)
+        observations.append(PeerObservation(peer, began_s, newest=newest, delay_s=0.02, failed_at_s=done_s))
+    there = tuple(peers) if done_s is None else ()
+    known = JobObservation(job.hex(), "tiny stories, diloco", "diloco", 1000, there, round)
     return [known], observations
 
 

@@ -102,6 +102,8 @@ class RecordedSwarm:
         self.hosts: dict[PeerId, Host] = {}
         self._chains: list[Chain] = []
         self._numbers = iter(range(1_000_000))
+        self.done_s: float | None = None
+        """When the job was done; None while it is trained."""
         for _ in range(self.shape.hosts):
             self._join(self.large, age_s=self._rng.expovariate(1 / 90_000))
         for _ in range(self.shape.small_hosts):
@@ -122,7 +124,7 @@ class RecordedSwarm:
         now_s = self._clock()
         if now_s - self._now_s >= 1.0:
             self._move(now_s, now_s - self._now_s)
-        jobs, workers = training(self.shape.workers, self._began_s, now_s)
+        jobs, workers = training(self.shape.workers, self._began_s, now_s, self.done_s)
         return Snapshot(
             now_s,
             self._began_s,

@@ -33,7 +33,7 @@ def test_members_are_shown_to_the_owner_and_not_in_public(tmp_path: Path) -> Non
     assert owners_lists(entry, tmp_path / "data", AccessPolicy()) is None
 
 
-def test_the_computer_that_started_a_household_sees_its_members_by_name(tmp_path: Path) -> None:
+def test_the_first_computer_of_a_household_sees_its_members(tmp_path: Path) -> None:
     folder = own_household(tmp_path, "home")
     enter(str(folder), tmp_path)
     lists = owners_lists(enter("home", tmp_path, as_client=True), tmp_path, AccessPolicy())

@@ -10,7 +10,9 @@ import pytest
 from swarmnet.dashboard import charts, history
 from swarmnet.dashboard.history import DAY_S, FILE_NAME, MONTH_S, History
 from swarmnet.dashboard.observing.counts import NO_TIMES, Counts, Work
-from swarmnet.dashboard.sampling import MODELS, PEERS, JobPoint, ModelSample, PeerSample
+from swarmnet.dashboard.observing.observations import Snapshot, SwarmInfo
+from swarmnet.dashboard.sampling import MODELS, PEERS, HistorySampler, JobPoint, ModelSample, PeerSample
+from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.net import PeerId
 
 NOW_S = 1_800_000_000
@@ -225,3 +227,20 @@ def test_the_history_gives_the_peak_of_sessions_of_a_day(tmp_path: Path) -> None
             models=[sample(NOW_S, sessions=3), sample(NOW_S + 30, sessions=9), sample(NOW_S + 60, sessions=1)]
         )
         assert kept.peak_sessions("m", NOW_S - DAY_S) == 9
+
+
+def test_a_sample_has_the_most_sessions_since_the_one_before() -> None:
+    model = CatalogModel(bytes(32), "m", 4)
+    about = SwarmInfo("lab", "id", "open", PeerId("observer"))
+    sampler = HistorySampler()
+
+    def at(now_s: float, sessions: int) -> list[int]:
+        entry = {"sessions": sessions, "peers": 1, "weakest": {"replicas": 1}}
+        body = {"models": {model.manifest.hex(): entry}, "peers": {}}
+        snapshot = Snapshot(now_s, NOW_S, about, models=(model,))
+        return [sample.sessions for sample in sampler.models(snapshot, body)]
+
+    assert [at(NOW_S + 10 * tick, sessions) for tick, sessions in enumerate((0, 3, 0, 0, 1, 0, 1))] == [
+        *([], [], [], [3, 3]),
+        *([], [], [1, 1]),
+    ]

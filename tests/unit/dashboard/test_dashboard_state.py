@@ -336,7 +336,7 @@ def test_a_worker_that_finished_or_left_was_not_lost(round: int, state: str, end
     assert entry(later, "w")["ending"] == ending, "the others go on to the last round without it"
 
 
-def test_a_host_that_left_does_not_become_lost_when_its_record_expires() -> None:
+def test_a_host_that_left_stays_so_when_its_record_expires() -> None:
     here = derive(snapshot(seen("a")))
     leaving = seen("a", failed_at_s=NOW_S + 1, announced=announcement("leaving"))
     left = derive(snapshot(leaving, now_s=NOW_S + 2), here)

@@ -93,6 +93,13 @@ function key({ color, shape }) {
   return mark;
 }
 
+/** The places of values without a neighbour, which make no visible line; a sparse line reaches over gaps. */
+function alone(column, sparse) {
+  const measured = (at) => column[at] !== null && column[at] !== undefined;
+  const places = [...column.keys()].filter(measured);
+  return sparse ? (places.length < 2 ? places : []) : places.filter((at) => !measured(at - 1) && !measured(at + 1));
+}
+
 /** A little more than the values, for quantities whose distance from 0 says little. */
 const rangeAround = (_, low, high) => {
   const margin = (high - low) * 0.08 || Math.abs(high) * 0.05 || 1;
@@ -107,7 +114,7 @@ const rangeFromZero = (_, low, high) => {
 function lineOf({ shape, color: name }, color) {
   const stroke = color(name);
   if (shape === "bars") return { stroke, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars({ size: [0.7, 12], align: 0 }) };
-  const points = { show: (u) => u.data[0].length < 3, size: 5, fill: stroke }; // two points make no visible line
+  const points = { show: false, filter: (u, i) => alone(u.data[i], shape === "sparse"), size: 5, fill: stroke };
   return { stroke, width: 1.5, points, spanGaps: shape === "sparse", dash: shape === "dashed" ? [4, 3] : undefined, fill: shape === "area" ? color("--area") : undefined };
 }
 

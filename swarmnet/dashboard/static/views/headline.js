@@ -21,7 +21,7 @@ export function headline() {
       setText(text, words.text);
       speed.set([number(model.tokens_per_s), "tokens/s"], "all clients together");
       peers.set([count(model.peers), ""]);
-      sessions.set([count(model.sessions), ""], typeof model.peak_sessions === "number" ? `most in 24 h: ${count(model.peak_sessions)}` : "");
+      sessions.set([count(model.sessions), ""], `most in 24 h: ${count(model.peak_sessions)}`);
       times(first, model.first_token_s);
       times(each, model.token_s);
     },
