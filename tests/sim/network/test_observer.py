@@ -126,7 +126,7 @@ def test_step_times_are_those_that_the_client_measures(
         ):
             await asyncio.sleep(asked_after_s)
             await lab.generate(chain, PROMPT, 60)
-            await until(feed, lambda body: any(entry["tokens"] for entry in body["peers"].values()))
+            await until(feed, lambda body: any(entry["positions"] for entry in body["peers"].values()))
             host = lab.nodes["a"].host
             assert host is not None
             times, firsts = host.counters.token_times, host.counters.first_tokens
@@ -193,7 +193,9 @@ def test_a_failover_is_counted(reference: Reference, tmp_path: Any) -> None:
         async with dashboard(lab, tmp_path) as feed, lab.client() as swarm, lab.chain(swarm) as chain:
             await until(feed, online(4))
             generating = asyncio.create_task(lab.generate(chain, PROMPT, 300))
-            await until(feed, lambda body: any(flow["tokens_per_s"] > 0 for flow in body["flows"].values()))
+            await until(
+                feed, lambda body: any(flow["positions_per_s"] > 0 for flow in body["flows"].values())
+            )
             (victim,) = (each for each, start, _ in chain.report.route if start == 2)
             await lab.stop("b" if victim == lab.peer_id("b") else "b2")
             assert await generating == reference.greedy(PROMPT, 300)
