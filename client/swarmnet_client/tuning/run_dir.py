@@ -62,7 +62,7 @@ class RunDir:
         """
         self.path = path
         self.unfinished: TuneCheckpoint | None = None
-        self._about = dict(about)
+        self.about = dict(about)
         try:
             for torn in path.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(torn) if torn.is_dir() else torn.unlink()
@@ -85,14 +85,14 @@ class RunDir:
     def save(self, tuner: Tuner) -> Path:
         """Write a checkpoint of ``tuner``; returns its path. Raises ``OutOfResources`` when the
         disk is full."""
-        tuner.checkpoint(self._about).save(self.path / CHECKPOINT_FILE)
+        tuner.checkpoint(self.about).save(self.path / CHECKPOINT_FILE)
         return self.path / CHECKPOINT_FILE
 
     def finish(self, tuned: Any, summary: Mapping[str, Any]) -> None:
         """Write the adapter, its model card and the summary, then remove the checkpoint. Raises
         ``OutOfResources`` when the disk is full."""
         save_adapter(tuned, self.path)
-        content = self._about | dict(summary) | {"files": hashes_of(self.path)}
+        content = self.about | dict(summary) | {"files": hashes_of(self.path)}
         with replacing(self.path / CARD_FILE) as temporary:
             temporary.write_text(model_card(content), encoding="utf-8")
         with replacing(self.path / SUMMARY_FILE) as temporary:
@@ -100,9 +100,9 @@ class RunDir:
         (self.path / CHECKPOINT_FILE).unlink(missing_ok=True)
 
     def _check_same(self, about: Mapping[str, Any]) -> None:
-        differ = [name for name in {**about, **self._about} if about.get(name) != self._about.get(name)]
+        differ = [name for name in {**about, **self.about} if about.get(name) != self.about.get(name)]
         if differ:
-            then, now = ([which.get(name) for name in differ] for which in (about, self._about))
+            then, now = ([which.get(name) for name in differ] for which in (about, self.about))
             changes = (f"{name} was {a!r} and is {b!r}" for name, a, b in zip(differ, then, now, strict=True))
             raise ConfigError(
                 f"{self.path} has an unfinished run with other options: {'; '.join(changes)}",

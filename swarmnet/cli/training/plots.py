@@ -21,6 +21,8 @@ class Line:
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    color: str | None = None
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Panel:
     lines: Sequence[Line]
     linear_until: float | None = None
     y_label: str = "loss, nats a token"
+    title: str = ""
 
 
 def save_panels(panels: Sequence[Panel], path: Path) -> None:
@@ -47,46 +50,57 @@ def save_panels(panels: Sequence[Panel], path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def plot_history(points: Iterable[Mapping[str, float]], out: Path) -> list[Path]:
-    """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of a worker's history into ``out``;
-    returns their paths."""
-    points = list(points)
+def plot_histories(runs: Mapping[str, Iterable[Mapping[str, float]]], out: Path) -> list[Path]:
+    """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of workers' histories into ``out``.
+    Returns their paths. ``runs``: label → points.
+
+    Of several runs, the curves of one have one colour. Validation is dashed.
+    """
+    histories = {label: list(points) for label, points in runs.items()}
     axes = (
         ("tokens", "{} of all workers", "tokens", _TOKENS),
         ("bytes", "{} sent by this worker", "bytes_sent", _BYTES),
         ("time", "{}", "elapsed_s", _TIMES),
     )
     out.mkdir(parents=True, exist_ok=True)
+    title = next(iter(runs)) if len(runs) == 1 else f"{len(runs)} runs"
     paths = []
     for name, x_label, key, units in axes:
-        most = max((point[key] for point in points), default=0)
+        most = max((point[key] for points in histories.values() for point in points), default=0)
         unit, unit_name = next((each for each in units if most >= 2 * each[0]), units[-1])
         lines = []
-        for loss, label in (("loss", "training"), ("val_loss", "validation")):
-            found = [point for point in points if loss in point]
-            lines.append(
-                Line(label, [point[key] / unit for point in found], [point[loss] for point in found])
-            )
+        for number, (run, points) in enumerate(histories.items()):
+            for loss, label in (("loss", "training"), ("val_loss", "validation")):
+                found = [point for point in points if loss in point]
+                x, y = [point[key] / unit for point in found], [point[loss] for point in found]
+                if len(runs) == 1:
+                    lines.append(Line(label, x, y))
+                else:
+                    lines.append(Line(f"{run}, {label}", x, y, f"C{number}", dashed=loss == "val_loss"))
         paths.append(out / f"{name}.png")
-        save_panels([Panel(x_label.format(unit_name), lines)], paths[-1])
+        save_panels([Panel(x_label.format(unit_name), lines, title=f"{title}: loss by {name}")], paths[-1])
     return paths
 
 
-def plot_tuning(losses: Sequence[float], evaluations: Sequence[Mapping[str, float]], path: Path) -> None:
+def plot_tuning(
+    title: str, losses: Sequence[float], evaluations: Sequence[Mapping[str, float]], path: Path
+) -> None:
     """Draw the loss of steps 1, 2, ... and the ``val_loss`` of ``evaluations``, if any, into a PNG
     file at ``path``."""
     lines = [Line("training", range(1, len(losses) + 1), losses)]
     if evaluations:
         steps = [point["step"] for point in evaluations]
         lines.append(Line("held out", steps, [point["val_loss"] for point in evaluations]))
-    save_panels([Panel("steps", lines, y_label="loss, nats")], path)
+    save_panels([Panel("steps", lines, y_label="loss, nats", title=title)], path)
 
 
 def _draw(axes: "Axes", panel: Panel) -> None:
     for line in panel.lines:
-        axes.plot(line.x, line.y, marker="o", label=line.label)
+        style = "--" if line.dashed else "-"
+        axes.plot(line.x, line.y, style, marker="o", label=line.label, color=line.color)
     if panel.linear_until is not None:
         axes.set_xscale("symlog", linthresh=panel.linear_until)
+    axes.set_title(panel.title)
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.legend(fontsize="small")

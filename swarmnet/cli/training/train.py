@@ -31,13 +31,18 @@ from swarmnet.cli.output import note, note_if_first, print_json, print_text, pro
 from swarmnet.cli.training import train_status
 from swarmnet.cli.training.displays import Display, display
 from swarmnet.cli.training.job_names import (
+    SHOWN_DIGITS,
     JobArgument,
+    JobArguments,
     OptionalJobArgument,
     find_here,
     job_here,
     job_in_swarm,
+    jobs_here,
+    short_ids,
 )
-from swarmnet.cli.training.record import TrainingRecord, read_history
+from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
+from swarmnet.cli.training.trackers import Log, TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.train_words import facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
@@ -183,6 +188,8 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     up_bytes_per_s: Up = None,
     down_bytes_per_s: Down = None,
     public_name: PublicNameOption = "",
+    tensorboard: TensorboardOption = None,
+    wandb: WandbOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
     issuer: IssuerOption = None,
     as_json: JsonFlag = False,
@@ -238,9 +245,13 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             public_name=public_name,
             limits=limits,
         )
-        with display(as_json=as_json) as shown:
+        run = f"{sealed.job.job.name}-{public_name or job[:SHOWN_DIGITS]}"
+        with (
+            trackers(run, sealed.job.model_dump(mode="json"), tensorboard, wandb) as log,
+            display(as_json=as_json) as shown,
+        ):
             record = TrainingRecord(job_folder(directory, job), job, wall_clock)
-            run_until_stopped(_work(config, record, shown))
+            run_until_stopped(_work(config, record, shown, log))
 
 
 def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
@@ -273,7 +284,7 @@ async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) 
     return found
 
 
-async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) -> None:
+async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display, log: Log) -> None:
     from swarmnet_node.training.start import start
 
     interrupts = Interrupts.catch()
@@ -283,6 +294,7 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display) 
             with suppress(OSError):  # training continues if the disk is full
                 write_addresses(config.data_dir, event["addresses"])
         record.take(event)
+        log(event)
         shown.show(event, tell(event, record.status))
 
     async with start(config, report, shown.progress) as worker:
@@ -332,24 +344,29 @@ def export(
 
 @app.command("plot")
 def plot(
-    job: OptionalJobArgument = None,
+    jobs: JobArguments = [],  # noqa: B006 - typer copies it
     *,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the PNG files to this folder.")],
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
-    """Draw the loss of the worker on this machine against tokens, bytes sent and time."""
-    job = job_here(job, data_dir)
-    points = list(read_history(data_dir / "training" / job))
-    if not points:
-        raise ConfigError(
-            f"the worker of job {job[:16]}… has no round yet", hint="try again after its first round"
-        )
+    """Draw the loss of the worker on this machine against tokens, bytes sent and time. Several jobs
+    are drawn together, to compare them."""
+    from swarmnet.cli.training.plots import plot_histories
 
-    from swarmnet.cli.training.plots import plot_history
-
-    paths = plot_history(points, out)
+    ids = list(dict.fromkeys(job_here(job, data_dir) for job in jobs)) or [newest_job(data_dir)]
+    names, short = jobs_here(data_dir), short_ids(ids)
+    runs = {}
+    for id in ids:
+        points = list(read_history(data_dir / "training" / id))
+        if not points:
+            raise ConfigError(
+                f"the worker of job {short[id]} has no round yet", hint="try again after its first round"
+            )
+        name = names.get(id) or short[id]
+        runs[name if name not in runs else f"{name} {short[id]}"] = points
+    paths = plot_histories(runs, out)
     if as_json:
-        print_json({"job": job, "paths": [str(path) for path in paths]})
+        print_json({"jobs": ids, "paths": [str(path) for path in paths]})
     else:
         print_text("\n".join(str(path) for path in paths))

@@ -19,6 +19,7 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.training.displays import Fields, display
+from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.tune_words import Words
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
 from swarmnet_client.tuning.rows import check_rows
@@ -116,6 +117,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     ] = False,
     device: Annotated[str, device_option("Device of embeddings, head and adapter.")] = "auto",
     dtype: DtypeOption = "auto",
+    tensorboard: TensorboardOption = None,
+    wandb: WandbOption = None,
     client: ClientOptions,
     as_json: JsonFlag = False,
 ) -> None:
@@ -179,8 +182,10 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             # Else, after a crash, the next start would continue the run that this one replaces.
             folder.save(tuner)
         words = Words()
+        log = stack.enter_context(trackers(out.resolve().name, settings.to_json(), tensorboard, wandb))
 
         def show(event: Fields) -> None:
+            log(event)
             shown.show(event, words.tell(event))
 
         show(_beginning(model, dataset, settings, tuner))
@@ -275,13 +280,16 @@ def _run_command(model: str, swarm: str, out: Path, dataset: "Dataset") -> str:
 def _finish(tuned: Any, tuner: "Tuner", dataset: "Dataset", folder: "RunDir", run: str) -> dict[str, Any]:
     from swarmnet.cli.training.plots import plot_tuning
     from swarmnet_client.tuning.run_dir import CURVE_FILE
+    from swarmnet_protocols.models.public_names import name_for_peers
 
     summary = tuner.summary() | {"labels": list(dataset.labels), "has_chats": dataset.has_chats}
     summary |= {"rows": len(dataset.train), "held_out_rows": len(dataset.held_out)}
     folder.finish(tuned, summary)
     has_curve = importlib.util.find_spec("matplotlib") is not None
     if has_curve:
-        plot_tuning(summary["losses"], summary["evaluations"], folder.path / CURVE_FILE)
+        name = name_for_peers(folder.about["model"])
+        title = f"{folder.about['method']} for {name}: loss by step"
+        plot_tuning(title, summary["losses"], summary["evaluations"], folder.path / CURVE_FILE)
     last = summary["evaluations"][-1:] or [{}]
     about = {"path": str(folder.path), "curve": CURVE_FILE if has_curve else None, "run": run}
     return {"event": "done", "step": tuner.step, **last[0], **about}

@@ -11,7 +11,7 @@ import pytest
 
 from swarmnet.cli.training import plots as training_plots
 from swarmnet.cli.training import record as training_record
-from swarmnet.cli.training.plots import plot_history
+from swarmnet.cli.training.plots import Panel, plot_histories
 from swarmnet.cli.training.record import HISTORY_FILE, TrainingRecord, newest_job, read_history, read_status
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.clock import Clock
@@ -215,7 +215,7 @@ def _history(folder: Path) -> Callable[[], Iterator[dict[str, float]]]:
 
 
 def test_curves_are_drawn_against_tokens_bytes_and_time(tmp_path: Path) -> None:
-    paths = plot_history(_history(tmp_path)(), tmp_path / "plots")
+    paths = plot_histories({"tiny": _history(tmp_path)()}, tmp_path / "plots")
     assert [path.name for path in paths] == ["tokens.png", "bytes.png", "time.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
@@ -229,11 +229,29 @@ def test_an_axis_has_the_largest_unit_of_which_its_values_have_two(
     )
     for tokens, sent, seconds in ((14_080, 1_145, 298.0), (2.5e6, 3.1e9, 86_400.0)):
         point = {"loss": 3.0, "tokens": tokens, "bytes_sent": sent, "elapsed_s": seconds}
-        plot_history([point], tmp_path)
+        plot_histories({"tiny": [point]}, tmp_path)
     assert labels == [
         "thousand tokens of all workers", "bytes sent by this worker", "minutes",
         "million tokens of all workers", "GB sent by this worker", "hours",
     ]  # fmt: skip
+
+
+def test_several_runs_are_drawn_in_one_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Panel] = []
+    monkeypatch.setattr(training_plots, "save_panels", lambda panels, path: drawn.extend(panels))
+    history = list(_history(tmp_path)())
+    plot_histories({"tiny": history}, tmp_path)
+    assert [panel.title for panel in drawn] == [f"tiny: loss by {by}" for by in ("tokens", "bytes", "time")]
+    drawn.clear()
+    plot_histories({"tiny": history, "large": history[:2]}, tmp_path)
+    assert drawn[0].title == "2 runs: loss by tokens"
+    assert [(line.label, line.color, line.dashed) for line in drawn[0].lines] == [
+        ("tiny, training", "C0", False),
+        ("tiny, validation", "C0", True),
+        ("large, training", "C1", False),
+        ("large, validation", "C1", True),
+    ]
+    assert [len(line.x) for line in drawn[0].lines] == [4, 4, 1, 1]
 
 
 def test_plots_without_matplotlib_say_what_to_install(
@@ -241,5 +259,5 @@ def test_plots_without_matplotlib_say_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match="matplotlib") as caught:
-        plot_history(_history(tmp_path)(), tmp_path / "plots")
+        plot_histories({"tiny": _history(tmp_path)()}, tmp_path / "plots")
     assert "pip install matplotlib" in caught.value.hint
