@@ -96,7 +96,7 @@ class ExactStage(Stage):
         shape = model.llama_shape
         if shape is None or not backend.is_exact or shape.head_dim % 2:
             return None
-        blocks = block_shapes(shape, [shape.head_dim])
+        blocks = block_shapes(shape, [shape.head_dim], [False])
         if blocks is None:
             return None
         weights = model.load_layers(start, end, device=CPU, quantized=quantized)

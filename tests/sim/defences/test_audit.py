@@ -5,12 +5,14 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from swarmnet_client.audit import plan, verdict
 from swarmnet_client.audit.verdict import Verdict
@@ -22,6 +24,7 @@ from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.arrays import Array
+from swarmnet_protocols.models import LocalModel, resolve
 from swarmnet_protocols.quantization.precisions import PRECISIONS
 from swarmnet_protocols.routing.chain_view import Hop
 from swarmnet_protocols.routing.host_info import HostInfo
@@ -33,6 +36,7 @@ from tests.defences import Patch, defence, nothing, replacing
 from tests.support.attacks.forgers import FORGERS, Forger, towards
 from tests.support.attacks.lying_hosts import PROMPT, STEPS, THREE_OF_EACH, lying, names, start, used
 from tests.support.compiled import compiled_backend
+from tests.support.models.tiny_models import save_tiny
 from tests.support.swarm.swarm_lab import Lab, Reference, simulate
 
 POSITIONS = STEPS + len(PROMPT)
@@ -296,13 +300,17 @@ def test_a_host_that_does_not_report_its_outputs_is_replaced(
 
 @pytest.fixture(scope="module")
 def exact(reference: Reference) -> Callable[[int, int], Stage]:
-    """Loads stages of exact arithmetic, one for all hosts of a span."""
+    return exact_stages(reference.local)
+
+
+def exact_stages(model: LocalModel) -> Callable[[int, int], Stage]:
+    """Return what loads stages of exact arithmetic, one for all hosts of a span."""
     native = compiled_backend()
 
     @cache
     def load(start: int, end: int) -> Stage:
         return load_stage(
-            *(reference.local, start, end),
+            *(model, start, end),
             dtype=torch.float32,
             device=torch.device("cpu"),
             backend=native,
@@ -350,6 +358,33 @@ def test_exact_arithmetic_leaves_no_room_for_small_lies(
         await used(lab, [liar], look)
 
     simulate(reference, scenario, wire=wire)
+
+
+def test_a_small_lie_about_one_weight_of_one_expert_convicts(tmp_path: Path) -> None:
+    """Mixtures of experts are exact, too: one weight of block 2 differs by a thousandth."""
+    models = []
+    for name in ("model", "forged"):
+        folder = save_tiny("mixtral", tmp_path / name, num_hidden_layers=6)
+        if name == "forged":
+            file = folder / "model.safetensors"
+            tensors = load_file(file)
+            [weight] = [each for each in tensors if ".layers.2." in each and ".experts.1.w1." in each]
+            tensors[weight][0, 0] += 2.0**-10
+            save_file(tensors, file, {"format": "pt"})
+        models.append(resolve(str(folder), cache_dir=tmp_path / "cache"))
+    honest, forged = map(exact_stages, models)
+
+    async def scenario(lab: Lab) -> None:
+        for name, span in THREE_OF_EACH.items():
+            load = forged if name == "b1" else honest
+            await lab.start(name, dataclasses.replace(lab.hosting(span), load=load))
+
+        def look(swarm: ModelHosts, chain: Chain) -> None:
+            assert names(lab, chain.report.wrong) == ["b1"]
+
+        await used(lab, ["b1"], look)
+
+    simulate(Reference(models[0]), scenario)
 
 
 def believe_the_second_exactly(said: Array, second: Array, third: Sequence[Array] = ()) -> Verdict:

@@ -33,6 +33,8 @@ EXACT = frozenset(
             "qwen3",
         ),
         *("qwen3_vl", "smollm3", "starcoder2"),
+        *("glm4_moe", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe"),
+        *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe"),
     )
 )
 """Families whose blocks C computes: with the same bits on every processor."""

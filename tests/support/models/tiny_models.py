@@ -69,6 +69,21 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("GlmConfig", {"head_dim": 16}),
     "glm4": ("Glm4Config", {"head_dim": 16}),
     "helium": ("HeliumConfig", {"head_dim": 8}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            "shared_expert_intermediate_size": 24,
+        },
+    ),
+    "olmoe": ("OlmoeConfig", {"num_experts": 4, "num_experts_per_tok": 2}),
+    "glm4-moe": (
+        "Glm4MoeConfig",
+        {
+            **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+            **{"head_dim": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        },
+    ),
     "olmo2": ("Olmo2Config", {}),
     "phi3": (
         "Phi3Config",

@@ -73,6 +73,38 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The routed experts of one layer, all of them."""
+
+    router: Linear
+    gate_up: tuple[Linear, ...]
+    """For each expert: the outputs of its gate, then of its up projection."""
+    down: tuple[Linear, ...]
+    correction: Any = None
+    """Added to the scores of experts where they are chosen: [experts]."""
+
+    @property
+    def inner(self) -> int:
+        """The inputs of an expert's down projection."""
+        return self.down[0].inputs
+
+    @property
+    def weights(self) -> list[Any]:
+        """All weights."""
+        found = [linear.weight for linear in (self.router, *self.gate_up, *self.down)]
+        return found if self.correction is None else [*found, self.correction]
+
+    def mapped(self, change: Callable[[Any], Any]) -> "Experts":
+        """Return the experts with ``change`` of each weight in its place."""
+
+        def of(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+            return tuple(Linear(change(linear.weight)) for linear in linears)
+
+        correction = None if self.correction is None else change(self.correction)
+        return Experts(*of((self.router,)), of(self.gate_up), of(self.down), correction)
+
+
+@dataclass(frozen=True)
 class AttentionRule:
     """The attention of one layer. None means that the layer has no such feature."""
 
@@ -97,7 +129,8 @@ class DecoderLayer:
 
     - ``index`` counts from the first layer of the whole stage.
     - ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
-    - ``gate_up`` has the gate's outputs, if there is a gate, then the up projection's.
+    - ``gate_up`` has the gate's outputs, if there is a gate, then the up projection's, then the one
+      of the MLP's share, if it has one. Layers with experts may have no MLP.
     - Norms of heads have the size of one head, or that of all heads together.
     - ``modules`` has the linear modules whose outputs each product concatenates: paths, and numbers
       of outputs.
@@ -109,8 +142,8 @@ class DecoderLayer:
     key_heads: int
     qkv: Linear
     output: Linear
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     modules: Mapping[str, tuple[tuple[str, int], ...]]
     attention_norm: Norm | None = None
     mlp_norm: Norm | None = None
@@ -119,14 +152,21 @@ class DecoderLayer:
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     value_norm: Norm | None = None
+    experts: Experts | None = None
     scale: float = 1.0
     """Factor of the layer's outputs."""
+
+    @property
+    def inner(self) -> int:
+        """The inputs of the MLP's down projection. 0 without an MLP."""
+        return 0 if self.down is None else self.down.inputs
 
     @property
     def weights(self) -> list[Any]:
         """All weights and biases."""
         tensors = [each for part in self._parts.values() for each in (part.weight, part.bias)]
-        return [each for each in tensors if each is not None]
+        own = self.experts.weights if self.experts else []
+        return [*own, *(each for each in tensors if each is not None)]
 
     @property
     def _parts(self) -> dict[str, Any]:
@@ -140,7 +180,8 @@ class DecoderLayer:
             bias = None if part.bias is None else change(part.bias)
             return replace(part, weight=change(part.weight), bias=bias)
 
-        return replace(self, **{name: of(part) for name, part in self._parts.items()})
+        experts = self.experts and self.experts.mapped(change)
+        return replace(self, experts=experts, **{name: of(part) for name, part in self._parts.items()})
 
 
 @dataclass(frozen=True, eq=False)

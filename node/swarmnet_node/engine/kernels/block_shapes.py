@@ -1,4 +1,4 @@
-"""The arithmetic of each dense family's blocks, as data. ``decode.c`` computes any combination.
+"""The arithmetic of each family's blocks, as data. ``decode.c`` computes any combination.
 
 ``block_shapes`` reads a config, and ``decoder_layers.py`` finds the weights. A row of ``FAMILIES``
 says how a family differs from Llama; a family without a row is taken for one of the Llama shape.
@@ -7,7 +7,7 @@ speed and not correctness.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swarmnet_node.engine.kernels.rotary_embeddings import RotaryEmbedding, rotary_embedding
@@ -21,6 +21,31 @@ ACTIVATIONS = {
     "relu2": 3,
 }
 """Activations by their names in configs, and their numbers in decode.c."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """How a family mixes experts: modules by their paths in a block, and settings by their
+    names."""
+
+    router: str = "mlp.gate"
+    """The module with a weight for each expert."""
+    experts: str = "mlp.experts"
+    correction: str = ""
+    """The buffer that is added to the scores of experts where they are chosen."""
+    is_sigmoid: bool = False
+    """Whether scores are sigmoids of the router's outputs. Otherwise they are their softmax."""
+    normalises: str = ""
+    """The setting for whether weights of a position are divided by their sum. Without one, they
+    are."""
+    scale: str = ""
+    """The factor of the weights."""
+    shared_gate_up: tuple[str, ...] = ()
+    """The MLP that computes every position, if there is one."""
+    shared_down: str = ""
+    has_share: bool = False
+    """Whether the last of ``shared_gate_up`` has one output, whose sigmoid multiplies the MLP's
+    outputs."""
 
 
 @dataclass(frozen=True)
@@ -58,16 +83,25 @@ class Family:
     """Whether keys are the values where a block has no projection of values."""
     scale: str = ""
     """A number by which a block multiplies its outputs."""
+    mixture: Mixture | None = None
+    """Routed experts. Blocks without a router have an MLP instead."""
+
+    def of_block(self, *, has_router: bool) -> "Family":
+        """Return the modules of a block with or without routed experts."""
+        if self.mixture is None or not has_router:
+            return replace(self, mixture=None)
+        return replace(self, gate_up=self.mixture.shared_gate_up, down=self.mixture.shared_down)
 
     @property
     def products(self) -> "dict[str, tuple[str, ...]]":
         """The linear modules of each product of a block."""
-        return {"qkv": self.qkv, "output": (self.output,), "gate_up": self.gate_up, "down": (self.down,)}
+        down = (self.down,) if self.down else ()
+        return {"qkv": self.qkv, "output": (self.output,), "gate_up": self.gate_up, "down": down}
 
 
 @dataclass(frozen=True)
 class BlockShape:
-    """One block: its family, and the numbers of its config."""
+    """One block: its modules, and the numbers of its config."""
 
     family: Family
     heads: int
@@ -79,6 +113,12 @@ class BlockShape:
     query_growth: tuple[float, int] | None
     """(b, n): queries at position p are multiplied by 1 + b log(1 + floor(p / n)); None: they are
     not."""
+    chosen: int = 0
+    """Experts of a position. 0 in a block without routed experts."""
+    is_normalised: bool = False
+    """Whether the weights of these experts are divided by their sum."""
+    mixed_scale: float = 1.0
+    """Factor of the weights."""
 
 
 _SANDWICHED: dict[str, Any] = {
@@ -91,6 +131,12 @@ _NORMED_OUTPUTS: dict[str, Any] = {**_SANDWICHED, "attention_norm": "", "mlp_nor
 _COHERE: dict[str, Any] = {
     **{"mlp_norm": "input_layernorm", "is_centred": True, "is_parallel": True, "is_interleaved": True},
 }
+
+_LACKS: tuple[tuple[str, tuple[Any, ...]], ...] = (("clip_qkv", (None,)), ("n_group", (None, 1)))
+"""Settings that change a block in a way that decode.c lacks, and values with which they do not:
+bounds of queries, keys and values, and groups of experts of which some are left out."""
+_SHARED_EXPERT = tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
+_GRANITE_EXPERTS = Mixture(router="block_sparse_moe.router", experts="block_sparse_moe.experts")
 
 FAMILIES = {
     **dict.fromkeys(
@@ -112,6 +158,35 @@ FAMILIES = {
     "olmo3": Family(**_NORMED_OUTPUTS),
     "cohere": Family(**_COHERE),
     "cohere2": Family(**_COHERE, unrotated="full_attention"),
+    **dict.fromkeys(("qwen3_moe", "olmoe"), Family(mixture=Mixture(normalises="norm_topk_prob"))),
+    **dict.fromkeys(("mixtral", "qwen3_vl_moe_text"), Family(mixture=Mixture())),
+    "qwen2_moe": Family(
+        mixture=Mixture(
+            normalises="norm_topk_prob",
+            shared_gate_up=(*_SHARED_EXPERT, "mlp.shared_expert_gate"),
+            shared_down="mlp.shared_expert.down_proj",
+            has_share=True,
+        )
+    ),
+    "granitemoe": Family(mixture=_GRANITE_EXPERTS),
+    "granitemoeshared": Family(
+        mixture=replace(
+            _GRANITE_EXPERTS,
+            shared_gate_up=("shared_mlp.input_linear",),
+            shared_down="shared_mlp.output_linear",
+        )
+    ),
+    "glm4_moe": Family(
+        mixture=Mixture(
+            correction="mlp.gate.e_score_correction_bias",
+            is_sigmoid=True,
+            normalises="norm_topk_prob",
+            scale="routed_scaling_factor",
+            shared_gate_up=("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+            shared_down="mlp.shared_experts.down_proj",
+        )
+    ),
+    "minimax_m2": Family(mixture=Mixture(correction="mlp.e_score_correction_bias", is_sigmoid=True)),
     "starcoder2": Family(is_centred=True, gate_up=("mlp.c_fc",), is_gated=False, down="mlp.c_proj"),
     # Families that docs/families.md does not list.
     "arcee": Family(gate_up=("mlp.up_proj",), is_gated=False),
@@ -128,24 +203,35 @@ FAMILIES = {
 }
 
 
-def block_shapes(config: Any, head_sizes: Sequence[int]) -> Sequence[BlockShape] | None:
+def family_of(config: Any) -> Family:
+    """Return the row of a config's family."""
+    return FAMILIES.get(config.model_type, Family())
+
+
+def block_shapes(
+    config: Any, head_sizes: Sequence[int], routers: Sequence[bool]
+) -> Sequence[BlockShape] | None:
     """Return the shapes of all blocks of a decoder stack, whose heads have these sizes.
 
-    None if its config has an activation or a rotary embedding that decode.c lacks.
+    ``routers`` says which blocks have routed experts. None if the config has an activation, a
+    rotary embedding or a setting that decode.c lacks.
     """
-    family = FAMILIES.get(config.model_type, Family())
+    family = family_of(config)
     activation = getattr(config, family.activation, None)
-    if activation not in ACTIVATIONS:
+    if activation not in ACTIVATIONS or any(getattr(config, name, None) not in off for name, off in _LACKS):
         return None
     try:
-        return [_block_shape(config, family, *each) for each in enumerate(head_sizes)]
+        return [
+            _block_shape(config, family.of_block(has_router=has_router), index, size)
+            for index, (size, has_router) in enumerate(zip(head_sizes, routers, strict=True))
+        ]
     except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
 def _block_shape(config: Any, family: Family, index: int, head_size: int) -> BlockShape:
     kinds, rotated = getattr(config, "layer_types", None), getattr(config, "no_rope_layers", None)
-    kind = kinds[index] if kinds else ""
+    kind, mixture = kinds[index] if kinds else "", family.mixture
     settings = config.rope_parameters.get(kind, config.rope_parameters)
     rotary = None
     if rotated[index] if rotated else not kind or kind != family.unrotated:
@@ -163,4 +249,7 @@ def _block_shape(config: Any, family: Family, index: int, head_size: int) -> Blo
         residual=float(getattr(config, "residual_multiplier", 1.0)),
         rotary=rotary,
         query_growth=growth,
+        chosen=int(config.num_experts_per_tok) if mixture else 0,
+        is_normalised=bool(mixture and (not mixture.normalises or getattr(config, mixture.normalises))),
+        mixed_scale=float(getattr(config, mixture.scale)) if mixture and mixture.scale else 1.0,
     )

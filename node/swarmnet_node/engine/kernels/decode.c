@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "attention.h"
+#include "mlp.h"
 
 typedef struct {
     const float *weight; /* NULL if the layer has no such norm */
@@ -30,12 +30,12 @@ typedef struct {
     float scale;
 } rotary;
 
-enum { SILU, GELU_TANH, GELU, SQUARED_RELU };
-
 typedef struct {
     /* qkv: outputs of all query heads, then key heads, then value heads; gate_up: of the gate, if there is one,
-     * then of the up projection */
+     * then of the up projection, then a logit of the MLP's share if it has one. A layer with a mixture may lack the
+     * MLP: then its products have no segments, and inner is 0. */
     linear qkv, output, gate_up, down;
+    mixture mixture; /* added to the outputs of the MLP */
     /* Norms of the inputs of attention and MLP, of their outputs, and of heads. Norms of heads whose size is that
      * of all heads take these together. */
     norm attention_norm, mlp_norm, attention_out_norm, mlp_out_norm, query_norm, key_norm, value_norm;
@@ -44,6 +44,7 @@ typedef struct {
     int64_t window;     /* positions that a query sees, or 0 for all */
     int64_t activation; /* SILU or another */
     int64_t gated, parallel; /* parallel: the MLP has the inputs of attention, not its outputs */
+    int64_t shares;          /* whether the MLP's outputs are multiplied by the sigmoid of their logit */
     float scaling, softcap, residual, scale; /* scale: of the layer's outputs */
 } layer;
 
@@ -255,34 +256,20 @@ static void attention(const step *s, const layer *l, const new_position *positio
         }
 }
 
-static inline float silu(float x) { return x / (1 + exponential(-x)); }
-/* (1 + tanh(y)) / 2 is 1 / (1 + exp(-2 y)). */
-static inline float gelu_tanh(float x) { return x / (1 + exponential(-1.59576912f * (x + 0.044715f * x * x * x))); }
-static inline float gelu(float x) { return x * normal_probability(x); }
-static inline float squared_relu(float x) { return (x < 0 ? 0 : x) * (x < 0 ? 0 : x); }
-
-/* Applies an activation to values of x, in place. */
-static void activate(int64_t activation, range values, float *x) {
-#define EACH(of)                                                                         \
-    _Pragma("omp simd") for (int64_t i = values.first; i < values.end; i++) x[i] = of(x[i]); \
-    break
-    switch (activation) {
-    case SILU: EACH(silu);
-    case GELU_TANH: EACH(gelu_tanh);
-    case GELU: EACH(gelu);
-    case SQUARED_RELU: EACH(squared_relu);
-    }
-}
+static int64_t gate_up_outputs(const layer *l) { return (1 + l->gated) * l->inner + l->shares; }
 
 /* The inputs of an MLP's down projection, to out [rows][inner]: activated values, or those of a gate (Shazeer 2020)
  * times the up projection. */
 static void inner_values(const step *s, const layer *l, const new_position *positions, int64_t index, const float *x,
                          activations *parts, float *low, float *gates_ups, float *out) {
     range mine = share_outputs(l->inner), ups = {mine.first + l->inner, mine.end + l->inner};
-    int64_t which = index * PRODUCTS + GATE_UP, stride = (1 + l->gated) * l->inner;
+    int64_t which = index * PRODUCTS + GATE_UP, stride = gate_up_outputs(l);
+    int is_last = omp_get_thread_num() == omp_get_num_threads() - 1;
     prepare(s, positions, which, l->gate_up, x, parts, low);
     adapted(s, positions, which, l->gate_up, x, parts, low, mine, gates_ups, stride);
     if (l->gated) adapted(s, positions, which, l->gate_up, x, parts, low, ups, gates_ups, stride);
+    if (l->shares && is_last)
+        adapted(s, positions, which, l->gate_up, x, parts, low, (range){stride - 1, stride}, gates_ups, stride);
     for (int64_t row = 0; row < s->rows; row++, gates_ups += stride, out += l->inner) {
         activate(l->activation, mine, gates_ups);
         if (l->gated)
@@ -292,13 +279,10 @@ static void inner_values(const step *s, const layer *l, const new_position *posi
     }
 }
 
-/* Adds a product with its LoRA updates, normed and times residual, to hidden, and multiplies the sum by scale.
+/* Adds what a branch of a layer computed, normed and times residual, to hidden, and multiplies the sum by scale.
  * normed: this thread's [rows][hidden_size]. */
-static void add_product(const step *s, const new_position *positions, int64_t which, linear of, norm after, float residual,
-                        float scale, const float *x, activations *parts, float *low, float *added, float *normed, float *hidden) {
+static void add_branch(const step *s, norm after, float residual, float scale, const float *added, float *normed, float *hidden) {
     range mine = share_outputs(s->hidden_size);
-    prepare(s, positions, which, of, x, parts, low);
-    adapted(s, positions, which, of, x, parts, low, mine, added, s->hidden_size);
     if (after.weight) {
 #pragma omp barrier
         for (int64_t row = 0, at = 0; row < s->rows; row++, at += s->hidden_size)
@@ -309,9 +293,50 @@ static void add_product(const step *s, const new_position *positions, int64_t wh
         for (int64_t i = mine.first; i < mine.end; i++) hidden[i] = (hidden[i] + added[i] * residual) * scale;
 }
 
+/* A product with the hidden size as outputs, with its LoRA updates: this thread's share. */
+static void back_product(const step *s, const new_position *positions, int64_t which, linear of, const float *x,
+                         activations *parts, float *low, float *out) {
+    prepare(s, positions, which, of, x, parts, low);
+    adapted(s, positions, which, of, x, parts, low, share_outputs(s->hidden_size), out, s->hidden_size);
+}
+
+/* Chooses experts for x [rows][hidden_size], and computes the inputs of their down projections. logits, parts and inner are
+ * shared by all threads. The caller waits for them. */
+static void mixture_inner(const step *s, const layer *l, const float *x, activations *parts, float *logits, routed r, float *inner) {
+    const mixture *m = &l->mixture;
+    int takes = takes_split(m->router) || experts_take_split(m, 0);
+    if (takes) {
+        split(x, share(s->rows * (s->hidden_size / 32)), parts);
+#pragma omp barrier
+    }
+    product(m->router, x, parts, s->rows, share_outputs(m->count), logits, m->count);
+#pragma omp barrier
+    for (int64_t row = 0, at = 0; row < s->rows; row++, at += m->chosen)
+        choose(m, logits + row * m->count, r.scores, r.experts + at, r.weights + at);
+    expert_inner(m, l->activation, &r, x, takes ? parts : NULL, s->rows, inner);
+}
+
+/* Adds the outputs of the experts to this thread's share of the MLP's outputs. */
+static void add_mixture(const step *s, const layer *l, const float *gates_ups, const float *inner, activations *parts, routed r,
+                        float *outputs) {
+    const mixture *m = &l->mixture;
+    range mine = share_outputs(s->hidden_size);
+    int takes = experts_take_split(m, 1);
+    if (takes) {
+        split(inner, share(s->rows * m->chosen * (m->inner / 32)), parts);
+#pragma omp barrier
+    }
+    for (int64_t row = 0; row < s->rows; row++) {
+        float *its = outputs + row * s->hidden_size;
+        float its_share = l->shares ? sigmoid(gates_ups[(row + 1) * gate_up_outputs(l) - 1]) : 1;
+        for (int64_t i = mine.first; i < mine.end; i++) its[i] = l->inner ? its[i] * its_share : 0;
+    }
+    add_experts(m, &r, inner, takes ? parts : NULL, s->rows, s->hidden_size, outputs);
+}
+
 /* Replaces hidden [rows][hidden_size] by the output of all layers, and writes keys and values to the
- * caches. Each thread's scratch memory has room for [rows][hidden_size] and
- * [QUERIES][largest position + 1 + 2 * head_size] floats. */
+ * caches. Each thread's scratch memory has room for [rows][hidden_size] floats, and then for either
+ * [QUERIES][largest position + 1 + 2 * head_size] or what routed_at() has. */
 void decode(const step *s, const layer *layers, const new_position *positions, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {
@@ -322,10 +347,14 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
             const layer *l = layers + index;
             int64_t width = l->heads * l->head_size, states_width = width + 2 * l->key_heads * l->head_size;
             float *states = angles + s->rows * s->angle_floats, *attended = states + s->rows * states_width;
-            float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * (1 + l->gated) * l->inner;
-            float *added = inner + s->rows * l->inner, *widest = added + s->rows * s->hidden_size;
+            float *gates_ups = attended + s->rows * width, *inner = gates_ups + s->rows * gate_up_outputs(l);
+            float *added = inner + s->rows * l->inner, *logits = added + s->rows * s->hidden_size;
+            const mixture *m = &l->mixture;
+            int64_t mixed = m->chosen * m->inner;
+            float *experts_inner = logits + s->rows * m->count, *widest = experts_inner + s->rows * mixed;
             activations *parts = (activations *)widest;
-            float *low = widest + s->rows * most(s->hidden_size, most(width, l->inner));
+            float *low = widest + s->rows * most(most(s->hidden_size, mixed), most(width, l->inner));
+            routed r = routed_at(m, s->rows, s->hidden_size, scores);
             int64_t first = index * PRODUCTS;
             normalise(l->attention_norm, hidden, s->hidden_size, normed, s->rows);
             prepare(s, positions, first + QKV, l->qkv, normed, parts, low);
@@ -339,31 +368,39 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
 #pragma omp barrier
             attention(s, l, positions, index, states, attended, scores);
 #pragma omp barrier
-            add_product(s, positions, first + OUTPUT, l->output, l->attention_out_norm, l->residual, 1, attended, parts, low, added,
-                        normed, hidden);
+            back_product(s, positions, first + OUTPUT, l->output, attended, parts, low, added);
+            add_branch(s, l->attention_out_norm, l->residual, 1, added, normed, hidden);
 #pragma omp barrier
             if (!l->parallel) {
                 normalise(l->mlp_norm, hidden, s->hidden_size, normed, s->rows);
                 inner_values(s, l, positions, index, normed, parts, low, gates_ups, inner);
 #pragma omp barrier
+                if (m->count) {
+                    mixture_inner(s, l, normed, parts, logits, r, experts_inner);
+#pragma omp barrier
+                }
             }
-            add_product(s, positions, first + DOWN, l->down, l->mlp_out_norm, l->residual, l->scale, inner, parts, low, added, normed,
-                        hidden);
+            back_product(s, positions, first + DOWN, l->down, inner, parts, low, added);
+            if (m->count) {
+#pragma omp barrier
+                add_mixture(s, l, gates_ups, experts_inner, parts, r, added);
+            }
+            add_branch(s, l->mlp_out_norm, l->residual, l->scale, added, normed, hidden);
 #pragma omp barrier
         }
     }
 }
 
-/* Computes three positions of one sequence through a layer of the Llama shape and one with all other options. Their
- * bits are the same on every processor. native_code.py calls it. */
+/* Computes three positions of one sequence through a layer of the Llama shape, one with all other options, and two with
+ * experts. Their bits are the same on every processor. native_code.py calls it. */
 int trial(void) {
-    enum { HIDDEN = 40, SIZE = 22, HEADS = 3, INNER = 24, ROWS = 3, ALL = (HEADS + 2) * SIZE };
-    static float weights[ALL + 2 * INNER][HIDDEN], back[HIDDEN][HEADS * SIZE], gains[HIDDEN], biases[HIDDEN];
-    static float keys[2][ROWS][SIZE], values[2][ROWS][SIZE], scratch[8192], hidden[ROWS][HIDDEN];
+    enum { HIDDEN = 40, SIZE = 22, HEADS = 3, INNER = 24, ROWS = 3, ALL = (HEADS + 2) * SIZE, EXPERTS = 5 };
+    static float weights[ALL + 2 * INNER + 1][HIDDEN], back[HIDDEN][HEADS * SIZE], gains[HIDDEN], biases[HIDDEN];
+    static float keys[4][ROWS][SIZE], values[4][ROWS][SIZE], scratch[8192], hidden[ROWS][HIDDEN];
     for (int i = 0; i < HIDDEN; i++) {
         gains[i] = 1 + (float)i / 64;
         biases[i] = (float)(i % 5 - 2) / 8;
-        for (int o = 0; o < ALL + 2 * INNER; o++) weights[o][i] = (float)((o * 7 + i * 3) % 11 - 5) / 16;
+        for (int o = 0; o <= ALL + 2 * INNER; o++) weights[o][i] = (float)((o * 7 + i * 3) % 11 - 5) / 16;
         for (int o = 0; o < HEADS * SIZE; o++) back[i][o] = (float)((o * 5 + i * 2) % 13 - 6) / 32;
         for (int r = 0; r < ROWS; r++) hidden[r][i] = (float)((r * 5 + i) % 7 - 3) / 3;
     }
@@ -387,17 +424,34 @@ int trial(void) {
     other.softcap = 3;
     other.residual = 0.5f;
     other.scale = 0.75f;
-    layer layers[] = {llama, other};
-    float frequencies[SIZE / 2], *caches[] = {*keys[0], *values[0], *keys[1], *values[1]};
+    segment router = {.rows = (uint8_t *)weights[20], .row_bytes = sizeof *weights, .outputs = EXPERTS};
+    segment shared = gate_up, of_experts[EXPERTS][2];
+    linear experts[EXPERTS][2];
+    shared.outputs = 2 * INNER + 1;
+    for (int e = 0; e < EXPERTS; e++) {
+        of_experts[e][0] = (segment){.rows = (uint8_t *)weights[9 * e], .row_bytes = sizeof *weights, .outputs = 2 * INNER};
+        of_experts[e][1] = (segment){.rows = (uint8_t *)(*back + 16 * e), .row_bytes = INNER * sizeof(float), .outputs = HIDDEN};
+        experts[e][0] = (linear){of_experts[e], NULL, 1, HIDDEN};
+        experts[e][1] = (linear){of_experts[e] + 1, NULL, 1, INNER};
+    }
+    layer mixed = llama, alone = llama;
+    mixed.mixture = (mixture){{&router, NULL, 1, HIDDEN}, *experts, NULL, EXPERTS, 2, INNER, 0, 0, 1};
+    mixed.gate_up.segments = &shared;
+    mixed.shares = 1;
+    alone.mixture = (mixture){{&router, NULL, 1, HIDDEN}, *experts, biases, EXPERTS, 3, INNER, 1, 1, 1.5f};
+    alone.gate_up.count = alone.down.count = alone.inner = 0;
+    layer layers[] = {llama, other, mixed, alone};
+    float frequencies[SIZE / 2], *caches[8];
+    for (int i = 0; i < 8; i++) caches[i] = i % 2 ? *values[i / 2] : *keys[i / 2];
     for (int i = 0; i < SIZE / 2; i++) frequencies[i] = 1 / (float)(i + 1);
     rotary rotaries[] = {{frequencies, SIZE / 2, 0, 1}, {frequencies, SIZE / 2 - 2, 1, 1.25f}};
     new_position positions[ROWS];
     for (int r = 0; r < ROWS; r++)
         positions[r] = (new_position){.position = r, .capacity = ROWS, .rows = ROWS, .caches = caches, .query_scale = 1.5f};
-    step s = {.rotaries = rotaries, .layers = 2, .hidden_size = HIDDEN, .rotary_count = 2, .angle_floats = 2 * (SIZE - 2),
+    step s = {.rotaries = rotaries, .layers = 4, .hidden_size = HIDDEN, .rotary_count = 2, .angle_floats = 2 * (SIZE - 2),
               .shared_floats = 4096, .thread_floats = 4096, .rows = ROWS, .threads = 1};
     decode(&s, layers, positions, scratch, *hidden);
     uint64_t digest = 0xcbf29ce484222325; /* FNV-1a */
     for (const uint8_t *byte = (uint8_t *)hidden; byte < (uint8_t *)(hidden + ROWS); byte++) digest = (digest ^ *byte) * 0x100000001b3;
-    return digest != 0xbac2bf7630773ecc;
+    return digest != 0xcb62043d96789ecb;
 }

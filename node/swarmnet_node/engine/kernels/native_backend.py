@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 
 SOURCE = Path(__file__).with_name("decode.c")
-INCLUDED = (*HEADERS, *(SOURCE.with_name(name) for name in ("transcendentals.h", "attention.h")))
+INCLUDED = (*HEADERS, *(SOURCE.with_name(name) for name in ("transcendentals.h", "attention.h", "mlp.h")))
 MAX_POSITIONS = 512
 """Most positions that C computes together. More take more memory, and the weights are read seldom
 enough."""
@@ -217,7 +217,8 @@ class NativeDecodeStep:
         ranks = max((lora.ranks for lora in loras if lora is not None), default=0)
         shared_floats = count * self._shared_floats + _whole_cache_lines(count * ranks)
         thread_floats = _whole_cache_lines(
-            count * self._hidden_size + QUERIES * (longest + 2 * self._head_size)
+            count * self._hidden_size
+            + max(QUERIES * (longest + 2 * self._head_size), self._native.experts_floats(count))
         )
         scratch = np.empty(shared_floats + threads * thread_floats, np.float32)
         step = _Step(

@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from swarmnet_node.engine.kernels.backend import NORMS, PRODUCTS, DecoderLayer, Linear, Norm
-from swarmnet_node.engine.kernels.block_shapes import ACTIVATIONS
+from swarmnet_node.engine.kernels.backend import NORMS, PRODUCTS, DecoderLayer, Experts, Linear, Norm
+from swarmnet_node.engine.kernels.block_shapes import ACTIVATIONS, BlockShape
 from swarmnet_node.engine.kernels.rotary_embeddings import RotaryEmbedding
 from swarmnet_protocols.quantization.products import NativeLinear, native_segments
 
 MOST_POSITIONS = 1 << 62
 """A sliding window that is never full. A larger number would overflow in C."""
+ROWS = 64
+"""Most rows that are multiplied with an expert at a time. ``ROWS`` in product.h must be equal."""
 
 
 class _Norm(Structure):
@@ -32,15 +34,24 @@ class _Rotary(Structure):
     )
 
 
+class _Mixture(Structure):
+    _fields_ = (
+        *(("router", NativeLinear), ("experts", c_void_p), ("correction", c_void_p)),
+        *((name, c_int64) for name in ("count", "chosen", "inner", "sigmoid", "normalised")),
+        ("scale", c_float),
+    )
+
+
 class _Layer(Structure):
     _fields_ = (
         *((name, NativeLinear) for name in PRODUCTS),
+        ("mixture", _Mixture),
         *((name, _Norm) for name in NORMS),
         *(
             (name, c_int64)
             for name in (
                 *("heads", "key_heads", "head_size", "inner"),
-                *("rotary", "window", "activation", "gated", "parallel"),
+                *("rotary", "window", "activation", "gated", "parallel", "shares"),
             )
         ),
         *((name, c_float) for name in ("scaling", "softcap", "residual", "scale")),
@@ -61,28 +72,68 @@ class NativeLayers:
         """Cosines and sines of one position, of all rotary embeddings."""
         self.shared_floats = self.angle_floats + max(map(_shared_floats, layers))
         """Floats of scratch memory for one position that all threads share."""
+        self._hidden_size = layers[0].output.outputs
+        self._layers_with_experts = [layer for layer in layers if layer.experts is not None]
+
+    def experts_floats(self, rows: int) -> int:
+        """Return the floats of scratch memory of each thread for the experts of ``rows``
+        positions.
+
+        ``routed_at`` in mlp.h divides them.
+        """
+        most = 0
+        for layer in self._layers_with_experts:
+            assert layer.experts is not None  # noqa: S101 - they were chosen so
+            inner, count = layer.experts.inner, layer.experts.router.outputs
+            of_row = 2 * max(self._hidden_size, inner) + max(self._hidden_size, 2 * inner)
+            most = max(most, 2 * rows * layer.shape.chosen + 2 * count + min(rows, ROWS) * of_row)
+        return most
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         shape, rule = layer.shape, layer.rule
         return _Layer(
             *(self._linear(getattr(layer, product)) for product in PRODUCTS),
+            self._mixture(layer.experts, shape),
             *(self._norm(getattr(layer, name)) for name in NORMS),
             heads=shape.heads,
             key_heads=layer.key_heads,
             head_size=shape.head_size,
-            inner=layer.down.inputs,
+            inner=layer.inner,
             rotary=-1 if shape.rotary is None else self._embeddings.index(shape.rotary),
             window=min(rule.sliding_window or 0, MOST_POSITIONS),
             activation=ACTIVATIONS[shape.activation],
             gated=shape.family.is_gated,
             parallel=shape.family.is_parallel,
+            shares=_has_share(shape),
             scaling=shape.head_size**-0.5 if rule.scaling is None else rule.scaling,
             softcap=rule.softcap or 0.0,
             residual=shape.residual,
             scale=layer.scale,
         )
 
-    def _linear(self, linear: Linear) -> NativeLinear:
+    def _mixture(self, experts: Experts | None, shape: BlockShape) -> _Mixture:
+        if experts is None:
+            return _Mixture()
+        pairs = zip(experts.gate_up, experts.down, strict=True)
+        linears = [self._linear(linear) for pair in pairs for linear in pair]
+        native = (NativeLinear * len(linears))(*linears)
+        self._kept.append(native)
+        assert shape.family.mixture is not None  # noqa: S101 - a layer with experts
+        return _Mixture(
+            router=self._linear(experts.router),
+            experts=ctypes.addressof(native),
+            correction=None if experts.correction is None else experts.correction.ctypes.data,
+            count=experts.router.outputs,
+            chosen=shape.chosen,
+            inner=experts.inner,
+            sigmoid=shape.family.mixture.is_sigmoid,
+            normalised=shape.is_normalised,
+            scale=shape.mixed_scale,
+        )
+
+    def _linear(self, linear: Linear | None) -> NativeLinear:
+        if linear is None:
+            return NativeLinear()
         segments = native_segments(linear.weight)
         self._kept.append(segments)
         bias = None if linear.bias is None else linear.bias.ctypes.data
@@ -115,14 +166,17 @@ def fits(layers: Sequence[DecoderLayer]) -> bool:
 
 
 def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
-    shape, rule, inner = layer.shape, layer.rule, layer.down.inputs
+    shape, rule, inner = layer.shape, layer.rule, layer.inner
     width, key_width = shape.heads * shape.head_size, layer.key_heads * shape.head_size
     linears: list[tuple[Linear, tuple[int, ...]]] = [
         (layer.qkv, (width + 2 * key_width, hidden_size)),
         (layer.output, (hidden_size, width)),
-        (layer.gate_up, ((1 + shape.family.is_gated) * inner, hidden_size)),
-        (layer.down, (hidden_size, inner)),
     ]
+    if layer.gate_up is not None and layer.down is not None:
+        gate_up = (1 + shape.family.is_gated) * inner + _has_share(shape)
+        linears += [(layer.gate_up, (gate_up, hidden_size)), (layer.down, (hidden_size, inner))]
+    if layer.experts is not None:
+        linears += _linears_of_experts(layer.experts, hidden_size)
     wholes = (layer.attention_norm, layer.mlp_norm, layer.attention_out_norm, layer.mlp_out_norm)
     norms = [(norm, (hidden_size,)) for norm in wholes if norm is not None] + _norms_of_heads(layer)
     tensors: list[tuple[Any, tuple[int, ...]]] = [
@@ -131,12 +185,19 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
     tensors += [(norm.weight, size) for norm, size in norms]
     tensors += [(linear.bias, size[:1]) for linear, size in linears if linear.bias is not None]
     tensors += [(norm.bias, size[-1:]) for norm, size in norms if norm.bias is not None]
+    if layer.experts is not None and layer.experts.correction is not None:
+        tensors.append((layer.experts.correction, (layer.experts.router.outputs,)))
     return (
         rule.sinks is None
         and (
             rule.sliding_window is None or (isinstance(rule.sliding_window, int) and rule.sliding_window > 0)
         )
         and (rule.softcap is None or rule.softcap > 0)
+        and (layer.gate_up is None) == (layer.down is None)
+        and (layer.down is not None or layer.experts is not None)
+        and (layer.experts is None) == (shape.family.mixture is None)
+        and (layer.experts is None or 0 < shape.chosen <= layer.experts.router.outputs)
+        and not (layer.experts is not None and shape.family.is_parallel)
         and layer.key_heads > 0
         and shape.heads % layer.key_heads == 0
         and (layer.query_norm is None) == (layer.key_norm is None)
@@ -147,6 +208,21 @@ def _layer_fits(layer: DecoderLayer, hidden_size: int) -> bool:
             for tensor, size in tensors
         )
     )
+
+
+def _has_share(shape: BlockShape) -> bool:
+    """Return whether a sigmoid multiplies the outputs of the MLP."""
+    return shape.family.mixture is not None and shape.family.mixture.has_share
+
+
+def _linears_of_experts(experts: Experts, hidden_size: int) -> list[tuple[Linear, tuple[int, ...]]]:
+    """Return the matrices of experts, and the sizes that they must have."""
+    count, inner = len(experts.down), experts.inner
+    return [
+        (experts.router, (count, hidden_size)),
+        *((each, (2 * inner, hidden_size)) for each in experts.gate_up),
+        *((each, (hidden_size, inner)) for each in experts.down),
+    ]
 
 
 def _norms_of_heads(layer: DecoderLayer) -> list[tuple[Norm, tuple[int, ...]]]:
@@ -174,8 +250,13 @@ def _shared_floats(layer: DecoderLayer) -> int:
     """Return the floats of scratch memory for one position that all threads share.
 
     They hold the states of all heads, the attention outputs, gate and up, their product, a sum to
-    add to the hidden state, and the split inputs of one product. Angles come on top.
+    add to the hidden state, logits of experts, the inputs of their down projections, and the split
+    inputs of one product. Angles come on top.
     """
-    outputs = (layer.qkv.outputs, layer.gate_up.outputs, layer.down.outputs)
-    inputs = (layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-    return sum(outputs) + layer.output.inputs + layer.down.inputs + max(inputs)
+    hidden, experts, mixed = layer.output.outputs, 0, 0
+    if layer.experts is not None:
+        experts, mixed = layer.experts.router.outputs, layer.shape.chosen * layer.experts.inner
+    gate_up = 0 if layer.gate_up is None else layer.gate_up.outputs
+    parts = max(hidden, layer.output.inputs, layer.inner, mixed)
+    outputs = layer.qkv.outputs + layer.output.inputs + gate_up + layer.inner + hidden
+    return outputs + experts + mixed + parts

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from swarmnet_node.engine.kernels.backend import AttentionRule, DecoderLayer, Linear, Norm
-from swarmnet_node.engine.kernels.block_shapes import BlockShape, Family, block_shapes
+from swarmnet_node.engine.kernels.backend import AttentionRule, DecoderLayer, Experts, Linear, Norm
+from swarmnet_node.engine.kernels.block_shapes import BlockShape, Family, Mixture, block_shapes, family_of
 from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.packed_experts import PackedExperts
 from swarmnet_protocols.quantization.packed_linear import PackedLinear
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 
@@ -30,7 +31,11 @@ def decoder_layers(model: Any, rules: Sequence[AttentionRule]) -> list[DecoderLa
     ones. So the model keeps working, and no weight is in memory twice.
     """
     sizes = [getattr(getattr(layer, "self_attn", None), "head_dim", 0) for layer in model.layers]
-    shapes = block_shapes(model.config, sizes) if all(sizes) and hasattr(model, "rotary_emb") else None
+    if not all(sizes) or not hasattr(model, "rotary_emb"):
+        return None
+    mixture = family_of(model.config).mixture
+    routers = [mixture is not None and _module(layer, mixture.router) is not None for layer in model.layers]
+    shapes = block_shapes(model.config, sizes, routers)
     if shapes is None or not all(map(_has_shape, model.layers, shapes)):
         return None
     if not all(_has_frequencies(model.rotary_emb, shape) for shape in set(shapes)):
@@ -79,20 +84,40 @@ def _norms(layer: nn.Module, family: Family) -> Iterator[tuple[str, str]]:
 
 def _has_shape(layer: Any, shape: BlockShape) -> bool:
     """Return whether a layer consists of the linear modules and norms of its shape."""
-    family = shape.family
+    family, mixture = shape.family, shape.family.mixture
     products = _products(layer, family)
     linears = [path for paths in products.values() for path in paths]
     norms = [path for _, path in _norms(layer, family)]
+    others = [mixture.router, mixture.experts] if mixture else []
     packed = {path for path, module in layer.named_modules() if isinstance(module, PackedLinear)}
-    tensors = {*dict(layer.named_parameters()), *dict(layer.named_buffers())} - {family.scale}
+    tensors = {*dict(layer.named_parameters()), *dict(layer.named_buffers())}
+    tensors -= {family.scale, mixture.correction if mixture else ""}
     return (
-        packed | {name.rpartition(".")[0] for name in tensors} <= {*linears, *norms}
+        packed | {name.rpartition(".")[0] for name in tensors} <= {*linears, *norms, *others}
         and all(type(_module(layer, path)) in (nn.Linear, PackedLinear) for path in linears)
         and all(
-            len({_module(layer, path).bias is None for path in paths}) == 1 for paths in products.values()
+            len({_module(layer, path).bias is None for path in paths}) <= 1 for paths in products.values()
         )
+        and (mixture is None or _has_experts(layer, mixture))
         and all(_eps(_module(layer, path)) is not None for path in norms)
         and hasattr(getattr(layer, "self_attn", None), "layer_idx")
+    )
+
+
+def _has_experts(layer: nn.Module, mixture: Mixture) -> bool:
+    """Return whether all routed experts of a layer are here, as gated MLPs without biases."""
+    router, experts = _module(layer, mixture.router), _module(layer, mixture.experts)
+    weights = [getattr(experts, name, None) for name in ("gate_up_proj", "down_proj")]
+    count = getattr(experts, "num_experts", 0)
+    return (
+        set(dict(router.named_parameters())) == {"weight"}
+        and len(router.weight) == count > 0
+        and (experts.has_gate, experts.is_concatenated) == (True, True)
+        and not (experts.has_bias or experts.is_transposed or experts.has_post_expert_norm)
+        and all(
+            set(each.matrices) == set(range(count)) if isinstance(each, PackedExperts) else each is not None
+            for each in weights
+        )
     )
 
 
@@ -127,7 +152,7 @@ def _decoder_layer(layer: Any, shape: BlockShape, rule: AttentionRule, index: in
     modules = {}
     for product, paths in _products(layer, family).items():
         linears = [layer.get_submodule(path) for path in paths]
-        parts[product] = _join(*linears)
+        parts[product] = _join(*linears) if linears else None
         modules[product] = tuple(
             (path, linear.out_features) for path, linear in zip(paths, linears, strict=True)
         )
@@ -139,9 +164,23 @@ def _decoder_layer(layer: Any, shape: BlockShape, rule: AttentionRule, index: in
         rule=rule,
         key_heads=(parts["qkv"].outputs // shape.head_size - shape.heads) // 2,
         modules=modules,
+        experts=_experts(layer, family.mixture) if family.mixture else None,
         scale=float(getattr(layer, family.scale)) if family.scale else 1.0,
         **parts,
     )
+
+
+def _experts(layer: nn.Module, mixture: Mixture) -> Experts:
+    module = layer.get_submodule(mixture.experts)
+
+    def linears(name: str) -> tuple[Linear, ...]:
+        weight: Any = getattr(module, name)
+        matrices = weight.matrices if isinstance(weight, PackedExperts) else weight
+        return tuple(Linear(matrices[expert]) for expert in range(len(matrices)))
+
+    router: Any = layer.get_submodule(mixture.router)
+    correction = _module(layer, mixture.correction) if mixture.correction else None
+    return Experts(Linear(router.weight), linears("gate_up_proj"), linears("down_proj"), correction)
 
 
 def _norm(module: Any, shape: BlockShape) -> Norm:

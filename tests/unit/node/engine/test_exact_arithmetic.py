@@ -48,7 +48,8 @@ def load(folder: Path, weights: str, family: str = "llama-tied", target: str | N
         ("llama-tied", "int8", host_info.EXACT),
         ("llama-tied", "float32", host_info.EXACT),
         ("gemma3", "int8", host_info.EXACT),
-        ("mixtral", "int8", host_info.TORCH),
+        ("mixtral", "int8", host_info.EXACT),
+        ("gpt-oss", "float32", host_info.TORCH),
     ],
 )
 def test_a_stage_is_exact_if_no_session_needs_torch(
@@ -58,7 +59,7 @@ def test_a_stage_is_exact_if_no_session_needs_torch(
     assert stage.arithmetic == stage.part(1, 2).arithmetic == arithmetic
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "gemma3"])
+@pytest.mark.parametrize("family", ["llama-tied", "gemma3", "mixtral"])
 def test_passes_of_an_exact_stage_have_the_bits_of_its_sessions(family: str, tmp_path: Path) -> None:
     """A witness computes passes, and its outputs must equal those of a session."""
     stage = load(tmp_path, "int8", family)

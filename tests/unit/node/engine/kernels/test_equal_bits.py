@@ -29,14 +29,16 @@ ODD_SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
 }
+EXPERTS = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 3}
 POSITIONS = 40
 
 
 def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
     native = compiled_backend(target)
     directory = folder / "model"
+    family = "mixtral" if sizes is EXPERTS else "llama-tied"
     if not directory.exists():
-        save_tiny("llama-tied", directory, **sizes)
+        save_tiny(family, directory, **sizes)
     model = resolve(str(directory), cache_dir=folder / "cache")
     stage = load_stage(
         model,
@@ -48,7 +50,7 @@ def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stag
         quantized=PRECISIONS.get(weights),
     )
     assert stage.is_exact
-    assert isinstance(stage, ExactStage) == (weights in PRECISIONS)
+    assert isinstance(stage, ExactStage) == (weights in PRECISIONS and sizes is not EXPERTS)
     return stage
 
 
@@ -81,8 +83,14 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("sizes", "weights"),
-    [(SIZES, "float32"), (SIZES, "int8"), (SIZES, "int4"), (ODD_SIZES, "float32")],
-    ids=["float32", "int8", "int4", "odd sizes"],
+    [
+        *((SIZES, "float32"), (SIZES, "int8"), (SIZES, "int4"), (ODD_SIZES, "float32")),
+        *((EXPERTS, "float32"), (EXPERTS, "int8"), (EXPERTS, "int4")),
+    ],
+    ids=[
+        *("float32", "int8", "int4", "odd sizes"),
+        *("experts in float32", "experts in int8", "experts in int4"),
+    ],
 )
 def test_a_position_has_the_same_bits_however_it_is_computed(
     sizes: dict[str, int], weights: str, tmp_path: Path
@@ -112,6 +120,18 @@ def test_packed_weights_compute_prompts_of_any_length_in_tiles(
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 7)
     assert torch.equal(in_chunks(stage, stage.new_sequence(), rows, [30, 10]), expected)
     assert torch.equal(in_a_batch(stage, stage.new_sequence(), rows), expected)
+
+
+@pytest.mark.parametrize("weights", ["float32", "int4"])
+def test_an_expert_computes_any_number_of_rows(weights: str, tmp_path: Path) -> None:
+    """Three experts of five compute 120 of 200 rows each, in two tiles of at most 64."""
+    stage = load(tmp_path, EXPERTS, weights, TARGETS[0])
+    rows = torch.randn(200, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+    expected = torch.cat([as_tensor(stage.forward([(stage.new_sequence(), row[None])])[0]) for row in rows])
+    for count in (1, 2, 4):
+        with threads(count):
+            found = stage.forward([(stage.new_sequence(), row[None]) for row in rows])
+        assert torch.equal(torch.cat(list(map(as_tensor, found))), expected), count
 
 
 def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:

@@ -48,7 +48,13 @@ def test_a_position_has_the_same_bits_however_it_is_computed(family: str, tmp_pa
         before = stage
 
 
-@pytest.mark.parametrize("family", ["cohere2", "gemma3", "granite", "llama", "phi3", "starcoder2"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("cohere2", "gemma3", "granite", "llama", "phi3", "starcoder2"),
+        *("glm4_moe", "granitemoeshared", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"),
+    ],
+)
 def test_blocks_err_by_less_than_a_millionth(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

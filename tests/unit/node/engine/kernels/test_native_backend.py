@@ -81,7 +81,23 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2, norms of all heads together": ("olmo2", {}),
     "phi3, part of a head turns": ("phi3", {}),
     **{name: (name, {}) for name in ("arcee", "ernie4_5", "gemma", "glm", "glm4", "helium")},
+    "qwen2-moe, a share of the MLP": ("qwen2-moe", {}),
+    "qwen2-moe, weights of experts that sum to one": ("qwen2-moe", {"norm_topk_prob": True}),
 }
+ONLY_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral, odd sizes": (
+        "mixtral",
+        {
+            **{"hidden_size": 27, "intermediate_size": 37, "head_dim": 6, "num_local_experts": 5},
+            **{"num_attention_heads": 9, "num_key_value_heads": 3},
+        },
+    ),
+    "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 4}),
+    "qwen3-moe, an MLP in some layers": ("qwen3-moe", {}),
+    "glm4-moe, sigmoids, an MLP in the first layer": ("glm4-moe", {}),
+}
+"""Some layers have no MLP that could be adapted."""
+SHAPES |= ONLY_EXPERTS
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +177,14 @@ def test_gates_of_any_size_match_torch(native: NativeBackend, tmp_path: Path) ->
     assert_near(outputs[1], outputs[0])
 
 
+@pytest.mark.parametrize(
+    "shape", ["llama", "mixtral, odd sizes", "glm4-moe, sigmoids, an MLP in the first layer"]
+)
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_values_that_are_not_finite_stay_so(wrong: float, native: NativeBackend, tmp_path: Path) -> None:
-    stage = load(tmp_path, "llama", native)
+def test_values_that_are_not_finite_stay_so(
+    wrong: float, shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
+    stage = load(tmp_path, shape, native)
     rows = inputs(stage, 3)
     rows[1, 7] = wrong
     [outputs] = stage.forward([(stage.new_sequence(), rows)])
@@ -171,7 +192,8 @@ def test_values_that_are_not_finite_stay_so(wrong: float, native: NativeBackend,
 
 
 @pytest.mark.parametrize(
-    "shape", ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key"]
+    "shape",
+    ["llama", "llama, odd sizes", "llama, wide heads, six of which share a key", "mixtral, odd sizes"],
 )
 def test_a_sequence_gets_the_same_bits_in_any_batch(
     shape: str, native: NativeBackend, tmp_path: Path
@@ -231,7 +253,7 @@ def test_a_chunk_gets_the_same_bits_as_its_positions_one_by_one(
     assert torch.equal(chunk, one_by_one(stage, stage.new_sequence(), rows))
 
 
-PARTS = {"qkv": "q k v", "gate_up": "gate up", "c_fc": "up", "c": "down"}
+PARTS = {"qkv": "q k v", "gate_up": "gate up", "c_fc": "up", "c": "down", "shared_expert_gate": "gate"}
 """Modules of some families, with the names that other families have for their parts."""
 
 
@@ -260,7 +282,12 @@ ADAPTERS = (
 
 
 @pytest.mark.parametrize(
-    ("shape", "threads"), [*((shape, 1) for shape in SHAPES), ("llama, odd sizes", 3), ("qwen2, biases", 16)]
+    ("shape", "threads"),
+    [
+        *((shape, 1) for shape in SHAPES if shape not in ONLY_EXPERTS),
+        ("llama, odd sizes", 3),
+        ("qwen2, biases", 16),
+    ],
 )
 def test_every_sequence_has_its_own_adapter(
     shape: str, threads: int, native: NativeBackend, tmp_path: Path
@@ -306,10 +333,13 @@ def test_any_number_of_positions_uses_the_decode_step(
     assert len(calls) == 1 + 1 + 2
 
 
+@pytest.mark.parametrize("shape", ["llama, odd sizes", "qwen2-moe, a share of the MLP"])
 @pytest.mark.parametrize("threads", [2, 3, 64])
-def test_any_number_of_threads_gives_the_same(threads: int, native: NativeBackend, tmp_path: Path) -> None:
+def test_any_number_of_threads_gives_the_same(
+    threads: int, shape: str, native: NativeBackend, tmp_path: Path
+) -> None:
     """Also more threads than heads, so that some have no share of a product."""
-    stage = load(tmp_path, "llama, odd sizes", native)
+    stage = load(tmp_path, shape, native)
     rows = inputs(stage, 3)
     expected = one_by_one(stage, stage.new_sequence(), rows)
     torch.set_num_threads(threads)
@@ -355,11 +385,56 @@ def test_inputs_are_left_as_they_were(native: NativeBackend, tmp_path: Path) -> 
     assert not torch.equal(output, kept)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "gpt-oss"])
-def test_families_that_the_decode_step_lacks_are_left_to_torch(
-    family: str, native: NativeBackend, tmp_path: Path
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt-oss", {}),
+        ("glm4-moe", {"n_group": 2, "topk_group": 1}),
+        ("olmoe", {"clip_qkv": 100.0}),
+        ("cohere", {"hidden_act": "tanh"}),
+    ],
+    ids=["biases of experts", "groups of experts", "bounds of queries", "another activation"],
+)
+def test_layers_that_the_decode_step_lacks_are_left_to_torch(
+    family: str, changes: dict[str, Any], native: NativeBackend, tmp_path: Path
 ) -> None:
-    assert load(tmp_path, family, native).method.decode_step is None
+    directory = save_tiny(family, tmp_path / "model", **changes)
+    model = resolve(str(directory), cache_dir=tmp_path / "cache")
+    stage = load_stage(model, 0, 5, dtype=torch.float32, device=CPU, backend=native)
+    assert stage.method.decode_step is None
+
+
+def test_experts_that_are_elsewhere_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
+    """C would need all of them in memory."""
+    model = resolve(str(save_tiny("mixtral", tmp_path / "model")), cache_dir=tmp_path / "cache")
+    stages = [
+        load_stage(
+            *(model, 0, 5),
+            dtype=torch.float32,
+            device=CPU,
+            backend=native,
+            packed=True,
+            experts={block: set(range(count)) for block in range(5)},
+        )
+        for count in (3, 4)
+    ]
+    assert [stage.arithmetic for stage in stages] == ["torch", "exact-1"]
+
+
+def test_of_equal_experts_the_first_are_chosen(native: NativeBackend, tmp_path: Path) -> None:
+    """All logits of experts are zero. Another choice would change the outputs."""
+    stage = load(tmp_path, "mixtral, odd sizes", native)
+    rows = inputs(stage, 3)
+    for layer in stage.method.layers:
+        layer.experts.router.weight.zero_()
+    expected = one_by_one(stage, stage.new_sequence(), rows)
+    for layer in stage.method.layers:
+        for linear in layer.experts.gate_up[2:]:
+            linear.weight.zero_()
+    assert torch.equal(one_by_one(stage, stage.new_sequence(), rows), expected)
+    for layer in stage.method.layers:
+        layer.experts.gate_up[1].weight.zero_()
+    assert not torch.equal(one_by_one(stage, stage.new_sequence(), rows), expected)
 
 
 def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
