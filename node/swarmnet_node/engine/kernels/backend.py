@@ -101,7 +101,8 @@ class Experts:
             return tuple(Linear(change(linear.weight)) for linear in linears)
 
         correction = None if self.correction is None else change(self.correction)
-        return Experts(*of((self.router,)), of(self.gate_up), of(self.down), correction)
+        [router] = of((self.router,))
+        return Experts(router, of(self.gate_up), of(self.down), correction)
 
 
 @dataclass(frozen=True)

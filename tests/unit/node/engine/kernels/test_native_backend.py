@@ -88,7 +88,7 @@ ONLY_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral, odd sizes": (
         "mixtral",
         {
-            **{"hidden_size": 27, "intermediate_size": 37, "head_dim": 6, "num_local_experts": 5},
+            **{"hidden_size": 28, "intermediate_size": 36, "head_dim": 6, "num_local_experts": 5},
             **{"num_attention_heads": 9, "num_key_value_heads": 3},
         },
     ),
