@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swarmnet.units import counted
+from swarmnet_protocols.net.dialling import is_loopback
 
 if TYPE_CHECKING:
     from swarmnet_protocols.wire.report_pb2 import Reach
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
 _ID_CHARS = 8
 
 
-def describe(reach: "Reach") -> str:
-    """Return how other peers reach the node, in one line."""
+def describe(reach: "Reach", addresses: Sequence[str]) -> str:
+    """Return how other peers reach the node with these ``addresses``, in one line."""
+    if reach.kind == "unknown" and addresses and all(map(is_loopback, addresses)):
+        return "from this machine only: it listens on no other address"
     relays = ", ".join(f"…{each[-_ID_CHARS:]}" for each in reach.relays)
     nat = f" ({reach.nat} NAT)" if reach.nat else ""
     return {
-        "unknown": "not known: no peer of another machine has dialled this one yet",
+        "unknown": "not known yet: no other machine has connected to it",
         "open": "directly",
         "forwarded": "directly, through a port that the router forwards",
         "relayed": f"through {'relays' if len(reach.relays) > 1 else 'the relay'} {relays}, and directly by hole punching{nat}",

@@ -6,8 +6,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,23 +47,48 @@ class Service:
     def install(self, text: str) -> None:
         """Write the unit, start it, and have systemd start it with the machine.
 
-        Raises ``ConfigError`` if another program wrote a unit of that name or the file cannot be
-        written, and ``SwarmnetError`` if systemd refuses.
+        If this fails, nothing is left behind. Raises ``ConfigError`` if another program wrote a
+        unit of that name or the file cannot be written, and ``SwarmnetError`` if systemd refuses.
         """
         _require_systemd()
         self._check_ours()
+        with self._restored_on_failure():
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.path.write_text(text)
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot write {self.path}: {error.strerror}",
+                    hint="with --system, use sudo"
+                    if self.is_system
+                    else "check the permissions of the directory",
+                ) from error
+            self._systemctl("daemon-reload")
+            self._systemctl("enable", self.unit)
+            self._systemctl("restart", "--no-block", self.unit)  # it may run with other arguments
+
+    @contextmanager
+    def _restored_on_failure(self) -> Iterator[None]:
+        """Leave systemd as it was if the body fails: the former unit, or no file, link and
+        folder."""
+        former = self.path.read_text() if self.path.exists() else None
+        made = [each for each in self.path.parents if not each.exists()]
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(text)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write {self.path}: {error.strerror}",
-                hint="with --system, use sudo"
-                if self.is_system
-                else "check the permissions of the directory",
-            ) from error
-        self._systemctl("daemon-reload")
-        self._systemctl("enable", "--now", "--no-block", self.unit)
+            yield
+        except BaseException:
+            with suppress(SwarmnetError):  # systemd may be what failed
+                if former is None:
+                    self._systemctl("disable", "--now", self.unit)
+            with suppress(OSError):
+                if former is None:
+                    self.path.unlink(missing_ok=True)
+                else:
+                    self.path.write_text(former)
+                for each in made:
+                    each.rmdir()
+            with suppress(SwarmnetError):
+                self._systemctl("daemon-reload")
+            raise
 
     def uninstall(self) -> None:
         """Stop and remove the unit. Raises ``ConfigError`` if another program wrote it,

@@ -1,6 +1,8 @@
-"""Metrics of a node for Prometheus.
+"""Metrics for Prometheus of commands that run for long.
 
-Each scrape reads the node's status, and the counters of its engine and its host.
+Each scrape reads the status of the command's peer, and for a node the counters of its engine and
+its host. Names begin with ``swarmnet_peer_`` for what every peer has, ``swarmnet_node_`` for nodes
+and ``swarmnet_worker_`` for training workers.
 """
 
 from collections.abc import Iterator
@@ -17,51 +19,100 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from swarmnet_protocols.directory.node_reports import experts_of, rows_of
+from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
 from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.wire import refusal_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
-from swarmnet_protocols.wire.report_pb2 import TrunkReport
+from swarmnet_protocols.wire.report_pb2 import TrunkReport, WorkerReport
 
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
-    from swarmnet_node.supervisor import Supervisor
+    from swarmnet_node.owner.control import Watched
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 
-PREFIX = "swarmnet_node_"
+PEER, NODE, WORKER = "swarmnet_peer_", "swarmnet_node_", "swarmnet_worker_"
 STATES = ("choosing", "joining", "online", "paused", "leaving")
 P2PD = "p2pd"
 REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal_pb2.Reason.items() if number)
 
 
-def registry_of(node: "Supervisor") -> CollectorRegistry:
-    """Return the metrics of ``node`` and of its process."""
+def registry_of(peer: "Watched") -> CollectorRegistry:
+    """Return the metrics of ``peer`` and of its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    registry.register(NodeCollector(node))
+    registry.register(StatusCollector(peer))
     return registry
 
 
-class NodeCollector(Collector):
-    """Reads the node at every scrape. Every label has a fixed set of values."""
+class StatusCollector(Collector):
+    """Reads the peer of a command at every scrape. Every label has a fixed set of values."""
 
-    def __init__(self, node: "Supervisor") -> None:
-        self._node = node
+    def __init__(self, peer: "Watched") -> None:
+        self._peer = peer
 
     def collect(self) -> Iterator[Metric]:
-        status = self._node.status()
-        yield from _status_metrics(status)
-        yield _gauge("p2pd_resident_memory_bytes", "Memory of the p2pd child process.", _p2pd_bytes())
-        if (engine := self._node.engine) is not None:
+        status = self._peer.status()
+        yield from _peer_metrics(status)
+        yield from _resource_metrics(self._peer.resources)
+        if status.HasField("worker"):
+            yield from _worker_metrics(status.worker)
+        if status.HasField("host"):
+            yield from _node_metrics(status)
+        if (engine := getattr(self._peer, "engine", None)) is not None:
             yield from _engine_metrics(engine)
-        if (host := self._node.host) is not None:
+        if (host := getattr(self._peer, "host", None)) is not None:
             yield from _host_metrics(host)
-            yield from _resource_metrics(host.transport.resources)
 
 
-def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
+def _peer_metrics(status: NodeStatus) -> Iterator[Metric]:
+    reach = status.reach
+    about = {"version": status.version, "swarm": status.swarm, "command": status.command}
+    yield InfoMetricFamily(PEER.rstrip("_"), "Version, swarm and command of this peer.", about)
+    kind = _labelled(GaugeMetricFamily, PEER, "reach", "1 for how others reach this peer.", "kind")
+    for each in ReachKind:
+        kind.add_metric([each], float(each == reach.kind))
+    yield kind
+    yield _gauge("uptime_seconds", "Seconds since the command started.", status.uptime_s, PEER)
+    yield _gauge("known_peers", "Other peers of the swarm that it can ask.", status.known_peers, PEER)
+    yield _gauge("p2pd_resident_memory_bytes", "Memory of the p2pd child process.", _p2pd_bytes(), PEER)
+    up_bytes, down_bytes = status.usage.up_bytes, status.usage.down_bytes
+    yield _gauge("month_sent_bytes", "Bytes sent this month, as counted for --monthly.", up_bytes, PEER)
+    yield _gauge(
+        "month_received_bytes", "Bytes received this month, as counted for --monthly.", down_bytes, PEER
+    )
+    yield _counter(
+        "refused_stores",
+        "Stores of this peer's announcements that others refused: their storage is full.",
+        status.refused_stores,
+        PEER,
+    )
+    yield _gauge(
+        "relay_reservations", "Peers that others reach through this relay.", reach.reservations, PEER
+    )
+    yield _gauge("relay_circuits", "Streams that this relay forwards now.", reach.forwarded_circuits, PEER)
+    yield _counter(
+        "relay_forwarded_bytes", "Bytes that this relay has forwarded.", reach.forwarded_bytes, PEER
+    )
+
+
+def _worker_metrics(worker: WorkerReport) -> Iterator[Metric]:
+    about = {"name": worker.name, "method": worker.method, "state": worker.state}
+    yield InfoMetricFamily(WORKER.rstrip("_"), "Name, method and state of the training job.", about)
+    yield _gauge("round", "Rounds that this worker has finished.", worker.round, WORKER)
+    yield _gauge("rounds", "Rounds of the whole job.", worker.rounds, WORKER)
+    if worker.HasField("loss"):
+        yield _gauge("loss", "Loss of the last round that it trained in.", worker.loss, WORKER)
+    if worker.HasField("val_loss"):
+        yield _gauge("val_loss", "Loss of the last evaluation.", worker.val_loss, WORKER)
+    yield _counter("tokens", "Tokens of all workers in the rounds that it saw.", worker.tokens, WORKER)
+    yield _counter("sent_bytes", "Bytes of exchanges that it sent.", worker.bytes_sent, WORKER)
+    yield _counter("received_bytes", "Bytes of exchanges that it received.", worker.bytes_received, WORKER)
+
+
+def _node_metrics(status: NodeStatus) -> Iterator[Metric]:
     host, record = status.host, status.host.record
     about = {
         "version": status.version,
@@ -70,27 +121,13 @@ def _status_metrics(status: NodeStatus) -> Iterator[Metric]:
         "manifest": record.manifest.hex()[:16],
         "blocks": f"{record.start}:{record.end}",
     }
-    yield InfoMetricFamily(PREFIX.rstrip("_"), "Version, swarm, model and blocks of this node.", about)
-    state = GaugeMetricFamily(
-        f"{PREFIX}state", "1 for the state of the node, 0 for all others.", labels=["state"]
+    yield InfoMetricFamily(NODE.rstrip("_"), "Version, swarm, model and blocks of this node.", about)
+    state = _labelled(
+        GaugeMetricFamily, NODE, "state", "1 for the state of the node, 0 for all others.", "state"
     )
     for each in STATES:
         state.add_metric([each], float(each == status.state))
     yield state
-    yield _gauge(
-        "month_sent_bytes", "Bytes sent this month, as counted for --monthly.", status.usage.up_bytes
-    )
-    yield _gauge(
-        "month_received_bytes",
-        "Bytes received this month, as counted for --monthly.",
-        status.usage.down_bytes,
-    )
-    yield _counter(
-        "refused_stores",
-        "Stores of this node's announcements that other peers refused: their storage is full.",
-        status.refused_stores,
-    )
-    yield _gauge("uptime_seconds", "Seconds since the node started.", status.uptime_s)
     yield _gauge("blocks", "Blocks hosted here.", record.end - record.start)
     yield _gauge("model_blocks", "Blocks of the whole model.", host.total_blocks)
     yield _gauge("sessions", "Sessions open now.", record.sessions)
@@ -150,7 +187,7 @@ def _host_metrics(host: "Host") -> Iterator[Metric]:
     )
     yield _counter("lost_links", "Links to next hops that failed.", counters.links_lost)
     yield _counter("lost_clients", "Sessions whose client fell silent.", counters.clients_lost)
-    refused = _labelled(CounterMetricFamily, "refusals", "Refusals of requests, by reason.", "reason")
+    refused = _labelled(CounterMetricFamily, NODE, "refusals", "Refusals of requests, by reason.", "reason")
     for name in REASONS:
         refused.add_metric([name], counters.refused[name])
     yield refused
@@ -160,10 +197,10 @@ def _host_metrics(host: "Host") -> Iterator[Metric]:
 
 def _resource_metrics(resources: ResourceManager) -> Iterator[Metric]:
     system = resources.system
-    used = _labelled(GaugeMetricFamily, "resource_used", "Amount that peers hold.", "resource")
-    limit = _labelled(GaugeMetricFamily, "resource_limit", "Limit for all peers together.", "resource")
+    used = _labelled(GaugeMetricFamily, PEER, "resource_used", "Amount that peers hold.", "resource")
+    limit = _labelled(GaugeMetricFamily, PEER, "resource_limit", "Limit for all peers together.", "resource")
     refused = _labelled(
-        CounterMetricFamily, "resource_refusals", "Reservations refused at a limit.", "resource"
+        CounterMetricFamily, PEER, "resource_refusals", "Reservations refused at a limit.", "resource"
     )
     for resource in Resource:
         used.add_metric([resource], system.used[resource])
@@ -171,13 +208,15 @@ def _resource_metrics(resources: ResourceManager) -> Iterator[Metric]:
         if resource in system.limits:
             limit.add_metric([resource], system.limits[resource])
     yield from (used, limit, refused)
-    yield _gauge("peers", "Peers that hold resources here, or did recently.", resources.peer_count)
+    yield _gauge(
+        "served_peers", "Peers that hold resources here, or did recently.", resources.peer_count, PEER
+    )
     for name, about, rate in (
         ("frames", "Messages received.", Rate.FRAMES),
         ("received_bytes", "Bytes of messages received.", Rate.BYTES_IN),
         ("sent_bytes", "Bytes of messages sent.", Rate.BYTES_OUT),
     ):
-        yield _counter(name, about, system.spent[rate])
+        yield _counter(name, about, system.spent[rate], PEER)
 
 
 def _p2pd_bytes() -> int:
@@ -189,16 +228,16 @@ def _p2pd_bytes() -> int:
         return 0
 
 
-def _labelled(kind: type[F], name: str, about: str, label: str) -> F:
-    return kind(PREFIX + name, about, labels=[label])
+def _labelled(kind: type[F], prefix: str, name: str, about: str, label: str) -> F:
+    return kind(prefix + name, about, labels=[label])
 
 
-def _gauge(name: str, about: str, value: float) -> Metric:
-    return GaugeMetricFamily(PREFIX + name, about, value=value)
+def _gauge(name: str, about: str, value: float, prefix: str = NODE) -> Metric:
+    return GaugeMetricFamily(prefix + name, about, value=value)
 
 
-def _counter(name: str, about: str, value: float) -> Metric:
-    return CounterMetricFamily(PREFIX + name, about, value=value)
+def _counter(name: str, about: str, value: float, prefix: str = NODE) -> Metric:
+    return CounterMetricFamily(prefix + name, about, value=value)
 
 
 def _histogram(histogram: Histogram) -> Metric:

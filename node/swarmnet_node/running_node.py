@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from swarmnet_node.hosting.reports import describe_reach
 from swarmnet_node.owner.given import Given
+from swarmnet_node.owner.watched_peer import peer_status
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.directory.catalog import CatalogModel, model_announcer
@@ -27,6 +28,7 @@ from swarmnet_protocols.machine.aio import cancel, in_background, persist
 from swarmnet_protocols.machine.clock import Clock, wall_clock
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.net import Handler, ProtocolSpec, Stream, Transport, TransportWrapper
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.net.protocol_ids import WEIGHTS
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.wire import records_pb2 as pb
@@ -162,21 +164,23 @@ class RunningNode(Ending, ABC):
     def status(self) -> NodeStatus:
         """Return the status of the node, at any time."""
         dependencies, hosted, host = self.dependencies, self._hosted, self.describe()
-        return NodeStatus(
-            peer_id=dependencies.transport.peer_id,
-            state=state_name(host.record.state),
-            model=hosted.model,
-            host=host,
-            addresses=dependencies.transport.addresses(),
-            uptime_s=self._uptime_s,
-            weight_bytes=self.weight_bytes,
-            version=hosted.version,
-            swarm=hosted.swarm_name,
-            warning=dependencies.warning(),
-            reach=dependencies.transport.reach(),
-            refused_stores=dependencies.directory.refused,
-            given=dependencies.given.message(),
+        status = peer_status(dependencies.transport, dependencies.directory)
+        status.MergeFrom(
+            NodeStatus(
+                command="join",
+                state=state_name(host.record.state),
+                model=hosted.model,
+                host=host,
+                uptime_s=self._uptime_s,
+                weight_bytes=self.weight_bytes,
+                version=hosted.version,
+                swarm=hosted.swarm_name,
+                public_name=hosted.public_name,
+                warning=dependencies.warning(),
+                given=dependencies.given.message(),
+            )
         )
+        return status
 
     def report(self) -> report_pb2.NodeReport:
         """Return the report for dashboards. Raises ``Unreachable`` while the node does not
@@ -190,6 +194,11 @@ class RunningNode(Ending, ABC):
             reach=describe_reach(reach),
             given=self.dependencies.given.message(),
         )
+
+    @property
+    def resources(self) -> ResourceManager:
+        """What other peers hold here."""
+        return self.dependencies.transport.resources
 
     @property
     @abstractmethod

@@ -39,6 +39,7 @@ from swarmnet_node.relocating import Relocator
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.routing.relocation import Relocation
 from swarmnet_protocols.wire import control_pb2, report_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
@@ -123,6 +124,10 @@ class Supervisor(Ending):
     def host(self) -> Host | None:
         """The host of the node. None while the node is paused."""
         return self._node.host
+
+    @property
+    def resources(self) -> ResourceManager:
+        return self._node.resources
 
     @property
     def span(self) -> tuple[int, int]:

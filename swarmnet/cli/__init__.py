@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from types import FrameType
 from typing import Annotated, Any, NoReturn
@@ -154,16 +154,19 @@ def _reader_left() -> int:
     return EXIT_INTERRUPTED
 
 
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Check a command line without running it. Raises ``typer.TyperException`` for an unknown
-    command or option, or an invalid value."""
+def check_arguments(arguments: Sequence[str]) -> Mapping[str, Any]:
+    """Check a command line without running it, and return the values of its options.
+
+    Raises ``typer.TyperException`` for an unknown command or option, or an invalid value.
+    """
     command: Any = typer.main.get_command(app)
     name, rest, context = "swarmnet", list(arguments), None
     while True:
         given = list(rest)
         context = command.make_context(name, rest, parent=context)
         if not hasattr(command, "resolve_command"):
-            return
+            values: Mapping[str, Any] = context.params
+            return values
         _, rest, _ = command.make_parser(context).parse_args(given)
         name, command, rest = command.resolve_command(context, rest)
 

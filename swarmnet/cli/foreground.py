@@ -1,9 +1,13 @@
-"""A node in the foreground of a terminal: it prints its state, and lets its sessions move away
-before it stops."""
+"""Commands that run for long in the foreground of a terminal. A node prints its state, and lets its
+sessions move away before it stops.
+
+Every such command is watched and stopped in the same ways: ``monitoring`` serves its metrics, and
+``controlled`` opens the socket for `swarmnet status` and `swarmnet finish`.
+"""
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +23,39 @@ from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
     from swarmnet.web.monitoring import Monitor
+    from swarmnet_node.owner.control import Watched
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
-
+DASHBOARD_FOLDER = "dashboard"
+"""The folder of a dashboard in the data directory, where its control socket is, too."""
 DEFAULT_GRACE_S = 30.0
 """Seconds that running sessions have to move to other hosts before a node stops."""
+
+
+@asynccontextmanager
+async def monitoring(address: tuple[str, int] | None, *, as_json: bool) -> AsyncIterator["Monitor | None"]:
+    """Serve metrics and probes at ``address`` while the context is open; None serves nothing."""
+    if address is None:
+        yield None
+        return
+    from swarmnet.web.monitoring import Monitor
+
+    monitor = Monitor()
+    async with monitor.serve(*address) as url:
+        say({"event": "metrics", "url": f"{url}/metrics"}, f"metrics: {url}/metrics", as_json=as_json)
+        yield monitor
+
+
+@asynccontextmanager
+async def controlled(peer: "Watched", data_dir: Path, monitor: "Monitor | None") -> AsyncIterator[None]:
+    """Let the owner watch and stop ``peer`` while the context is open."""
+    from swarmnet_node.owner import control
+
+    if monitor is not None:
+        monitor.watch(peer)
+    async with control.serve(peer, data_dir):
+        yield
 
 
 @dataclass(frozen=True)
@@ -37,6 +68,7 @@ class Foreground:
     # stop when stdin ends, as it does when the parent process ends
     stop_on_eof: bool = False
     metrics: tuple[str, int] | None = None  # host and port of metrics and probes
+    mdns: bool = False  # whether peers in the local network find each other
     # yields its URL
     dashboard: Callable[["Supervisor"], AbstractAsyncContextManager[str]] | None = None
 
@@ -46,19 +78,18 @@ class Foreground:
         run_until_stopped(self._serve())
 
     async def _serve(self) -> None:
-        from swarmnet_node.owner import control
         from swarmnet_protocols.machine.aio import in_background
 
         interrupts = Interrupts.catch()
         if self.stop_on_eof:
             interrupts.catch_end_of(sys.stdin)
         async with AsyncExitStack() as stack:
-            monitor = await self._monitor(stack)
+            monitor = await stack.enter_async_context(monitoring(self.metrics, as_json=self.as_json))
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
                 # A node may wait long for experts of peers, and those peers may enter the swarm
                 # through it.
-                await stack.enter_async_context(control.serve(node, self.data_dir))
+                await stack.enter_async_context(controlled(node, self.data_dir, None))
                 write_addresses(self.data_dir, list(node.status().addresses))
                 following = follow_addresses(self.data_dir, lambda: node.status().addresses)
                 await stack.enter_async_context(in_background(following))
@@ -78,16 +109,6 @@ class Foreground:
             self._announce(node.status())
             await node.finished()
         self._say({"event": "stopped"}, "stopped")
-
-    async def _monitor(self, stack: AsyncExitStack) -> "Monitor | None":
-        if self.metrics is None:
-            return None
-        from swarmnet.web.monitoring import Monitor
-
-        monitor = Monitor()
-        url = await stack.enter_async_context(monitor.serve(*self.metrics))
-        self._say({"event": "metrics", "url": f"{url}/metrics"}, f"metrics: {url}/metrics")
-        return monitor
 
     def _report(self, status: "NodeStatus") -> None:
         notify_status(_one_line(status))
@@ -141,6 +162,7 @@ class Foreground:
                 "peer_id": status.peer_id,
                 "addresses": addresses,
                 "reach": str(status.reach.kind),
+                "known_peers": status.known_peers,
                 "model": status.model,
             }
             hosts = {"blocks": _span(status), "blocks_reason": status.blocks_reason}
@@ -158,7 +180,8 @@ class Foreground:
                 expand=False,
             )
         )
-        print_text(f"other peers reach this node {describe(status.reach)}")
+        note_if_alone(status, mdns=self.mdns)
+        print_text(f"other peers reach this node {describe(status.reach, addresses)}")
         if text := advice(status.reach, addresses):
             print_text(f"  to improve it: {text}")
         elif addresses:
@@ -179,6 +202,15 @@ def describe_pause(status: "NodeStatus") -> str:
         return status.reason
     until = f" until {show_time(status.paused_until)}" if status.paused_until else ""
     return f"{status.reason}{until}; `swarmnet resume` ends the pause"
+
+
+def note_if_alone(status: "NodeStatus", *, mdns: bool) -> None:
+    """Tell the user if this peer has found no other one. ``mdns``: whether it looked in the local
+    network."""
+    if status.known_peers:
+        return
+    where = " in this network, where others find it by mDNS" if mdns else ""
+    note(f"no other peer of the swarm answers yet: this is the first{where}")
 
 
 def _one_line(status: "NodeStatus") -> str:

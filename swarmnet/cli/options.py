@@ -86,15 +86,15 @@ OwnSwarm = Annotated[
     Path,
     typer.Argument(metavar="[SWARM]", help="The swarm.toml or its directory.", show_default="this directory"),
 ]
-_ENTERED = (
+ENTERED = (
     "A swarm.toml or its directory, an invite (swn1…), or the name of a swarm this machine joined before."
 )
-SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=_ENTERED, show_default=False)]
+SwarmArgument = Annotated[str, typer.Argument(metavar="SWARM", help=ENTERED, show_default=False)]
 OptionalSwarmArgument = Annotated[
     str | None,
-    typer.Argument(metavar="[SWARM]", help=_ENTERED, show_default="the swarm of this room, by a code"),
+    typer.Argument(metavar="[SWARM]", help=ENTERED, show_default="the swarm of this room, by a code"),
 ]
-SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=_ENTERED, show_default=False)]
+SwarmOption = Annotated[str, typer.Option("--swarm", metavar="SWARM", help=ENTERED, show_default=False)]
 _MODEL = "The model: a known name, a directory, a .gguf file, or org/name[@revision][:FILE.gguf] on the Hugging Face hub."
 ModelArgument = Annotated[str, typer.Argument(metavar="M", help=_MODEL)]
 ModelOption = Annotated[str, typer.Option("--model", "-m", metavar="M", help=_MODEL)]

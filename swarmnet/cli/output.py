@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -40,15 +40,6 @@ def print_json(fields: Mapping[str, object]) -> None:
 def note(text: str) -> None:
     """Print a line for the user on stderr."""
     typer.echo(shown(text), err=True)
-
-
-def note_if_first(addresses: Sequence[str], *, mdns: bool, as_json: bool) -> None:
-    """Tell the user that this peer is the first of its swarm, if it knows no bootstrap peer. Two
-    first peers find each other only by mDNS."""
-    if addresses or as_json:
-        return
-    where = "of its swarm outside its local network, where mDNS finds others" if mdns else "of its swarm"
-    note(f"no bootstrap peer is in the swarm file or in --bootstrap: this is the first {where}")
 
 
 def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:

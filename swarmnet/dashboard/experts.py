@@ -3,7 +3,7 @@ expert. Pure functions."""
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median_low
@@ -57,7 +57,7 @@ def peer_experts(seen: PeerObservation, rows_per_s: float) -> dict[str, Any] | N
     return {
         "count": sum(map(len, experts.values())),
         "text": _text(experts),
-        "runs": _runs(experts)[:MAX_RUNS],
+        "runs": runs(experts)[:MAX_RUNS],
         "rows_per_s": round(rows_per_s, 1),
         "streams": report.host.expert_streams,
     }
@@ -210,7 +210,7 @@ def _text(experts: BlockExperts) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else text[: MAX_TEXT_CHARS - 1] + "…"
 
 
-def _runs(blocks: Mapping[int, object]) -> list[list[int]]:
+def runs(blocks: Iterable[int]) -> list[list[int]]:
     """Return blocks as [start, end) of each run."""
     found: list[list[int]] = []
     for block in sorted(blocks):

@@ -1,7 +1,6 @@
 """The JSON of models: replicas of each block, speed of answers, and what a newcomer should host:
 blocks or experts. Pure functions."""
 
-import random
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -9,16 +8,17 @@ from itertools import accumulate
 from statistics import median_low
 from typing import Any
 
-from swarmnet.dashboard.experts import ExpertCoverage
+from swarmnet.dashboard.experts import ExpertCoverage, runs
 from swarmnet.dashboard.observing.counts import Counts, quantile
 from swarmnet.dashboard.observing.observations import Snapshot
+from swarmnet.units import counted
 from swarmnet_protocols.directory.catalog import CatalogModel
-from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.routing.placement import choose_span
-from swarmnet_protocols.routing.throughput import Claim
+from swarmnet_protocols.routing.placement import closing
 
 DEFAULT_SHARE = 3
 """The advice for a model without hosts is to host the ``1 / DEFAULT_SHARE`` part of its blocks."""
+MAX_RUNS_SHOWN = 4
+"""Most ranges of blocks in a sentence; further ones are counted."""
 _SHELL_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
 
 Hosts = Sequence[tuple[str, Mapping[str, Any]]]
@@ -85,29 +85,21 @@ def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
 
 
 def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
-    """Return the span that a newcomer should host, as ``routing.placement`` chooses it for nodes,
-    with the reason and the command.
+    """Return the span that a newcomer should host, with the reason and the command.
 
-    Its length is the median of the present hosts' spans.
+    Its length is the median of the present hosts' spans. It holds as many of the blocks with the
+    fewest hosts as it can, and leaves the others in the fewest pieces. So it never differs from
+    what the page says about the model.
     """
     lengths = [entry["blocks"][1] - entry["blocks"][0] for _, entry in hosts]
     length = min(model.blocks, median_low(lengths) if lengths else -(-model.blocks // DEFAULT_SHARE))
-    claims = [
-        Claim(
-            PeerId(peer),
-            entry["blocks"][0],
-            entry["blocks"][1],
-            (entry["blocks"][1] - entry["blocks"][0]) / entry["step_s"] if entry["step_s"] else 1.0,
-        )
-        for peer, entry in hosts
-        if entry["state"] in {"online", "joining"}
-    ]
-    # The seed is fixed, so that the advice changes only when the hosts do.
-    choice = choose_span(claims, blocks=model.blocks, length=length, rng=random.Random(0))
-    span = (choice.start, choice.end)
+    fewest = min(replicas)
+    starts = closing([number - fewest for number in replicas], length)
+    start = min(starts, key=lambda first: (sum(replicas[first : first + length]), first))
+    span = (start, start + length)
     return {
         "blocks": list(span),
-        "reason": _reason(span, replicas, choice.reason),
+        "reason": _reason(span, replicas),
         "command": _command(model, join, "--blocks", f"{span[0]}:{span[1]}"),
     }
 
@@ -129,15 +121,29 @@ def _command(model: CatalogModel, join: Sequence[str], option: str, value: str) 
     return shlex.join(["swarmnet", "join", *join, "--model", name, option, value])
 
 
-def _reason(span: tuple[int, int], replicas: Sequence[int], placement_reason: str) -> str:
-    least = min(replicas[span[0] : span[1]])
-    weak = [block for block in range(*span) if replicas[block] == least]
-    first, end = weak[0], weak[-1] + 1
-    where = f"block {first}" if len(weak) == 1 else f"blocks {first}:{end}"
-    if end - first != len(weak):
-        where = f"{len(weak)} of blocks {first}:{end}"
-    if least == 0:
-        return f"no peer hosts {where}: the model cannot answer"
-    if least == 1:
-        return f"only one peer hosts {where}: when it leaves, the model cannot answer"
-    return placement_reason
+def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
+    """Return the reason to host ``span``: its blocks with the fewest hosts, and what more hosts
+    change."""
+    fewest = min(replicas)
+    weak = [block for block in range(*span) if replicas[block] == fewest]
+    where = block_list(weak)
+    if fewest == 0:
+        return f"no host has {where}, so the model cannot answer"
+    if fewest == 1:
+        one = "has only one host" if len(weak) == 1 else "have only one host each"
+        return f"{where} {one}: if it leaves, the model cannot answer"
+    if len(set(replicas)) == 1:
+        return f"each block has {fewest} hosts: another one lets more people use the model at once"
+    has = "has" if len(weak) == 1 else "have"
+    return f"{where} {has} the fewest hosts ({fewest}), which limits how many people the model can serve"
+
+
+def block_list(blocks: Sequence[int]) -> str:
+    """Return ascending blocks as text, such as ``blocks 4:10, 17 and 21:31``."""
+    names = [f"{start}:{end}" if end - start > 1 else str(start) for start, end in runs(blocks)]
+    if len(names) > MAX_RUNS_SHOWN:
+        further = len(names) - MAX_RUNS_SHOWN
+        names[MAX_RUNS_SHOWN:] = [counted(further, "further range")]
+    *others, last = names
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f"{'block' if len(blocks) == 1 else 'blocks'} {listed}"

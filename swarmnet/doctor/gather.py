@@ -97,7 +97,7 @@ async def gather(options: DoctorOptions) -> facts.Facts:
         secrets=secret_files(options.data_dir),
         node=node.state if node else "",
         node_warning=node.warning if node else "",
-        node_reached=describe(node.reach) if node and node.reach.kind != "unknown" else "",
+        node_reached=describe(node.reach, node.addresses) if node and node.reach.kind != "unknown" else "",
         node_advice=advice(node.reach, node.addresses) if node else "",
         listening=listening,
         swarm=swarm,

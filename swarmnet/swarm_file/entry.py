@@ -164,6 +164,21 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, as_clien
     return _returning(file, bootstrap, peer, source)
 
 
+def check_known(swarm: str, data_dir: Path) -> None:
+    """Raise ``ConfigError`` unless ``swarm`` is an existing path, or the name of a swarm that a
+    peer of this machine has entered."""
+    peer = LocalPeer(data_dir, False)
+    if not Path(swarm).exists() and not any(find_swarm(each.folder, swarm) for each in (peer, peer.other)):
+        raise _unknown(swarm)
+
+
+def _unknown(swarm: str) -> ConfigError:
+    return ConfigError(
+        f"{swarm} is neither a swarm file, nor its directory, nor a swarm that this machine has joined",
+        hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
+    )
+
+
 def client_network(
     swarm: str, bootstrap: Sequence[str], data_dir: Path | None = None, hosts: Sequence[PeerId] = ()
 ) -> Network:
@@ -227,10 +242,7 @@ def _enter_by_name(name: str, peer: LocalPeer, bootstrap: Sequence[str]) -> Entr
     if (file := find_swarm(peer.other.folder, name)) is None:
         if len(Path(name).parts) > 1 or Path(name).suffix:
             swarm_file.read(Path(name))  # raises: there is no such file
-        raise ConfigError(
-            f"{name} is neither a swarm file, nor its directory, nor a swarm that this machine has joined",
-            hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
-        )
+        raise _unknown(name)
     folder = swarm_dir(peer.other.folder, file.swarm_id)
     known = read_known_peers(folder).named_too(read_addresses(peer.data_dir))
     file = store_file(peer.folder, swarm_file.read(folder))

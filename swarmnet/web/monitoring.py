@@ -1,4 +1,5 @@
-"""A node's endpoints for orchestrators and Prometheus: ``/livez``, ``/readyz`` and ``/metrics``."""
+"""Endpoints of a running command for orchestrators and Prometheus: ``/livez``, ``/readyz`` and
+``/metrics``."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,15 +16,15 @@ from swarmnet.web.middleware import API_CSP, AccessPolicy, SecurityHeaders, is_l
 from swarmnet.web.server import serve_http
 
 if TYPE_CHECKING:
-    from swarmnet_node.supervisor import Supervisor
+    from swarmnet_node.owner.control import Watched
 
 
 class Monitor:
-    """The monitoring endpoints of one node. They can be served before the node, so that its start
-    is observable."""
+    """The monitoring endpoints of one command. They can be served before its peer, so that its
+    start is observable."""
 
     def __init__(self) -> None:
-        self._node: Supervisor | None = None
+        self._peer: Watched | None = None
         self._registry = CollectorRegistry()
 
     @asynccontextmanager
@@ -46,20 +47,20 @@ class Monitor:
         async with serve_http(app, host, port, option="--metrics") as endpoint:
             yield endpoint.url
 
-    def watch(self, node: "Supervisor") -> None:
-        """Serve the state and the metrics of ``node`` from now on."""
+    def watch(self, peer: "Watched") -> None:
+        """Serve the state and the metrics of ``peer`` from now on."""
         from swarmnet_node.metrics import registry_of
 
-        self._node = node
-        self._registry = registry_of(node)
+        self._peer = peer
+        self._registry = registry_of(peer)
 
     async def _livez(self, _request: Request) -> Response:
         """Answer 200 while the event loop runs."""
         return JSONResponse({"alive": True})
 
     async def _readyz(self, _request: Request) -> Response:
-        """Answer 200 while the node serves, else 503. The body has the state of the node."""
-        state = self._node.status().state if self._node else "starting"
+        """Answer 200 while the peer serves, else 503. The body has its state."""
+        state = self._peer.status().state if self._peer else "starting"
         ready = state == "online"
         return JSONResponse({"ready": ready, "state": state}, status_code=200 if ready else 503)
 

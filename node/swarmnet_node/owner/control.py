@@ -1,11 +1,12 @@
-"""Lets the owner control a node: gRPC between processes of this machine (``local_channel.py``)."""
+"""Lets the owner watch and control a command that runs for long: gRPC between processes of this
+machine (``local_channel.py``)."""
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grpc
 from google.protobuf.message import Message
@@ -21,6 +22,7 @@ from swarmnet_protocols.errors import (
     SwarmnetError,
     Unreachable,
 )
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.wire import control_pb2
 from swarmnet_protocols.wire.control_pb2 import Empty, FinishRequest, NodeStatus, PauseRequest
 
@@ -34,12 +36,21 @@ _REFUSALS = {
 }
 
 
-class Controlled(Protocol):
-    """The node that the owner controls."""
+class Watched(Protocol):
+    """The peer of a command that runs for long. Its owner watches and stops it."""
+
+    @property
+    def resources(self) -> ResourceManager:
+        """What other peers hold here."""
 
     def status(self) -> NodeStatus: ...
 
     def finish(self, grace_s: float) -> None: ...
+
+
+@runtime_checkable
+class Controlled(Watched, Protocol):
+    """The node that the owner controls."""
 
     def pause(self, for_s: float = ...) -> None: ...
 
@@ -53,18 +64,36 @@ class Controlled(Protocol):
 
 
 @asynccontextmanager
-async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
-    """Let the owner control ``node`` while the context is open. The caller holds the lock of
-    ``data_dir``."""
+async def serve(peer: Watched, data_dir: Path) -> AsyncIterator[None]:
+    """Let the owner watch ``peer``, and control it if it is a node, while the context is open.
+
+    The caller holds the lock of ``data_dir``.
+    """
 
     async def answer_status(_request: Empty, _context: object) -> NodeStatus:
-        return node.status()
+        return peer.status()
 
     async def answer_finish(request: FinishRequest, context: Any) -> Empty:
         if not _is_possible(request.grace_s):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(["grace_s is out of range", ""]))
-        node.finish(request.grace_s)
+        peer.finish(request.grace_s)
         return Empty()
+
+    answers: dict[str, Callable[..., Any]] = {"Status": answer_status, "Finish": answer_finish}
+    if isinstance(peer, Controlled):
+        answers |= _control(peer)
+    methods = {name: _method(name, answers.get(name, _refuse)) for name in _SERVICE.methods_by_name}
+    async with serving(grpc.method_handlers_generic_handler(_SERVICE.full_name, methods), data_dir):
+        yield
+
+
+async def _refuse(_request: object, context: Any) -> None:
+    reasons = ["this command hosts nothing, so it has no limits and cannot pause", "stop it: swarmnet finish"]
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(reasons))
+
+
+def _control(node: Controlled) -> Mapping[str, Callable[..., Any]]:
+    """Return the answers of a node to commands about pauses and limits."""
 
     async def answer_pause(request: PauseRequest, context: Any) -> Empty:
         if not _is_possible(request.for_s, MAX_PAUSE_S):
@@ -89,29 +118,25 @@ async def serve(node: Controlled, data_dir: Path) -> AsyncIterator[None]:
             await context.abort(code, json.dumps([str(error), error.hint]))
         return control_pb2.Limits(json=node.limits().to_json())
 
-    answers: dict[str, Callable[..., Any]] = {
-        "Status": answer_status,
-        "Finish": answer_finish,
+    return {
         "Pause": answer_pause,
         "Resume": answer_resume,
         "GetLimits": answer_limits,
         "SetLimits": answer_set_limits,
     }
-    methods = {name: _method(name, answer) for name, answer in answers.items()}
-    async with serving(grpc.method_handlers_generic_handler(_SERVICE.full_name, methods), data_dir):
-        yield
 
 
 def status(data_dir: Path) -> NodeStatus:
-    """Return the status of the node in ``data_dir``. Raises ``Unreachable`` without a node."""
+    """Return the status of the command that runs in ``data_dir``. Raises ``Unreachable`` if none
+    does."""
     found: NodeStatus = _call(data_dir, "Status", Empty())
     return found
 
 
 def finish(data_dir: Path, grace_s: float) -> None:
-    """Tell the node in ``data_dir`` to stop within ``grace_s``. Returns at once.
+    """Tell the command in ``data_dir`` to stop within ``grace_s``. Returns at once.
 
-    Raises ``ConfigError`` for a grace out of range, and ``Unreachable`` without a node.
+    Raises ``ConfigError`` for a grace out of range, and ``Unreachable`` if none runs there.
     """
     if not _is_possible(grace_s):
         raise ConfigError(
@@ -163,8 +188,8 @@ def _method(name: str, answer: Callable[..., Any]) -> Any:
 
 def _call(data_dir: Path, method: str, request: Message) -> Any:
     no_node = Unreachable(
-        f"no node is running in {data_dir}",
-        hint="start one with `swarmnet join SWARM`, or name its directory with --data-dir; one that downloads its model does not answer yet",
+        f"nothing is running in {data_dir}",
+        hint="start a node with `swarmnet join SWARM`, or name the directory of a running command with --data-dir; a node that downloads its model does not answer yet",
     )
     with dialling(data_dir) as found:
         if found is None:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Protocol, get_args, get_type_hints
 
-from swarmnet_node.owner.schedule import Schedule
+from swarmnet_node.owner.schedule import DAYS, Schedule
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
 
@@ -210,7 +210,7 @@ class Machine(Protocol):
 def reason_to_pause(
     limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_until: float
 ) -> str:
-    """Return the reason why a node must not run now, worded for its owner.
+    """Return the reason why a node must not run now, and until when, worded for its owner.
 
     The first limit that forbids it counts. Empty if the node may run.
     """
@@ -219,16 +219,21 @@ def reason_to_pause(
     month = month_of(observed.now)
     used = usage.up_bytes + usage.down_bytes if usage.month == month else 0
     if limits.monthly_bytes is not None and used >= limits.monthly_bytes:
-        return f"the bytes for {month} are used up"
-    if limits.schedule is not None and not Schedule.parse(limits.schedule).allows(observed.now):
-        return f"outside its hours: {limits.schedule}"
+        year, next_month = observed.now.year + observed.now.month // 12, observed.now.month % 12 + 1
+        return f"the bytes for {month} are used up, until {year:04d}-{next_month:02d}-01"
+    if limits.schedule is not None:
+        schedule = Schedule.parse(limits.schedule)
+        if not schedule.allows(observed.now):
+            opens = schedule.opens(observed.now)
+            return f"outside its hours ({limits.schedule}), until {DAYS[opens.weekday()]} {opens:%H:%M}"
     if limits.no_battery and observed.on_battery:
-        return "the machine runs on battery"
+        return "the machine runs on battery, until it is plugged in"
     if limits.idle_only:
+        until = f"until nobody has used it for {limits.idle_after_s:g} s"
         if observed.idle_s is None:
-            return "it is not known whether this machine is in use"
+            return f"it is not known whether this machine is in use, {until}"
         if observed.idle_s < limits.idle_after_s:
-            return "this machine is in use"
+            return f"this machine is in use, {until}"
     return ""
 
 

@@ -2,7 +2,7 @@
 
 import re
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MINUTES = 24 * 60
@@ -57,6 +57,19 @@ class Schedule:
     def allows(self, now: datetime) -> bool:
         """Return whether a node may run at the local time ``now``."""
         return any(window.holds(now.weekday(), now.hour * 60 + now.minute) for window in self.windows)
+
+    def opens(self, now: datetime) -> datetime:
+        """Return the next local time from ``now`` on at which a node may run, in whole minutes."""
+        if self.allows(now):
+            return now
+        today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        return min(
+            begin
+            for ahead in range(8)
+            for window in self.windows
+            if (begin := today + timedelta(days=ahead, minutes=window.start)) > now
+            and begin.weekday() in window.days
+        )
 
 
 def _window(text: str) -> Window:

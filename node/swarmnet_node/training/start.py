@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, own_jobs
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from swarmnet_node.training.worker import Worker
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class WorkerConfig:
     files: LocalFiles = field(default_factory=LocalFiles)
     public_name: str = ""
     """Name of this worker that everybody sees. Empty: none."""
+    swarm_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
     """The limits on the link apply. The others are for a node."""
 
@@ -52,8 +55,9 @@ class WorkerConfig:
 @asynccontextmanager
 async def start(
     config: WorkerConfig, handler: "EventHandler", progress: "Progress" = lambda *_: None
-) -> "AsyncIterator[Worker]":
-    """Yield a worker that is ready to ``run``. ``handler`` receives its events.
+) -> "AsyncIterator[tuple[Worker, WatchedPeer]]":
+    """Yield a worker that is ready to ``run``, and its peer as the owner sees it. ``handler``
+    receives the worker's events.
 
     Leaving the context stops a computation at its next inner step. Raises ``Unreachable`` if no
     peer has the job, and the errors of reading its data and building its model.
@@ -120,9 +124,18 @@ async def start(
         def notice(text: str) -> None:
             reporter.handle({"event": "notice", "text": text})
 
-        await stack.enter_async_context(
+        watch = await stack.enter_async_context(
             DuplicateWatch.run(transport, directory, random.SystemRandom(), Timing(), warn)
         )
+
+        def add_worker(status: "NodeStatus") -> None:
+            status.worker.CopyFrom(reporter.report().worker)
+            status.warning = watch.warning() or status.warning
+
+        purpose = Purpose(
+            "train join", config.swarm_name, config.data_dir, config.network.peer.link, add_worker
+        )
+        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, directory))
         made = own_jobs(config.data_dir, identity.public_key)
         listing = job_announcer(directory, dependencies.rng, config.job, made)
         await stack.enter_async_context(
@@ -132,7 +145,7 @@ async def start(
                 _fail_with_transport(transport, worker, stopped),
             )
         )
-        yield worker
+        yield worker, peer
 
 
 async def _fail_with_transport(transport: "Transport", worker: "Worker", stopped: threading.Event) -> None:

@@ -22,6 +22,10 @@ class Directory(Protocol):
     def refused(self) -> int:
         """Number of times that peers refused to store this peer's records, since the start."""
 
+    @property
+    def known_peers(self) -> int:
+        """Number of other peers of the swarm that this one can ask."""
+
     def warning(self) -> str:
         """Return a warning for the owner if few peers can find this peer's records, else ""."""
 

@@ -169,6 +169,9 @@ class Reachability:
         again_at = clock() + UNKNOWN_S
         while True:
             await asyncio.sleep(CHECK_S)
+            # Nobody could be asked: the first peer that dials this one shows that others can.
+            if self._is_open is None and not self._was_dialled:
+                self._was_dialled = await self._asks_if_dialled()
             if self._own() != self._own_when_asked or clock() >= again_at:
                 await self.find_out()
                 again_at = clock() + (UNKNOWN_S if self._is_open is None else AGAIN_S)

@@ -1,12 +1,13 @@
 """``swarmnet bootstrap``: a peer without a model, through which other peers enter the swarm."""
 
-import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from swarmnet.addresses import follow_addresses, usual_listen, write_addresses
+from swarmnet.cli.foreground import controlled, monitoring
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import read_relay_rate
 from swarmnet.cli.option_groups import From
@@ -18,10 +19,11 @@ from swarmnet.cli.options import (
     JsonFlag,
     ListenOption,
     MaxP2pdOption,
+    MetricsOption,
     SwarmArgument,
     TransportOption,
 )
-from swarmnet.cli.output import note, print_json, print_text
+from swarmnet.cli.output import note, print_json, print_text, say
 from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import enter
 from swarmnet.systemd import notify_ready, notify_stopping
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from swarmnet_protocols.joining.network import Network
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 
 def bootstrap(  # noqa: PLR0913 - a command line, not an interface
@@ -50,20 +53,31 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
         ),
         From(str, read_relay_rate, "100mbit"),
     ],
+    metrics: MetricsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a bootstrap peer until Ctrl-C. New peers enter the swarm through it, and it stores a part
-    of the directory. It needs no model and little memory."""
+    """Run a bootstrap peer until `swarmnet finish` or Ctrl-C. New peers enter the swarm through it,
+    and it stores a part of the directory. It needs no model and little memory."""
     entry = enter(swarm, data_dir, bootstrap)
     with locked_data_dir(data_dir) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
         network = replace(network, peer=replace(network.peer, max_daemon_bytes=max_p2pd_bytes))
-        run_until_stopped(_serve(network, directory, relay_bytes_per_s, as_json=as_json))
+        serving = _serve(network, entry.file.name, directory, relay_bytes_per_s, metrics, as_json=as_json)
+        run_until_stopped(serving)
 
 
-async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float, *, as_json: bool) -> None:
+async def _serve(
+    network: "Network",
+    swarm: str,
+    data_dir: "Path",
+    relay_bytes_per_s: float,
+    metrics: tuple[str, int] | None,
+    *,
+    as_json: bool,
+) -> None:
     from random import SystemRandom
 
+    from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
     from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
     from swarmnet_protocols.errors import NetworkStopped
     from swarmnet_protocols.joining.network import connect
@@ -71,18 +85,27 @@ async def _serve(network: "Network", data_dir: "Path", relay_bytes_per_s: float,
     from swarmnet_protocols.timing import Timing
 
     interrupts = Interrupts.catch()
-    stop = asyncio.Event()
     network.peer.link.set_relay_rate(relay_bytes_per_s)
-    async with (
-        connect(network) as (transport, directory),
-        DuplicateWatch.run(transport, directory, SystemRandom(), Timing()),
-    ):
-        interrupts.first = stop.set
+    async with AsyncExitStack() as stack:
+        monitor = await stack.enter_async_context(monitoring(metrics, as_json=as_json))
+        transport, directory = await stack.enter_async_context(connect(network))
+        watch = await stack.enter_async_context(
+            DuplicateWatch.run(transport, directory, SystemRandom(), Timing())
+        )
+
+        def add_warning(status: "NodeStatus") -> None:
+            status.warning = watch.warning() or status.warning
+
+        purpose = Purpose("bootstrap", swarm, data_dir, network.peer.link, add_warning)
+        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, directory))
+        await stack.enter_async_context(controlled(peer, data_dir, monitor))
+        interrupts.first = peer.stopping.set
         _announce(transport, data_dir, as_json=as_json)
-        await race(stop.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
+        await race(peer.stopping.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
         notify_stopping()
-        if not stop.is_set():
+        if not peer.stopping.is_set():
             raise NetworkStopped
+    say({"event": "stopped"}, "stopped", as_json=as_json)
 
 
 def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> None:
@@ -95,4 +118,4 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
     note("other peers enter the swarm here with one of")
     for address in addresses:
         print_text(f"  --bootstrap {address}")
-    note("stop with Ctrl-C")
+    note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")

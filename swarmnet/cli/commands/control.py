@@ -1,12 +1,15 @@
 """``swarmnet status``, ``limits``, ``pause``, ``resume`` and ``finish``: observe and control the
-node on this machine, over the control socket in its data directory."""
+node on this machine, or another command that runs for long, over the socket in its data
+directory."""
 
+from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from swarmnet.cli.foreground import DEFAULT_GRACE_S
+from swarmnet.cli.foreground import DASHBOARD_FOLDER, DEFAULT_GRACE_S, describe_pause, hosted
 from swarmnet.cli.limit_options import NO_LIMIT, NOTHING, LimitOptions, lifted, rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import DataDirOption, JsonFlag, check_at_least_zero
@@ -14,6 +17,7 @@ from swarmnet.cli.output import print_json, print_table, print_text
 from swarmnet.reach import advice, describe, describe_punching, describe_relaying
 from swarmnet.units import counted, parse_duration_s, show_duration, show_size
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_protocols.errors import Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,18 +26,17 @@ if TYPE_CHECKING:
 
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
     from swarmnet_protocols.wire.records_pb2 import HostRecord
-    from swarmnet_protocols.wire.report_pb2 import BlockExperts, HostReport, TrunkReport
+    from swarmnet_protocols.wire.report_pb2 import BlockExperts, HostReport, TrunkReport, WorkerReport
 
 
 def status(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
-    """Print what the node on this machine is doing."""
-    from swarmnet_node.owner import control
-
-    node = control.status(data_dir)
+    """Print what the node on this machine is doing; or a bootstrap peer, a training worker or a
+    dashboard."""
+    _, running = _running(data_dir)
     if as_json:
-        print_json(_fields(node))
+        print_json(_fields(running))
     else:
-        _print(node)
+        _print(running)
 
 
 def limits(
@@ -109,15 +112,36 @@ def finish(
     as_json: JsonFlag = False,
 ) -> None:
     """Stop the node on this machine gently: it takes no new sessions, and running sessions move to
-    other peers first."""
+    other peers first. A training worker ends its round first; other commands stop at once."""
     from swarmnet_node.owner import control
 
     check_at_least_zero(grace_s, option="--grace")
-    control.finish(data_dir, grace_s)
+    folder, running = _running(data_dir)
+    control.finish(folder, grace_s)
     if as_json:
         print_json({"finishing": True, "grace_s": grace_s})
     else:
-        print_text(f"the node takes no new sessions and stops within {grace_s:g} s")
+        print_text(
+            f"the node takes no new sessions and stops within {grace_s:g} s"
+            if running.command == "join"
+            else "the worker ends its round and stops"
+            if running.HasField("worker")
+            else f"`swarmnet {running.command}` stops"
+        )
+
+
+def _running(data_dir: Path) -> "tuple[Path, NodeStatus]":
+    """Return the folder and the status of the command that runs with ``data_dir``: the peer in it,
+    else the dashboard below it. Raises ``Unreachable`` without either."""
+    from swarmnet_node.owner import control
+
+    try:
+        return data_dir, control.status(data_dir)
+    except Unreachable:
+        folder = data_dir / DASHBOARD_FOLDER
+        with suppress(Unreachable):
+            return folder, control.status(folder)
+        raise
 
 
 def _fields(node: "NodeStatus") -> dict[str, object]:
@@ -129,7 +153,7 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
     trunk = _trunk(host.trunk) if host.HasField("trunk") else None
     del fields["host"]
     return fields | {
-        "limits": asdict(OwnerLimits.from_json(node.limits.json)),
+        "limits": asdict(OwnerLimits.from_json(node.limits.json)) if node.limits.json else None,
         "manifest": record.manifest.hex(),
         "blocks": [record.start, record.end],
         "moving_to": _moving_to(record),
@@ -193,61 +217,92 @@ def _rows(host: "HostReport") -> int:
     return sum(rows for each in host.experts for rows in each.rows)
 
 
-def _print(node: "NodeStatus") -> None:
+def headline(running: "NodeStatus") -> str:
+    """Return the name of what runs and what it does, in one sentence."""
+    if running.HasField("worker"):
+        return f"this worker trains {running.worker.name}, {_progress(running.worker)}"
+    if running.command == "dashboard":
+        return f"this dashboard shows the swarm {running.swarm} at {running.url}"
+    if running.command == "bootstrap":
+        return f"this bootstrap peer lets others into the swarm {running.swarm}"
+    name = running.public_name or "this node"
+    if running.state == "paused":
+        return f"{name} is paused: {describe_pause(running)}"
+    what = f"{running.model}, {hosted(running)}"
+    sessions = f", {counted(running.host.record.sessions, 'session')}" if running.host.record.end else ""
+    return {
+        "choosing": f"{name} chooses blocks of {running.model}",
+        "joining": f"{name} is about to serve {what}",
+        "leaving": f"{name} stops: its sessions move to other hosts ({what}{sessions})",
+    }.get(running.state, f"{name} serves {what}{sessions}")
+
+
+def _progress(worker: "WorkerReport") -> str:
+    loss = f", loss {worker.loss:.3f}" if worker.HasField("loss") else ""
+    return f"round {worker.round} of {worker.rounds}{loss}, {worker.state}"
+
+
+def _print(running: "NodeStatus") -> None:
+    rows = _node_rows(running) if running.HasField("host") else {}
+    print_table(headline(running), rows | _peer_rows(running))
+
+
+def _node_rows(node: "NodeStatus") -> dict[str, object]:
+    """Return what only a node has."""
     mebibyte = 1 << 20
     host, record = node.host, node.host.record
-    limits = rows(OwnerLimits.from_json(node.limits.json))
     moving_to = _moving_to(record)
-    print_table(
-        f"{node.peer_id} is {node.state}" + (f": {node.reason}" if node.reason else ""),
-        {
-            **({"warning": node.warning} if node.warning else {}),
-            "swarm": node.swarm,
-            "model": node.model + (f": {node.model_reason}" if node.model_reason else ""),
-            **({"model before": node.former_model} if node.former_model else {}),
-            **({"switches to": node.switching_to} if node.switching_to else {}),
-            **(
-                {
-                    "blocks": f"{record.start}:{record.end} of {host.total_blocks}"
-                    + (f": {node.blocks_reason}" if node.blocks_reason else "")
-                }
-                if record.end
-                else {}
-            ),
-            **_experts(node),
-            **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
-            **({"moves to": "{}:{}".format(*moving_to)} if moving_to else {}),
-            **(
-                {
-                    "sessions": record.sessions,
-                    "cache": f"{host.cache_bytes / mebibyte:.1f} of {host.cache_bytes_limit / mebibyte:.0f} MiB",
-                    "computed": f"{counted(host.positions, 'token')} in {counted(host.forwards, 'forward')}",
-                }
-                if record.end
-                else {}
-            ),
-            "weights": f"{node.weight_bytes / mebibyte:.1f} MiB"
-            + (f", {record.precision}" if record.precision else ""),
-            **({"arithmetic": record.arithmetic} if record.arithmetic else {}),
-            "running for": show_duration(node.uptime_s),
-            "reached": describe(node.reach),
-            **{
-                name: text
-                for name, text in {
-                    "to improve it": advice(node.reach, node.addresses),
-                    "hole punching": describe_punching(node.reach),
-                    "relays for": describe_relaying(node.reach),
-                }.items()
-                if text
-            },
-            "addresses": "\n".join(node.addresses),
-            "memory": f"{node.ram_bytes / mebibyte:.0f} MiB, {_of(limits.pop('max-ram'))}",
-            f"traffic in {node.usage.month}": f"{show_size(node.usage.up_bytes)} up, "
-            f"{show_size(node.usage.down_bytes)} down, {_of(limits.pop('monthly'))}",
-            **{f"limit: {name}": text for name, text in limits.items() if text not in NOTHING},
-            "version": node.version,
-        },
-    )
+    return {
+        "model": node.model + (f": {node.model_reason}" if node.model_reason else ""),
+        **({"model before": node.former_model} if node.former_model else {}),
+        **({"switches to": node.switching_to} if node.switching_to else {}),
+        **(
+            {
+                "blocks": f"{record.start}:{record.end} of {host.total_blocks}"
+                + (f": {node.blocks_reason}" if node.blocks_reason else "")
+            }
+            if record.end
+            else {}
+        ),
+        **_experts(node),
+        **({"blocks before": "{}:{}".format(*node.moved_from)} if node.moved_from else {}),
+        **({"moves to": "{}:{}".format(*moving_to)} if moving_to else {}),
+        **(
+            {
+                "sessions": record.sessions,
+                "cache": f"{host.cache_bytes / mebibyte:.1f} of {host.cache_bytes_limit / mebibyte:.0f} MiB",
+                "computed": f"{counted(host.positions, 'token')} in {counted(host.forwards, 'forward')}",
+            }
+            if record.end
+            else {}
+        ),
+        "weights": f"{node.weight_bytes / mebibyte:.1f} MiB"
+        + (f", {record.precision}" if record.precision else ""),
+        **({"arithmetic": record.arithmetic} if record.arithmetic else {}),
+    }
+
+
+def _peer_rows(peer: "NodeStatus") -> dict[str, object]:
+    """Return what every command that runs for long has: its swarm, how others reach it, what it
+    uses."""
+    limits = rows(OwnerLimits.from_json(peer.limits.json)) if peer.limits.json else {}
+    found = {
+        "warning": peer.warning,
+        "swarm": f"{peer.swarm}; {counted(peer.known_peers, 'other peer')} known",
+        "running for": show_duration(peer.uptime_s),
+        "reached": "" if peer.command == "dashboard" else describe(peer.reach, peer.addresses),
+        "to improve it": advice(peer.reach, peer.addresses),
+        "hole punching": describe_punching(peer.reach),
+        "relays for": describe_relaying(peer.reach),
+        "memory": f"{peer.ram_bytes / (1 << 20):.0f} MiB" + _of(limits.pop("max-ram", "")),
+        f"traffic in {peer.usage.month}": f"{show_size(peer.usage.up_bytes)} up, "
+        f"{show_size(peer.usage.down_bytes)} down" + _of(limits.pop("monthly", "")),
+        **{f"limit: {name}": text for name, text in limits.items() if text not in NOTHING},
+        "version": peer.version,
+        "peer id": peer.peer_id,
+        "addresses": "\n".join(peer.addresses),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def _experts(node: "NodeStatus") -> dict[str, str]:
@@ -279,4 +334,6 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
 
 
 def _of(limit: str) -> str:
-    return limit if limit == NO_LIMIT else f"limit {limit}"
+    """Return a limit as it follows the amount that is used. ``limit``: empty if there cannot be
+    one."""
+    return f", {limit if limit == NO_LIMIT else f'limit {limit}'}" if limit else ""

@@ -1,6 +1,5 @@
 """``swarmnet dashboard``: a web page that shows a swarm, served by this command or by a node."""
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet import swarm_file
+from swarmnet.cli.foreground import DASHBOARD_FOLDER, controlled, monitoring
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     AllowHostOption,
@@ -18,6 +18,7 @@ from swarmnet.cli.options import (
     DataDirOption,
     HostOption,
     JsonFlag,
+    MetricsOption,
     PortOption,
     SwarmOption,
     TransportOption,
@@ -34,6 +35,7 @@ from swarmnet_protocols.joining.network import client_listen
 if TYPE_CHECKING:
     from swarmnet.web.middleware import AccessPolicy
     from swarmnet_node.supervisor import Supervisor
+    from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 HISTORY = "history"
 MAX_KEY_BYTES = 4096
@@ -57,18 +59,19 @@ def dashboard(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     allow_host: AllowHostOption = [],  # noqa: B006
     data_dir: DataDirOption,
+    metrics: MetricsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a swarm on a web page until Ctrl-C: its hosts and blocks, their speed, training jobs,
-    and which blocks lack hosts.
+    """Show a swarm on a web page until `swarmnet finish` or Ctrl-C: its hosts and blocks, their
+    speed, training jobs, and which blocks lack hosts.
 
     The data directory keeps a history of 30 days.
     """
     access = page_access((host, port), _key_in(api_key_file) or os.environ.get(API_KEY), allow_host)
     entry = enter(swarm, data_dir, bootstrap, as_client=True)
     entry.check_bootstrap()
-    with locked_data_dir(data_dir / "dashboard") as directory:
-        run_until_stopped(_show(entry, directory, (host, port), access, as_json=as_json))
+    with locked_data_dir(data_dir / DASHBOARD_FOLDER) as directory:
+        run_until_stopped(_show(entry, directory, (host, port), access, metrics, as_json=as_json))
 
 
 def _key_in(path: Path | None) -> str | None:
@@ -81,24 +84,30 @@ def _key_in(path: Path | None) -> str | None:
 
 
 async def _show(
-    entry: Entry, directory: Path, address: tuple[str, int], access: "AccessPolicy", *, as_json: bool
+    entry: Entry,
+    directory: Path,
+    address: tuple[str, int],
+    access: "AccessPolicy",
+    metrics: tuple[str, int] | None,
+    *,
+    as_json: bool,
 ) -> None:
     from random import SystemRandom
 
     from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
+    from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
     from swarmnet_protocols.joining.network import connect
     from swarmnet_protocols.machine.aio import race
     from swarmnet_protocols.machine.clock import wall_clock
 
     interrupts = Interrupts.catch()
-    stop = asyncio.Event()
+    network = entry.network(client_listen(entry.addresses))
     async with AsyncExitStack() as stack:
+        monitor = await stack.enter_async_context(monitoring(metrics, as_json=as_json))
         with progress(quiet=as_json) as report:
             report("finding the swarm", 0, None)
-            transport, known = await stack.enter_async_context(
-                connect(entry.network(client_listen(entry.addresses)), client_mode=True)
-            )
+            transport, known = await stack.enter_async_context(connect(network, client_mode=True))
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
         endpoint = await stack.enter_async_context(
             run_dashboard(
@@ -110,16 +119,23 @@ async def _show(
                 owners_lists(entry, directory.parent, access),
             )
         )
-        interrupts.first = stop.set
+
+        def add_url(status: "NodeStatus") -> None:
+            status.url = endpoint.url
+
+        purpose = Purpose("dashboard", entry.file.name, directory, network.peer.link, add_url)
+        peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, known))
+        await stack.enter_async_context(controlled(peer, directory, monitor))
+        interrupts.first = peer.stopping.set
         notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
         if as_json:
             print_json({"event": "ready", "url": endpoint.url})
         else:
             print_text(f"the swarm {entry.file.name}: {endpoint.url}")
-            note("stop with Ctrl-C")
-        await race(stop.wait(), transport.died(), endpoint.failed())
+            note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
+        await race(peer.stopping.wait(), transport.died(), endpoint.failed())
         notify_stopping()
-        if not stop.is_set():
+        if not peer.stopping.is_set():
             raise NetworkStopped(hint=_RESTART)
     say({"event": "stopped"}, "stopped", as_json=as_json)
 

@@ -36,7 +36,7 @@ from swarmnet.cli.options import (
     TransportOption,
     devices_option,
 )
-from swarmnet.cli.output import note_if_first, say
+from swarmnet.cli.output import say
 from swarmnet.cli.pairing import enter_household
 from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
@@ -276,7 +276,6 @@ def host(
             **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}
         )
         ask_once(directory, _facts(config, entry.file), asking=not foreground.yes, as_json=as_json)
-        note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
         if options.priority == "low":
             yield_to_others()
         Foreground(
@@ -289,6 +288,7 @@ def host(
             as_json=as_json,
             stop_on_eof=foreground.stop_on_eof,
             metrics=metrics,
+            mdns=entry.file.mdns,
             dashboard=page and partial(page, entry, directory),
         ).run()
 

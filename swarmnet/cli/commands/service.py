@@ -8,16 +8,21 @@ from swarmnet.cli import check_arguments
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import JsonFlag
 from swarmnet.cli.output import note, print_json, print_table, print_text
+from swarmnet.swarm_file.entry import check_known
 from swarmnet.systemd import Service, unit_text
 from swarmnet_protocols.errors import ConfigError
 
-RUN_FOR_LONG = ("start", "join", "bootstrap", "serve", "dashboard")
+RUN_FOR_LONG = ("start", "join", "bootstrap", "serve", "dashboard", "train join")
+NODE_UNIT = "swarmnet"
+"""The unit of a node. Every other command has a unit of its own, so that a machine can run both."""
 app = command_group("Start a command with the machine, under systemd.")
 
 SystemFlag = Annotated[
     bool, typer.Option("--system/--user", help="Run as a unit of the machine (needs root) or of this user.")
 ]
-NameOption = Annotated[str, typer.Option("--name", metavar="NAME", help="Name of the unit.")]
+NameOption = Annotated[
+    str, typer.Option("--name", metavar="NAME", help="Name of the unit, as `service install` printed it.")
+]
 
 
 @app.command("install", context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
@@ -30,7 +35,12 @@ def install(
     ],
     *,
     is_system: SystemFlag = False,
-    name: NameOption = "swarmnet",
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the unit.", show_default="swarmnet, or swarmnet-COMMAND"
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the unit file and change nothing.")
     ] = False,
@@ -39,10 +49,15 @@ def install(
     """Let systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install
     come before COMMAND.
 
-    Relative paths refer to the current directory.
+    Relative paths refer to the current directory. If it fails, nothing is left behind.
+
+    \b
+    Examples:
+      swarmnet service install join lab/swarm.toml --num-blocks 10
+      swarmnet service install bootstrap lab/swarm.toml --metrics 9401
     """
-    _check(command)
-    service = Service(name, is_system)
+    kind = _check(command, is_system=is_system)
+    service = Service(name or _usual_name(kind), is_system)
     text = unit_text(command, is_system=is_system)
     if dry_run:
         print_text(text, end="")
@@ -53,7 +68,7 @@ def install(
         return
     scope = "" if is_system else "--user "
     print_text(
-        f"{service.path}\n  see it:  systemctl {scope}status {name}\n  its log: journalctl {scope}-u {name} -f"
+        f"{service.path}\n  see it:  systemctl {scope}status {service.name}\n  its log: journalctl {scope}-u {service.name} -f"
     )
     if not is_system:
         note("to have it run while you are not logged in: loginctl enable-linger")
@@ -61,7 +76,7 @@ def install(
 
 @app.command("uninstall")
 def uninstall(
-    *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
+    *, is_system: SystemFlag = False, name: NameOption = NODE_UNIT, as_json: JsonFlag = False
 ) -> None:
     """Stop the service and remove its unit. Keys and models stay."""
     service = Service(name, is_system)
@@ -73,9 +88,7 @@ def uninstall(
 
 
 @app.command("status")
-def status(
-    *, is_system: SystemFlag = False, name: NameOption = "swarmnet", as_json: JsonFlag = False
-) -> None:
+def status(*, is_system: SystemFlag = False, name: NameOption = NODE_UNIT, as_json: JsonFlag = False) -> None:
     """Print the state of the service, as systemd reports it."""
     service = Service(name, is_system)
     shown = service.status()
@@ -85,19 +98,31 @@ def status(
         print_table(service.unit, shown)
 
 
-def _check(command: list[str]) -> None:
-    """Raise an error if swarmnet would refuse the command line ``command``: systemd would start it
-    again and again."""
+def _usual_name(kind: str) -> str:
+    return NODE_UNIT if kind in {"join", "start"} else f"{NODE_UNIT}-{kind.replace(' ', '-')}"
+
+
+def _check(command: list[str], *, is_system: bool) -> str:
+    """Return the name of the command in the command line ``command``.
+
+    Raises an error if that command would end at once: systemd would have a unit that never runs.
+    """
     from swarmnet_protocols.membership.invites import is_invite
 
-    if command[0] not in RUN_FOR_LONG:
+    kind = next((each for each in RUN_FOR_LONG if command[: len(each.split())] == each.split()), None)
+    if kind is None:
         raise typer.BadParameter(
             f"{command[0]!r} is not a service: give one of {', '.join(RUN_FOR_LONG)}",
             param_hint="'COMMAND'",
         )
-    check_arguments(command)
+    given = check_arguments(command)
     if any(is_invite(text) for argument in command for text in (argument, argument.partition("=")[2])):
         raise ConfigError(
             "a unit may be read by all users of the machine, and an invite is a secret",
             hint="redeem it once with `swarmnet join INVITE`, then install the service with the swarm's name",
         )
+    if kind == "train join" and not given["yes"]:
+        raise typer.BadParameter("a service cannot be asked for consent: add --yes", param_hint="'--yes'")
+    if given.get("swarm") and not is_system:  # a unit of the machine may run as another user
+        check_known(given["swarm"], given["data_dir"])
+    return kind

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from swarmnet import swarm_file
-from swarmnet.cli.commands import swarm_members
+from swarmnet.cli.commands import swarm_members, swarm_status
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import CacheDirOption, FileBootstrapOption, JsonFlag, OwnSwarm, SwarmPath
@@ -21,7 +21,7 @@ from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.wire.roles import name_roles
 
-app = command_group("Create swarms, manage their members, and read their files.")
+app = command_group("Create swarms, manage their members, and see what they do.")
 
 WHO_IS_IN = {
     Admission.OPEN: "peers that have the file",
@@ -141,6 +141,7 @@ def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     return ListedModel(name_for_peers(name), local.manifest.hash, local.pieces_hash)
 
 
+app.command("status")(swarm_status.status)
 app.command("invite")(swarm_members.invite)
 app.command("members")(swarm_members.members)
 app.command("approve")(swarm_members.approve)

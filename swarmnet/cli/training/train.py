@@ -12,6 +12,7 @@ import typer
 
 from swarmnet.addresses import usual_listen, write_addresses
 from swarmnet.cli.consent import TRAINING, ask_once
+from swarmnet.cli.foreground import controlled, monitoring, note_if_alone
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.limit_options import Down, LimitOptions, PresetOption, Up
@@ -23,11 +24,12 @@ from swarmnet.cli.options import (
     IssuerOption,
     JsonFlag,
     ListenOption,
+    MetricsOption,
     PublicNameOption,
     SwarmOption,
     device_option,
 )
-from swarmnet.cli.output import note, note_if_first, print_json, print_text, progress
+from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.cli.training import train_status
 from swarmnet.cli.training.displays import Display, display
 from swarmnet.cli.training.job_names import (
@@ -46,6 +48,7 @@ from swarmnet.cli.training.trackers import Log, TensorboardOption, WandbOption, 
 from swarmnet.cli.training.train_words import facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.systemd import notify_ready, notify_stopping
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
@@ -192,10 +195,11 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     wandb: WandbOption = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train this job without asking first.")] = False,
     issuer: IssuerOption = None,
+    metrics: MetricsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Train a job until its rounds are done, or Ctrl-C. A worker may leave and return at any time
-    and loses no committed round.
+    """Train a job until its rounds are done, `swarmnet finish` or Ctrl-C. A worker may leave and
+    return at any time and loses no committed round.
 
     The first time, the command shows what the job reads, sends and uses on this machine, and asks
     for consent.
@@ -204,7 +208,6 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     changes.given()
     entry = enter(swarm, data_dir, bootstrap)
     found = _find_here(entry, data_dir, job)
-    note_if_first(entry.addresses, mdns=entry.file.mdns, as_json=as_json)
     with locked_data_dir(data_dir) as directory:
         with progress(quiet=as_json) as report:
             report("looking for the job", 0, None)
@@ -243,6 +246,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             threads=cores,
             files=files,
             public_name=public_name,
+            swarm_name=entry.file.name,
             limits=limits,
         )
         run = f"{sealed.job.job.name}-{public_name or job[:SHOWN_DIGITS]}"
@@ -251,7 +255,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             display(as_json=as_json) as shown,
         ):
             record = TrainingRecord(job_folder(directory, job), job, wall_clock)
-            run_until_stopped(_work(config, record, shown, log))
+            run_until_stopped(_work(config, record, shown, log, metrics, as_json=as_json))
 
 
 def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
@@ -284,8 +288,17 @@ async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) 
     return found
 
 
-async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display, log: Log) -> None:
+async def _work(
+    config: "WorkerConfig",
+    record: TrainingRecord,
+    shown: Display,
+    log: Log,
+    metrics: tuple[str, int] | None,
+    *,
+    as_json: bool,
+) -> None:
     from swarmnet_node.training.start import start
+    from swarmnet_protocols.machine.aio import in_background
 
     interrupts = Interrupts.catch()
 
@@ -297,14 +310,25 @@ async def _work(config: "WorkerConfig", record: TrainingRecord, shown: Display, 
         log(event)
         shown.show(event, tell(event, record.status))
 
-    async with start(config, report, shown.progress) as worker:
+    async with (
+        monitoring(metrics, as_json=as_json) as monitor,
+        start(config, report, shown.progress) as (worker, peer),
+        controlled(peer, config.data_dir, monitor),
+    ):
 
-        def leave() -> None:
+        async def leave_when_stopped() -> None:
+            await peer.stopping.wait()
+            notify_stopping()
             worker.stop()
             report({"event": "leaving"})
 
-        interrupts.first = leave
-        await worker.run()
+        interrupts.first = peer.stopping.set
+        status = peer.status()
+        notify_ready(f"training {status.worker.name}")
+        if not as_json:
+            note_if_alone(status, mdns=config.network.mdns)
+        async with in_background(leave_when_stopped()):
+            await worker.run()
 
 
 @app.command("export")

@@ -61,6 +61,11 @@ class PeerObservation:
     """The experts that the peer computes for other hosts, as it announces."""
 
     @property
+    def is_unasked(self) -> bool:
+        """Whether the peer has neither answered nor failed to."""
+        return self.newest is None and self.failed_at_s is None
+
+    @property
     def answers(self) -> bool:
         return self.newest is not None and self.failed_at_s is None
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from swarmnet.dashboard.observing.observations import JobObservation, Snapshot, SwarmInfo
 from swarmnet.dashboard.observing.polling import ObserverDependencies, Polls
@@ -25,9 +25,10 @@ from swarmnet_protocols.errors import SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of, in_background, persist
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.routing.host_info import HostInfo
-from swarmnet_protocols.training.catch_up import WorkerPosition
-from swarmnet_protocols.training.job_records import find_job, find_workers
-from swarmnet_protocols.training.rounds.terms import RoundMember
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.training.catch_up import WorkerPosition
+    from swarmnet_protocols.training.rounds.terms import RoundMember
 
 MAX_LOOKUPS = 8
 """Concurrent lookups in the directory."""
@@ -72,6 +73,7 @@ class Observer:
         self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self._crawl_requested = asyncio.Event()
         self._crawled = asyncio.Condition()
+        self._has_crawled = False
 
     @classmethod
     @asynccontextmanager
@@ -92,6 +94,15 @@ class Observer:
                 yield observer
         finally:
             await observer._polls.stop()
+
+    async def settled(self, within_s: float) -> None:
+        """Wait until the directory has been read, and every peer has answered or failed; at most
+        ``within_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                async with self._crawled:
+                    await self._crawled.wait_for(lambda: self._has_crawled)
+                await self._polls.all_asked()
 
     def snapshot(self) -> Snapshot:
         """Return all that this observer knows now."""
@@ -131,6 +142,7 @@ class Observer:
                 _log.exception("cannot read the directory")
             self._polls.drop_expired({peer for job in self._jobs.values() for peer in job.workers})
             async with self._crawled:
+                self._has_crawled = True
                 self._crawled.notify_all()
             await asyncio.sleep(MIN_CRAWL_S)
             with contextlib.suppress(TimeoutError):
@@ -172,6 +184,8 @@ class Observer:
         return _ObservedModel(listed, hosts, ExpertSample(self._directory, model.manifest))
 
     async def _find_job(self, job_id: str) -> JobObservation | None:
+        from swarmnet_protocols.training.job_records import find_job  # with torch, which takes seconds
+
         try:
             job, _ = await find_job(self._directory, job_id)
         except Unreachable:  # any peer may list a job that does not exist
@@ -180,8 +194,11 @@ class Observer:
 
     async def _find_workers(self) -> None:
         self._workers = {job_id: known for job_id, known in self._workers.items() if job_id in self._jobs}
-        find = partial(find_workers, self._directory)
-        self._workers |= await self._look_up_each(self._jobs, find)
+        if self._jobs:
+            from swarmnet_protocols.training.job_records import find_workers
+
+            find = partial(find_workers, self._directory)
+            self._workers |= await self._look_up_each(self._jobs, find)
 
     async def _find_peers(self) -> None:
         """Read the hosts and expert peers of every model, select the peers to poll, and update

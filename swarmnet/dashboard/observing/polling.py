@@ -79,6 +79,8 @@ class Polls:
         self._failures: Counter[PeerId] = Counter()
         self._salt = dependencies.rng.randbytes(16)
         self._opens = asyncio.Semaphore(MAX_OPENS)
+        self._asked = asyncio.Event()
+        """Set at each answer and each failure."""
 
     @property
     def interval_s(self) -> float:
@@ -106,6 +108,13 @@ class Polls:
             if peer not in workers and tracker.is_expired(now_s):
                 self._drop(peer)
         self.totals.keep_only(self.trackers)
+
+    async def all_asked(self) -> None:
+        """Wait until every peer that is polled has answered or failed once."""
+        own = self._dependencies.transport.peer_id  # which cannot be dialled
+        while any(each.observation.is_unasked for each in self.trackers.values() if each.peer != own):
+            self._asked.clear()
+            await self._asked.wait()
 
     async def stop(self) -> None:
         await cancel(*self._tasks.values())
@@ -155,6 +164,7 @@ class Polls:
             except SwarmnetError as error:
                 _log.debug("a peer gives no report", extra={"peer": tracker.peer, "reason": str(error)[:200]})
             tracker.on_failed_poll(self._clock(), self.totals)
+            self._asked.set()
             self._failures[tracker.peer] += 1
             await asyncio.sleep(retry_s * self._dependencies.rng.uniform(0.8, 1.2))
             retry_s = min(2 * retry_s, MAX_RETRY_S)
@@ -178,6 +188,7 @@ class Polls:
         report = await request_report(stream)
         tracker.on_delay((loop.time() - asked_s) / 2)
         tracker.on_report(report, self._clock(), self.totals)
+        self._asked.set()
         self._failures.pop(tracker.peer, None)
 
     async def _wait_for_next_poll(self, stream: ReportStream) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from swarmnet.cli.commands.swarm_status import model_rows, peer_row, swarm_state
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observing import observer as observer_module
@@ -41,16 +42,22 @@ SEEN_S = 10.0
 
 
 @asynccontextmanager
-async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
+async def observing(lab: Lab) -> AsyncIterator[Observer]:
     identity = peer("observer")
-    async with AsyncExitStack() as stack:
-        transport = await stack.enter_async_context(lab._transport("observer", identity, Role.OBSERVER))
+    async with lab._transport("observer", identity, Role.OBSERVER) as transport:
         directory = MemoryDirectory(lab.board, identity, SWARM)
         dependencies = ObserverDependencies(
             transport, directory, virtual_clock, random.Random(f"{lab.seed}/observer"), lab.timing
         )
         info = SwarmInfo("lab", SWARM.hex(), "open", identity.peer_id)
-        observer = await stack.enter_async_context(Observer.run(dependencies, info))
+        async with Observer.run(dependencies, info) as observer:
+            yield observer
+
+
+@asynccontextmanager
+async def dashboard(lab: Lab, tmp_path: Any) -> AsyncIterator[Feed]:
+    async with AsyncExitStack() as stack:
+        observer = await stack.enter_async_context(observing(lab))
         history = stack.enter_context(History.open(tmp_path))
         yield await stack.enter_async_context(Feed.run(observer, history))
 
@@ -145,6 +152,43 @@ def test_step_times_are_those_that_the_client_measures(
                 )
 
     simulate(reference, scenario, link=LinkProfile(delay_s=0.03))
+
+
+def test_a_swarm_says_at_once_what_it_serves_and_what_it_lacks(reference: Reference) -> None:
+    """`swarmnet swarm status`: nobody has observed the swarm before."""
+
+    async def scenario(lab: Lab) -> None:
+        await start(lab, kitchen=(0, 2), cellar=(2, 6))
+        async with lab.client() as swarm, lab.chain(swarm) as chain:
+            await lab.generate(chain, PROMPT, 60)
+        await asyncio.sleep(SEEN_S)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        async with observing(lab) as observer:
+            await observer.settled(60.0)
+            assert loop.time() - began_s < 1.0
+            state = swarm_state(observer.snapshot(), ["a-relay"])
+            (model,) = state["models"].values()
+            rows = model_rows(model)
+            assert rows["blocks"] == "6; each has 1 host or more"
+            assert rows["speed"] == f"{1 / model['token_s']['p50']:.1f} tokens/s for one answer"
+            assert rows["helps most"].startswith("blocks 0:2 have only one host each: if it leaves, ")  # type: ignore[attr-defined]
+            lines = [peer_row(each, state["models"]) for each in state["peers"].values()]
+            assert {line.partition(", 0 s")[0] for line in lines} == {
+                "online, blocks 0:2 of tiny",
+                "online, blocks 2:6 of tiny",
+            }
+            assert state["relays"] == {"a-relay": 0}
+        lab.nodes["cellar"].finish(5.0)
+        await asyncio.sleep(SEEN_S)
+        async with observing(lab) as observer:
+            await observer.settled(60.0)
+            (model,) = swarm_state(observer.snapshot(), [])["models"].values()
+            assert model["missing_blocks"] == [[2, 6]]
+            assert model_rows(model)["blocks"] == "6; nobody has 2:6"
+            assert not model["healthy"]
+
+    simulate(reference, scenario, limit_s=300, link=LinkProfile(delay_s=0.03))
 
 
 @pytest.mark.parametrize("fault", ["crash", "hang", "isolate"])

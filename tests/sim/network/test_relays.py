@@ -16,7 +16,7 @@ from swarmnet_protocols.directory import relay_announcements
 from swarmnet_protocols.directory.records import Publisher, Record
 from swarmnet_protocols.directory.relay_announcements import MAX_FOUND, TOPIC, choose
 from swarmnet_protocols.errors import SwarmnetError
-from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.machine.aio import cancel, in_background
 from swarmnet_protocols.net import Message, PeerId, ReachKind, Stream
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.limits.rate_limit import LinkLimiter
@@ -401,11 +401,19 @@ def test_a_peer_without_bootstrap_peers_is_open_once_it_was_dialled(
             return ""
 
         async def dialled() -> bool:
-            return was_dialled
+            return answers[-1]
 
+        async def no_relays() -> tuple[str, ...]:
+            return ()
+
+        answers = [was_dialled]
         reachability = Reachability(routed, alice, (), lambda: 0.0, no_address, dialled)
         await reachability.find_out()
         assert reachability.kind is kind
+        async with in_background(reachability.run(no_relays, lambda _: None)):
+            answers.append(True)
+            await asyncio.sleep(2 * detection.CHECK_S)
+            assert reachability.kind is ReachKind.OPEN, "a peer that is served shows it within seconds"
         assert not reachability.is_surely_open
 
     run(scenario)

@@ -79,6 +79,10 @@ class MemoryDirectory:
     def clock(self) -> Clock:
         return self._board.clock
 
+    @property
+    def known_peers(self) -> int:
+        return max(0, self._board.network.size - 1)
+
     def warning(self) -> str:
         return ""
 

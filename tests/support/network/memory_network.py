@@ -170,6 +170,11 @@ class MemoryNetwork:
         self._isolated.discard(peer)
         self._release()
 
+    @property
+    def size(self) -> int:
+        """Number of peers that run."""
+        return len(self._transports)
+
     def is_online(self, peer: PeerId) -> bool:
         """Whether ``peer`` runs and is neither stopped nor isolated."""
         return peer in self._transports and peer not in self._hung and peer not in self._isolated

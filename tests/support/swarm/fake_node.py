@@ -6,6 +6,7 @@ from collections.abc import Callable
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.directory.node_reports import describe_experts
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.net.limits.resources import ResourceManager
 from swarmnet_protocols.wire import control_pb2
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from swarmnet_protocols.wire.records_pb2 import HostRecord
@@ -16,6 +17,7 @@ NO_CORES = 4096
 ADDRESS = "/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW"
 STATUS = NodeStatus(
     peer_id="12D3KooW",
+    command="join",
     state="online",
     model="smollm2-135m-instruct",
     host=HostReport(
@@ -62,6 +64,10 @@ class FakeNode:
         self.asked: list[str] = []
         self.kept = OwnerLimits()
         self.shown = STATUS
+
+    @property
+    def resources(self) -> ResourceManager:
+        return ResourceManager()
 
     def status(self) -> NodeStatus:
         return self.shown

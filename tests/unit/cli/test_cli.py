@@ -187,7 +187,7 @@ def test_a_swarm_is_created_shown_and_verified(tmp_path: Path, capsys: pytest.Ca
 def test_no_node_runs_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("status", "finish"):
         assert cli.execute([command, "--data-dir", str(tmp_path)]) == 5
-        assert "no node is running" in capsys.readouterr().err
+        assert "nothing is running" in capsys.readouterr().err
 
 
 def status_of(node: FakeNode, folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from swarmnet.cli.foreground import Foreground
 from swarmnet_protocols.models import Progress
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.swarm.fake_node import ADDRESS, STATUS, FakeNode
 
 
@@ -138,3 +139,19 @@ def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.Capture
     assert "blocks 10:20 of 30" in shown.out
     assert "Ctrl-C" in shown.err
     assert (tmp_path / "addresses").read_text().splitlines() == list(STATUS.addresses)
+
+
+@pytest.mark.parametrize(
+    ("known", "mdns", "says"),
+    [(0, False, "this is the first\n"), (0, True, "where others find it by mDNS\n"), (2, True, "")],
+)
+def test_a_node_is_the_first_only_if_it_found_no_other(
+    known: int, mdns: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node = _Node(_signal(signal.SIGTERM), ends=True)
+    node.shown = NodeStatus.FromString(STATUS.SerializeToString())
+    node.shown.known_peers = known
+    Foreground(node.start, tmp_path, as_json=False, mdns=mdns).run()
+    said = capsys.readouterr().err
+    assert says in said
+    assert ("first" in said) is (known == 0)

@@ -12,7 +12,7 @@ from swarmnet import logs
 from swarmnet.cli import output
 from swarmnet.cli.chat.generation import RunAnswer, Screen
 from swarmnet.cli.failures import explain
-from swarmnet.cli.output import clear_terminal, note, note_if_first, print_folded, print_table, print_text
+from swarmnet.cli.output import clear_terminal, note, print_folded, print_table, print_text
 from swarmnet.cli.training import displays
 from swarmnet.cli.training.displays import Lines, Telling, bars
 from swarmnet.logs import configure
@@ -60,18 +60,6 @@ def test_only_a_terminal_is_cleared(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     clear_terminal()
     assert "\x1b[2J" in capsys.readouterr().out
-
-
-def test_a_node_without_a_bootstrap_peer_is_told_that_it_is_the_first(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    note_if_first(["/ip4/127.0.0.1/tcp/4001"], mdns=False, as_json=False)
-    note_if_first([], mdns=False, as_json=True)
-    assert capsys.readouterr() == ("", "")
-    note_if_first([], mdns=False, as_json=False)
-    assert "the first of its swarm\n" in capsys.readouterr().err
-    note_if_first([], mdns=True, as_json=False)
-    assert "the first of its swarm outside its local network" in capsys.readouterr().err
 
 
 HOSTILE = "a\x1b]0;owned\x07\x1b]52;c;cm0gLXJm\x07\x1b[2J\x9b2J\r\u202eb\tc\nd"

@@ -19,6 +19,14 @@ from swarmnet_protocols.errors import ConfigError
 JOIN = ["join", "lab/swarm.toml", "--num-blocks", "10"]
 
 
+@pytest.fixture(autouse=True)
+def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The directory of the swarm in which a user types the commands."""
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "swarm.toml").touch()
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """A stand-in for systemctl that records its arguments; returns a function that reads the
@@ -42,7 +50,11 @@ def test_install_writes_the_command_as_typed_and_starts_it(
     assert Path(program).name == "swarmnet"
     assert arguments == JOIN
     assert f"WorkingDirectory={Path.cwd()}" in unit
-    assert systemctl() == ["--user daemon-reload", "--user enable --now --no-block lab.service"]
+    assert systemctl() == [
+        "--user daemon-reload",
+        "--user enable lab.service",
+        "--user restart --no-block lab.service",
+    ]
 
 
 def test_uninstall_stops_it_and_leaves_nothing(systemctl: Callable[[], list[str]], tmp_path: Path) -> None:
@@ -85,12 +97,15 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         (["dashboard"], 2, "--swarm"),
         (["join", "lab", "--no-such-option"], 2, "--no-such-option"),
         (["join", "lab", "--num-blocks", "many"], 2, "--num-blocks"),
+        (["join", "no-such-swarm"], 3, "neither a swarm file"),
+        (["train", "join", "a" * 64, "--swarm", "lab"], 2, "--yes"),
+        (["train", "status"], 2, "is not a service"),
         (["status"], 2, "is not a service"),
         (["no-such-command"], 2, "is not a service"),
         (["join", "swn1" + "a" * 40], 3, "secret"),
         (["serve", "--swarm=swn1" + "a" * 40], 3, "secret"),
         (["serve", "--swarm", "lab", "--api-key", "k"], 2, "--api-key"),
-        (["join", "lab\nExecStartPre=evil"], 3, "line break"),
+        (["join", "lab", "--cache-dir", "x\nExecStartPre=evil"], 3, "line break"),
         (["--name", "../x", *JOIN], 3, "name"),
     ],
 )
@@ -132,6 +147,54 @@ def test_a_machine_without_systemd_is_named_in_the_error(
     monkeypatch.setenv("PATH", "/nowhere")
     assert cli.execute(["service", "status"]) == 3
     assert "no systemd" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("refused", ["daemon-reload", "enable", "restart"])
+def test_an_install_that_fails_leaves_nothing_behind(
+    refused: str, systemctl: Callable[[], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _refuse(tmp_path, refused)
+    assert cli.execute(["service", "install", *JOIN]) == 1
+    assert "No medium found" in capsys.readouterr().err
+    assert not (tmp_path / "config").exists()
+    if refused != "daemon-reload":
+        assert systemctl()[-2:] == ["--user disable --now swarmnet.service", "--user daemon-reload"]
+
+
+def test_an_install_that_fails_keeps_the_former_unit(
+    systemctl: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    assert cli.execute(["service", "install", *JOIN]) == 0
+    path = tmp_path / "config/systemd/user/swarmnet.service"
+    former = path.read_text()
+    _refuse(tmp_path, "restart")
+    assert cli.execute(["service", "install", *JOIN[:2], "--num-blocks", "20"]) == 1
+    assert path.read_text() == former
+    assert not any("disable" in line for line in systemctl())
+
+
+def test_each_command_has_a_unit_of_its_own(
+    systemctl: Callable[[], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bootstrap peer does not take the place of the node on the same machine."""
+    for command in (
+        JOIN,
+        ["bootstrap", "lab/swarm.toml"],
+        ["train", "join", "a" * 64, "--swarm", "lab", "--yes"],
+    ):
+        assert cli.execute(["service", "install", *command]) == 0
+    assert "journalctl --user -u swarmnet-bootstrap -f" in capsys.readouterr().out
+    names = {path.name for path in (tmp_path / "config/systemd/user").iterdir()}
+    assert names == {"swarmnet.service", "swarmnet-bootstrap.service", "swarmnet-train-join.service"}
+    assert cli.execute(["service", "uninstall", "--name", "swarmnet-bootstrap"]) == 0
+
+
+def _refuse(tmp_path: Path, command: str) -> None:
+    """Let the stand-in for systemctl refuse a command."""
+    program, log = tmp_path / "bin" / "systemctl", tmp_path / "systemctl.log"
+    program.write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n[ "$2" != {command} ] || {{ echo "No medium found" >&2; exit 1; }}\n'
+    )
 
 
 def test_a_refusal_of_systemd_is_passed_on(

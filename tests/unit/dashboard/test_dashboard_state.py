@@ -1,12 +1,13 @@
 """The dashboard's state and events, derived from snapshots."""
 
 import json
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from swarmnet.dashboard.models import advice, quantiles, replicas_of
+from swarmnet.dashboard.models import advice, block_list, quantiles, replicas_of
 from swarmnet.dashboard.observing.counts import (
     MAX_PER_SECOND,
     NO_TIMES,
@@ -121,20 +122,57 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
     ]
     found = advice(MODEL, ("swarm.toml",), hosts, replicas_of(12, [each for _, each in hosts]))
     assert found["blocks"] == [4, 8]
-    assert found["reason"] == "no peer hosts blocks 4:8: the model cannot answer"
+    assert found["reason"] == "no host has blocks 4:8, so the model cannot answer"
 
 
 @pytest.mark.parametrize(
-    ("replicas", "reason"),
+    ("replicas", "blocks", "reason"),
     [
-        ([1, 2, 2, 2], "only one peer hosts block 0: when it leaves, the model cannot answer"),
-        ([1, 2, 1, 2], "only one peer hosts 2 of blocks 0:3: when it leaves, the model cannot answer"),
-        ([3, 2, 3, 3], "every block has a host, and another one here raises the swarm's throughput by 100%"),
+        ([1, 0, 0, 1], [1, 3], "no host has blocks 1:3, so the model cannot answer"),
+        ([1, 2, 2, 2], [0, 2], "block 0 has only one host: if it leaves, the model cannot answer"),
+        ([1, 2, 1, 2], [0, 2], "block 0 has only one host: if it leaves, the model cannot answer"),
+        (
+            [3, 3, 2, 3],
+            [1, 3],
+            "block 2 has the fewest hosts (2), which limits how many people the model can serve",
+        ),
+        (
+            [2, 2, 2, 2],
+            [0, 2],
+            "each block has 2 hosts: another one lets more people use the model at once",
+        ),
     ],
 )
-def test_advice_names_the_reason_for_its_blocks(replicas: list[int], reason: str) -> None:
-    hosts = [("p", {"blocks": [0, 4], "step_s": None, "state": "online"})]
-    assert advice(replace(MODEL, blocks=4), ("swarm.toml",), hosts, replicas)["reason"] == reason
+def test_advice_is_the_blocks_with_the_fewest_hosts(
+    replicas: list[int], blocks: list[int], reason: str
+) -> None:
+    hosts = [("p", {"blocks": [0, 2], "step_s": None, "state": "online"})]
+    found = advice(replace(MODEL, blocks=4), ("swarm.toml",), hosts, replicas)
+    assert (found["blocks"], found["reason"]) == (blocks, reason)
+
+
+def test_advice_never_leaves_out_the_weakest_block() -> None:
+    """The headline of the page names the blocks with the fewest hosts."""
+    rng = random.Random(7)
+    for _ in range(200):
+        spans = [sorted(rng.sample(range(13), 2)) for _ in range(rng.randrange(1, 6))]
+        hosts = [(str(n), {"blocks": each, "step_s": 0.1, "state": "online"}) for n, each in enumerate(spans)]
+        replicas = replicas_of(12, [each for _, each in hosts])
+        start, end = advice(MODEL, ("swarm.toml",), hosts, replicas)["blocks"]
+        assert min(replicas[start:end]) == min(replicas)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "text"),
+    [
+        ([3], "block 3"),
+        ([3, 4, 5], "blocks 3:6"),
+        ([4, 5, 17, 21, 22], "blocks 4:6, 17 and 21:23"),
+        ([0, 2, 4, 6, 8, 10], "blocks 0, 2, 4, 6 and 2 further ranges"),
+    ],
+)
+def test_blocks_are_named_as_commands_take_them(blocks: list[int], text: str) -> None:
+    assert block_list(blocks) == text
 
 
 @pytest.mark.parametrize("name", ["x; rm -rf ~", "$(reboot)", "--help", "a b", "`id`", "x\u202ey"])

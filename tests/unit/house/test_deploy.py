@@ -3,6 +3,7 @@ accept the files."""
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -147,6 +148,23 @@ def test_only_the_swarms_own_port_is_open_to_others() -> None:
         for name, service in compose()["services"].items()
     }
     assert {name for name, ports in published.items() if ports} == {"bootstrap"}
+
+
+def test_the_guide_opens_the_ports_on_which_its_command_listens() -> None:
+    guide = (ROOT / "docs/guides/operator.md").read_text()
+    (opened, command) = re.findall(r"open that port for ([^:]+):.*?```sh\n(.*?)```", guide, re.DOTALL)[0]
+    check_arguments(shlex.split(command)[1:])
+    listened = re.findall(r"--listen /ip4/0\.0\.0\.0/(tcp|udp)/(\d+)", command)
+    assert {kind.upper() for kind, _ in listened} == set(re.findall("TCP|UDP", opened))
+    assert len({port for _, port in listened}) == 1
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_units_on_one_machine_take_ports_of_their_own(name: str) -> None:
+    ports = {unit: re.findall(r"--(?:metrics|port) (\d+)", " ".join(Unit(unit).command)) for unit in UNITS}
+    others = {port for unit, used in ports.items() if unit != name for port in used}
+    assert ports[name]
+    assert not set(ports[name]) & others
 
 
 def test_files_and_services_that_compose_refers_to_exist() -> None:

@@ -13,7 +13,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.continuous_batching import Batcher
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
+from swarmnet_protocols.wire.report_pb2 import WorkerReport
 from tests.support.house.deployment import DEPLOY, compose
+from tests.support.swarm.fake_node import FakeNode
 from tests.support.swarm.swarm_lab import Lab, load_reference, simulate
 
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "rules.yml").read_text())["groups"]
@@ -87,15 +90,25 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         node = await lab.start("a", lab.hosting((0, reference.local.manifest.blocks)))
         return generate_latest(registry_of(node)).decode()
 
+    worker = NodeStatus(worker=WorkerReport(loss=2.5, val_loss=2.5))
     metrics = GatewayMetrics("tiny", cast(Batcher, _NoAnswers()))
     metrics.count_success("stop")
     metrics.count_error("wrong_host")
     samples: dict[str, set[str]] = {}
-    for text in (simulate(reference, scenario), metrics.render().decode()):
+    running = generate_latest(registry_of(_Running(worker))).decode()
+    for text in (simulate(reference, scenario), running, metrics.render().decode()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 samples.setdefault(sample.name, set()).update(sample.labels)
     return samples
+
+
+class _Running(FakeNode):
+    """A command that runs for long."""
+
+    def __init__(self, status: NodeStatus) -> None:
+        super().__init__()
+        self.shown = status
 
 
 class _NoAnswers:
@@ -127,7 +140,8 @@ def test_names_are_found_in_queries() -> None:
 def test_names_follow_prometheus_conventions(given: dict[str, set[str]]) -> None:
     """Base units at the end of names, and labels with few values: no peer, no session, no
     address."""
-    ours = {name: labels for name, labels in given.items() if name.startswith("swarmnet_node_")}
+    ours = {name: labels for name, labels in given.items() if name.startswith("swarmnet_")}
+    ours = {name: labels for name, labels in ours.items() if not name.startswith("swarmnet_gateway_")}
     assert ours
     for name, labels in ours.items():
         assert not re.search(r"_(ms|millis|kb|mb|mib|percent|minutes)(_|$)", name)
@@ -141,6 +155,10 @@ def test_names_follow_prometheus_conventions(given: dict[str, set[str]]) -> None
             "model",
             "manifest",
             "blocks",
+            "kind",
+            "command",
+            "name",
+            "method",
         }
 
 

@@ -118,13 +118,13 @@ def test_metrics_count_the_work_of_a_node(tmp_path: Path) -> None:
         assert seen["swarmnet_node_forward_positions_sum"] == len(PROMPT) + TOKENS - 1
         assert seen["swarmnet_node_forward_positions_bucket le=1.0"] == TOKENS - 1
         assert seen["swarmnet_node_wait_seconds_count"] == TOKENS
-        assert seen["swarmnet_node_sessions"] == seen["swarmnet_node_resource_used resource=sessions"] == 1
-        assert seen["swarmnet_node_resource_used resource=cache_bytes"] == seen["swarmnet_node_cache_bytes"]
-        assert seen["swarmnet_node_resource_refusals_total resource=sessions"] == 0
+        assert seen["swarmnet_node_sessions"] == seen["swarmnet_peer_resource_used resource=sessions"] == 1
+        assert seen["swarmnet_peer_resource_used resource=cache_bytes"] == seen["swarmnet_node_cache_bytes"]
+        assert seen["swarmnet_peer_resource_refusals_total resource=sessions"] == 0
         assert seen["swarmnet_node_refusals_total reason=leaving"] == 0
-        assert seen["swarmnet_node_frames_total"] >= TOKENS
-        assert seen["swarmnet_node_received_bytes_total"] > 0
-        assert seen["swarmnet_node_sent_bytes_total"] > 0
+        assert seen["swarmnet_peer_frames_total"] >= TOKENS
+        assert seen["swarmnet_peer_received_bytes_total"] > 0
+        assert seen["swarmnet_peer_sent_bytes_total"] > 0
         assert 0 < seen["swarmnet_node_cache_bytes"] <= seen["swarmnet_node_cache_limit_bytes"]
 
 

@@ -205,9 +205,13 @@ class DhtDirectory:
         )
 
     @property
+    def known_peers(self) -> int:
+        return len(self._node.protocol.routing_table.uid_to_peer_id)
+
+    @property
     def knows_peers(self) -> bool:
         """Whether any other peer of the DHT is known."""
-        return bool(self._node.protocol.routing_table.uid_to_peer_id)
+        return self.known_peers > 0
 
     def peers(self) -> dict[PeerId, tuple[str, ...]]:
         """Return the known peers of the DHT, with the addresses that they announced."""

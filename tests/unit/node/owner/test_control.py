@@ -57,7 +57,7 @@ def test_the_socket_is_gone_when_the_node_is(tmp_path: Path) -> None:
 
     asyncio.run(main())
     assert not list(tmp_path.iterdir())
-    with pytest.raises(Unreachable, match="no node is running"):
+    with pytest.raises(Unreachable, match="nothing is running"):
         control.status(tmp_path)
 
 
@@ -98,7 +98,7 @@ def test_a_port_answers_only_those_who_know_the_token(tmp_path: Path) -> None:
 )
 def test_a_damaged_port_file_is_no_node(tmp_path: Path, content: bytes) -> None:
     (tmp_path / PORT_NAME).write_bytes(content)
-    with pytest.raises(Unreachable, match="no node is running"):
+    with pytest.raises(Unreachable, match="nothing is running"):
         control.status(tmp_path)
 
 
@@ -107,7 +107,7 @@ def test_the_port_of_a_killed_node_is_no_node(tmp_path: Path) -> None:
     with socket.socket() as left:
         left.bind(("127.0.0.1", 0))
         (tmp_path / PORT_NAME).write_text(json.dumps({"port": left.getsockname()[1], "token": "left"}))
-        with pytest.raises(Unreachable, match="no node is running"):
+        with pytest.raises(Unreachable, match="nothing is running"):
             control.status(tmp_path)
 
 
@@ -118,7 +118,7 @@ def _leave_a_socket(path: Path) -> None:
 
 def test_the_socket_of_a_killed_node_counts_as_none_and_is_replaced(tmp_path: Path) -> None:
     _leave_a_socket(tmp_path / SOCKET_NAME)
-    with pytest.raises(Unreachable, match="no node is running") as caught:
+    with pytest.raises(Unreachable, match="nothing is running") as caught:
         control.status(tmp_path)
     assert "swarmnet join" in caught.value.hint
 

@@ -15,7 +15,7 @@ from swarmnet_node.engine.memory_account import (
     resource_limits,
 )
 from swarmnet_node.owner.limits import NOT_PAUSED, MonthlyUsage, Observed, OwnerLimits, reason_to_pause
-from swarmnet_node.owner.schedule import Schedule
+from swarmnet_node.owner.schedule import DAYS, Schedule
 from swarmnet_protocols.errors import ConfigError, OutOfResources
 from swarmnet_protocols.models.sizes import LayerWidths
 from swarmnet_protocols.net.limits.resource_limits import Resource
@@ -77,6 +77,24 @@ def test_invalid_schedules_are_refused(text: str) -> None:
         OwnerLimits(schedule=text)
 
 
+@pytest.mark.parametrize(
+    ("text", "day", "time", "opens"),
+    [
+        ("19:00-07:00", MONDAY, "12:00", "mon 19:00"),
+        ("sat,sun 10:00-24:00; mon 13:00-14:00", MONDAY, "12:00", "mon 13:00"),
+        ("sat,sun 10:00-24:00; mon 13:00-14:00", MONDAY, "14:00", "sat 10:00"),
+        ("mon 08:00-09:00", MONDAY, "09:00", "mon 08:00"),
+        ("mon 11:00-13:00", MONDAY, "12:00", "mon 12:00"),
+    ],
+)
+def test_a_schedule_says_when_it_opens_next(text: str, day: int, time: str, opens: str) -> None:
+    now = at(day, time)
+    found = Schedule.parse(text).opens(now)
+    assert f"{DAYS[found.weekday()]} {found:%H:%M}" == opens
+    assert found >= now
+    assert Schedule.parse(text).allows(found)
+
+
 QUIET = Observed(at(MONDAY, "12:00"), idle_s=600.0, on_battery=False)
 BUSY = Observed(at(MONDAY, "12:00"), idle_s=1.0, on_battery=False)
 UNKNOWN = Observed(at(MONDAY, "12:00"), idle_s=None, on_battery=True)
@@ -87,16 +105,22 @@ NOTHING_USED = MonthlyUsage("2026-11")
     ("limits", "observed", "usage", "owner", "reason"),
     [
         (OwnerLimits(), UNKNOWN, NOTHING_USED, False, ""),
-        (OwnerLimits(), QUIET, NOTHING_USED, True, "owner"),
+        (OwnerLimits(), QUIET, NOTHING_USED, True, "its owner paused it"),
         (OwnerLimits(idle_only=True), QUIET, NOTHING_USED, False, ""),
         (OwnerLimits(idle_only=True), BUSY, NOTHING_USED, False, "this machine is in use"),
-        (OwnerLimits(idle_only=True, idle_after_s=601), QUIET, NOTHING_USED, False, "this machine is in use"),
+        (
+            OwnerLimits(idle_only=True, idle_after_s=601),
+            QUIET,
+            NOTHING_USED,
+            False,
+            "until nobody has used it for 601 s",
+        ),
         (OwnerLimits(idle_only=True), UNKNOWN, NOTHING_USED, False, "it is not known"),
-        (OwnerLimits(no_battery=True), UNKNOWN, NOTHING_USED, False, "battery"),
+        (OwnerLimits(no_battery=True), UNKNOWN, NOTHING_USED, False, "until it is plugged in"),
         (OwnerLimits(no_battery=True), QUIET, NOTHING_USED, False, ""),
-        (OwnerLimits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "outside its hours"),
+        (OwnerLimits(schedule="13:00-14:00"), QUIET, NOTHING_USED, False, "(13:00-14:00), until mon 13:00"),
         (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 4), False, ""),
-        (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 5), False, "2026-11"),
+        (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-11", 5, 5), False, "until 2026-12-01"),
         (OwnerLimits(monthly_bytes=10), QUIET, MonthlyUsage("2026-10", 500, 500), False, ""),
     ],
 )

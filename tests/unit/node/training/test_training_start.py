@@ -108,7 +108,7 @@ class Stepping:
                 self.steps.append(done)
                 loop.call_soon_threadsafe(stepping.set)
 
-        async with start(self._config, self.events.put_nowait, progress) as worker:
+        async with start(self._config, self.events.put_nowait, progress) as (worker, self.peer):
             running = asyncio.create_task(worker.run())
             await stepping.wait()
             yield running
@@ -155,7 +155,7 @@ def test_train_join_keeps_its_limits_as_join_does(tmp_path: Path, monkeypatch: p
     """Limits are given once, kept in the data directory, and replaced one by one."""
     started: list[WorkerConfig] = []
 
-    async def work(config: WorkerConfig, *_: object) -> None:
+    async def work(config: WorkerConfig, *_: object, **__: object) -> None:
         started.append(config)
 
     monkeypatch.setattr(train, "_work", work)
