@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.dashboard.dashboards import DashboardProcess, State, states, watch
+from tests.support.processes.commands import call
 from tests.support.processes.nodes import RunProcess, Swarm
 
 pytestmark = pytest.mark.slow
@@ -35,8 +36,14 @@ def test_two_dashboards_show_the_same_swarm(tmp_path: Path, cache_dir: Path) -> 
                 assert has_lost(state, two)
                 (model,) = state["models"].values()
                 assert model["advice"]["blocks"] == [15, 30]
+            seen = call("swarm", "status", str(lab.file), *lab.bootstrap_options, "--data-dir", str(tmp_path))
+            assert states(seen) == {one: "online"}
+            (model,) = seen["models"].values()
+            assert model["missing_blocks"] == [[15, 30]]
             url = outside.url
-            outside.send_signal(signal.SIGTERM, children=False)
+            running = call("status", "--data-dir", str(tmp_path / "watcher"))
+            assert (running["command"], running["url"]) == ("dashboard", url)
+            call("finish", "--data-dir", str(tmp_path / "watcher"))
             assert outside.wait_for_end() == 0
             assert outside.events[-1] == {"event": "stopped"}
         with DashboardProcess(lab, tmp_path / "watcher") as again:

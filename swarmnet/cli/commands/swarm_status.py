@@ -51,13 +51,15 @@ def status(
       swarmnet swarm status lab
       swarmnet swarm status invite.txt --live
     """
-    entry = enter(swarm, data_dir, bootstrap, as_client=True)
-    entry.check_bootstrap()
-    name = swarm if Path(swarm).exists() else entry.file.name  # an invite is a secret
-    asyncio.run(_show(entry, name, live=live, as_json=as_json))
+    with ExitStack() as waiting:
+        waiting.enter_context(progress(quiet=as_json))("asking the swarm", 0, None)
+        entry = enter(swarm, data_dir, bootstrap, as_client=True)
+        entry.check_bootstrap()
+        name = swarm if Path(swarm).exists() else entry.file.name  # an invite is a secret
+        asyncio.run(_show(entry, name, waiting, live=live, as_json=as_json))
 
 
-async def _show(entry: Entry, name: str, *, live: bool, as_json: bool) -> None:
+async def _show(entry: Entry, name: str, waiting: ExitStack, *, live: bool, as_json: bool) -> None:
     from random import SystemRandom
 
     from swarmnet.dashboard.observing.observations import SwarmInfo
@@ -72,8 +74,6 @@ async def _show(entry: Entry, name: str, *, live: bool, as_json: bool) -> None:
     listed = {model.manifest: model.name for model in file.models}
     network = entry.network(client_listen(entry.addresses))
     async with AsyncExitStack() as stack:
-        waiting = stack.enter_context(ExitStack())
-        waiting.enter_context(progress(quiet=as_json))("asking the swarm", 0, None)
         transport, directory = await stack.enter_async_context(connect(network, client_mode=True))
         dependencies = ObserverDependencies(transport, directory, wall_clock, SystemRandom())
         about = SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), transport.peer_id, (name,))
@@ -94,7 +94,8 @@ def swarm_state(snapshot: "Snapshot", relays: Iterable[str]) -> dict[str, Any]:
     the ids of ``relays``.
 
     Times of tokens are counted since the start of each host, because nobody observed the swarm
-    before.
+    before. Hosts that do not answer are listed, but their blocks count as missing: a client of this
+    machine cannot use them.
     """
     from swarmnet.dashboard.experts import runs
     from swarmnet.dashboard.observing.counts import Counts, counts_of
@@ -105,10 +106,12 @@ def swarm_state(snapshot: "Snapshot", relays: Iterable[str]) -> dict[str, Any]:
         if seen.newest is not None:
             host = seen.newest.report.host
             recent[host.record.manifest] = recent.get(host.record.manifest, Counts()) + counts_of(host)
-    body = derive(replace(snapshot, recent=recent)).body
+    answering = [seen for seen in snapshot.peers if seen.failed_at_s is None]
+    body = derive(snapshot).body
+    seen_models = derive(replace(snapshot, recent=recent, peers=answering)).body["models"]
     models = {
         key: model | {"missing_blocks": runs([n for n, hosts in enumerate(model["replicas"]) if not hosts])}
-        for key, model in body["models"].items()
+        for key, model in seen_models.items()
     }
     peers = {key: peer for key, peer in body["peers"].items() if peer["state"] != "gone"}
     used = [relay for peer in peers.values() for relay in peer["relays"]]
@@ -148,7 +151,11 @@ def _print(state: Mapping[str, Any], *, live: bool, as_json: bool) -> None:
     if state["relays"]:
         print_text()
         print_table(
-            "relays", {f"…{key[-6:]}": f"used by {counted(n, 'peer')}" for key, n in state["relays"].items()}
+            "relays",
+            {
+                _name(key, peers.get(key, {"name": None})): f"used by {counted(number, 'peer')}"
+                for key, number in state["relays"].items()
+            },
         )
     if not state["models"]:
         note(f"no peer hosts a model yet: swarmnet join {state['swarm']['join']}")

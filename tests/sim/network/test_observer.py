@@ -179,14 +179,16 @@ def test_a_swarm_says_at_once_what_it_serves_and_what_it_lacks(reference: Refere
                 "online, blocks 2:6 of tiny",
             }
             assert state["relays"] == {"a-relay": 0}
-        lab.nodes["cellar"].finish(5.0)
-        await asyncio.sleep(SEEN_S)
+        await lab.stop("cellar")  # its record stays in the directory
         async with observing(lab) as observer:
             await observer.settled(60.0)
-            (model,) = swarm_state(observer.snapshot(), [])["models"].values()
+            state = swarm_state(observer.snapshot(), [])
+            (model,) = state["models"].values()
             assert model["missing_blocks"] == [[2, 6]]
             assert model_rows(model)["blocks"] == "6; nobody has 2:6"
             assert not model["healthy"]
+            (silent,) = [each for each in state["peers"].values() if each["silent"]]
+            assert peer_row(silent, {}).startswith("online, does not answer, ")
 
     simulate(reference, scenario, limit_s=300, link=LinkProfile(delay_s=0.03))
 
