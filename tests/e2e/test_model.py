@@ -341,8 +341,8 @@ def test_the_real_model_answers_as_transformers_does(real: tuple[Swarm, Any, Any
     with torch.inference_mode():
         first = model.tokenizer(questions[:1], return_tensors="pt")
         logits = [each(**first, labels=first.input_ids) for each in (whole, model)]
-    torch.testing.assert_close(logits[1].logits, logits[0].logits, rtol=0, atol=1e-3)
-    torch.testing.assert_close(logits[1].loss, logits[0].loss, rtol=0, atol=1e-4)
+    assert_near(logits[1].logits, logits[0].logits)
+    assert_near(logits[1].loss, logits[0].loss)
 
 
 @pytest.mark.slow

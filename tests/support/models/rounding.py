@@ -39,6 +39,18 @@ def assert_product(
     assert (errors <= terms * UNIT / (1 - terms * UNIT) * sizes).all(), f"{errors.max():.2e} off"
 
 
+def assert_sum(found: torch.Tensor, terms: torch.Tensor, others: int = 1) -> None:
+    """Assert that ``found``, in float32, is the sum of ``terms`` [n, ...] over the first dimension.
+
+    ``others`` is the number of operations that make a term, and of those that follow. Each rounds.
+    """
+    values = terms.double()
+    rounding = (len(terms) + others) * UNIT
+    errors = (found.double() - values.sum(0)).abs()
+    assert found.shape == errors.shape
+    assert (errors <= rounding / (1 - rounding) * values.abs().sum(0)).all(), f"{errors.max():.2e} off"
+
+
 def assert_near(found: torch.Tensor, expected: torch.Tensor, terms: int = TINY_TERMS) -> None:
     """Assert that two results of one network differ by no more than their rounding.
 

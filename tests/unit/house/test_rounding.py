@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.models.rounding import UNIT, assert_near, assert_product
+from tests.support.models.rounding import UNIT, assert_near, assert_product, assert_sum
 
 ROWS, COLUMNS, OUTPUTS = 3, 768, 37
 
@@ -30,6 +30,15 @@ def test_one_wrong_number_of_a_product_is_refused() -> None:
     found[1, 2] += 2 * COLUMNS * UNIT * (inputs[1].abs() @ weight[2].abs())
     with pytest.raises(AssertionError):
         assert_product(found, inputs, weight)
+
+
+def test_one_wrong_number_of_a_sum_is_refused() -> None:
+    terms = drawn(ROWS, COLUMNS)
+    found = terms[2] + terms[0] + terms[1]
+    assert_sum(found, terms)
+    found[7] += 10 * UNIT * terms[:, 7].abs().sum()
+    with pytest.raises(AssertionError):
+        assert_sum(found, terms)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -19,6 +19,7 @@ from swarmnet_protocols.training.rounds.reduction import (
 )
 from swarmnet_protocols.training.rounds.terms import RoundTerms
 from swarmnet_protocols.wire import training_pb2 as pb
+from tests.support.models.rounding import assert_sum
 from tests.support.network.memory_network import Delivery
 from tests.support.training.lab import TrainingLab, Work, simulate, terms_of
 
@@ -64,8 +65,7 @@ def test_members_decode_a_bundle_to_the_bits_of_the_reducer() -> None:
     for me in range(MEMBERS):
         assert torch.equal(read(result, me), values)
     kept = torch.stack([TERMS.codec.decode(payload.data, COUNT) for _, payload in PAYLOADS])
-    mean = (kept * torch.tensor([1.0, 2.0, 3.0])[:, None]).sum(dim=0) / 6
-    torch.testing.assert_close(values, mean)
+    assert_sum(values, kept * torch.tensor([1.0, 2.0, 3.0])[:, None] / 6, 3)
 
 
 def test_an_altered_contribution_does_not_have_its_hash() -> None:

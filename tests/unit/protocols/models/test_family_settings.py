@@ -20,11 +20,11 @@ from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.unread import HARMLESS
 from tests.support.models.hub_families import FAMILIES, Family
+from tests.support.models.rounding import NEAR
 from tests.support.models.tensor_layers import TensorLayers
 
 CPU = torch.device("cpu")
 IDS = torch.randint(6, 100, (40,), generator=torch.Generator().manual_seed(1))
-TOLERANCE = 2e-5
 STRIDE = 40
 """One of so many changes is tried in a fast run."""
 FAST = ("deepseek_v2", "gpt_oss", "gemma3")
@@ -168,7 +168,7 @@ def faults(name: str, folder: Path, tried: slice) -> Iterator[str]:
     settings = json.loads((path / "config.json").read_text())
     reference = Transformers(family)
     before = reference.logits(path)
-    assert error_of(our_logits(path, folder / "before"), before) < TOLERANCE
+    assert error_of(our_logits(path, folder / "before"), before) < NEAR
     by_place: dict[Place, list[Change]] = {}
     for change in changes(path):
         by_place.setdefault(change.place, []).append(change)
@@ -214,7 +214,7 @@ def outcome_of(
         if not is_harmless(change.place):
             return f"fails in transformers only: {error!r}"
         expected = before
-    if not error_of(found, expected) < TOLERANCE:
+    if not error_of(found, expected) < NEAR:
         return "gives another answer than transformers"
     return SAME if error_of(expected, before) == 0 else CHANGED
 

@@ -47,7 +47,7 @@ def test_frequencies_are_those_of_transformers(name: str, theta: float) -> None:
     expected = theirs.inv_freq.double()
     errors = (torch.tensor(mine.frequencies).double() - expected).abs()
     assert (errors <= 2.0**-21 * expected).all()
-    assert mine.scale == pytest.approx(float(theirs.attention_scaling))
+    assert mine.scale == pytest.approx(float(theirs.attention_scaling), rel=2.0**-21)
 
 
 def test_settings_of_an_unknown_kind_are_refused() -> None:

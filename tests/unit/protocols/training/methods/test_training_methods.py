@@ -12,6 +12,7 @@ import torch
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.methods import METHODS, Average, Method, get_method
+from tests.support.models.rounding import UNIT
 from tests.support.training import reference
 from tests.support.training.task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
 
@@ -294,7 +295,8 @@ def test_eager_workers_do_not_drift_apart_when_their_number_changes() -> None:
             place = method.apply(t - 1, place, Average(torch.zeros(20), NAMES[: 1 + t % 3]))
         if t == 3:
             assert (place - method.agreed()).abs().max() > 0.1
-    assert (place - method.agreed()).abs().max() < 1e-5
+    # Two hundred steps add a number each, in float32.
+    assert ((place - method.agreed()).abs() <= 200 * UNIT * progress.abs().sum(0)).all()
 
 
 @pytest.mark.parametrize(

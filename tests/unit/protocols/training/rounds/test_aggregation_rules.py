@@ -17,6 +17,7 @@ from swarmnet_protocols.training.rounds.aggregation_rules import (
     mix_neighbours,
     outliers,
 )
+from tests.support.models.rounding import assert_near
 from tests.support.training.attacks import ATTACKS
 
 WORKERS = 16
@@ -66,19 +67,16 @@ def test_clipping_norms_protects_a_mean_from_scaled_contributions() -> None:
 
 def test_neighbours_are_the_nearest_with_more_than_half_of_the_weight() -> None:
     rows = torch.tensor([[0.0], [1.0], [3.0], [100.0]])
-    torch.testing.assert_close(
-        mix_neighbours(rows, torch.ones(4)), torch.tensor([[4 / 3], [4 / 3], [4 / 3], [104 / 3]])
-    )
+    expected = torch.tensor([[4 / 3], [4 / 3], [4 / 3], [104 / 3]])
+    assert_near(mix_neighbours(rows, torch.ones(4)), expected, len(rows))
     heavy = torch.tensor([1.0, 1.0, 4.0, 1.0])
-    torch.testing.assert_close(
-        mix_neighbours(rows, heavy), torch.tensor([[13 / 6], [13 / 6], [3.0], [112 / 5]])
-    )
+    assert_near(mix_neighbours(rows, heavy), torch.tensor([[13 / 6], [13 / 6], [3.0], [112 / 5]]), len(rows))
 
 
 def test_without_clipping_centered_clip_is_the_mean() -> None:
     contributions, weights = random_contributions(), torch.arange(1.0, 17.0)
     everywhere = centered_clip(contributions, weights, radius=1e12)
-    torch.testing.assert_close(everywhere, aggregate("mean", contributions, weights))
+    assert_near(everywhere, aggregate("mean", contributions, weights))
     assert (aggregate("centered-clip", contributions, weights) - everywhere).norm() > 0.1
 
 
@@ -93,7 +91,7 @@ def test_aggregates_do_not_depend_on_the_order_of_contributors(name: str) -> Non
     contributions, weights = random_contributions(), torch.arange(1.0, 17.0)
     order = torch.randperm(16, generator=torch.Generator().manual_seed(2))
     permuted = aggregate(name, contributions[order], weights[order])
-    torch.testing.assert_close(permuted, aggregate(name, contributions, weights))
+    assert_near(permuted, aggregate(name, contributions, weights))
     ranks = order.argsort()
     assert torch.equal(
         aggregate(name, contributions[order][ranks], weights[order][ranks]),
@@ -113,7 +111,7 @@ def test_rules_give_the_same_bits_in_chunks_and_with_any_thread_count(
     finally:
         torch.set_num_threads(1)
     monkeypatch.setattr(module, "COORDINATES_AT_ONCE", 70)
-    torch.testing.assert_close(aggregate(name, contributions, weights), whole)
+    assert_near(aggregate(name, contributions, weights), whole)
     if name != "centered-clip":
         assert torch.equal(aggregate(name, contributions, weights), whole)
 
@@ -122,15 +120,14 @@ def test_rules_give_the_same_bits_in_chunks_and_with_any_thread_count(
 @pytest.mark.parametrize("scale", [1e-20, 1e15])
 def test_the_aggregate_of_scaled_contributions_is_scaled_alike(name: str, scale: float) -> None:
     contributions, weights = random_contributions(), torch.ones(16)
-    torch.testing.assert_close(
-        aggregate(name, contributions * scale, weights) / scale, aggregate(name, contributions, weights)
-    )
+    found = aggregate(name, contributions * scale, weights) / scale
+    assert_near(found, aggregate(name, contributions, weights))
 
 
 @pytest.mark.parametrize("name", AGGREGATORS)
 def test_the_aggregate_of_equal_contributions_is_that_contribution(name: str) -> None:
     row = random_contributions()[1]
-    torch.testing.assert_close(aggregate(name, row.expand(5, -1), torch.ones(5)), row, rtol=1e-6, atol=0)
+    assert_near(aggregate(name, row.expand(5, -1), torch.ones(5)), row, 5)
     assert torch.equal(aggregate(name, row[None], torch.ones(1)), row)
 
 
@@ -144,7 +141,7 @@ def test_a_weighted_median_has_half_of_the_weight_on_either_side() -> None:
 def test_norms_above_the_median_are_clipped_to_the_median() -> None:
     rows = torch.tensor([[3.0, 4.0], [0.6, 0.8], [300.0, 400.0], [0.0, 0.0]])
     clipped = clip_to_median_norm_(rows, torch.ones(4))
-    torch.testing.assert_close(clipped, torch.tensor([[1.8, 2.4], [0.6, 0.8], [1.8, 2.4], [0.0, 0.0]]))
+    assert_near(clipped, torch.tensor([[1.8, 2.4], [0.6, 0.8], [1.8, 2.4], [0.0, 0.0]]), 4)
 
 
 def test_a_row_far_longer_than_the_median_is_named() -> None:
