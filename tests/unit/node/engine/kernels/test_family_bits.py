@@ -37,7 +37,7 @@ def test_a_position_has_the_same_bits_however_it_is_computed(family: str, tmp_pa
         )
         assert stage.is_exact
         rows = torch.randn(POSITIONS, stage.hidden_size, generator=torch.Generator().manual_seed(0))
-        for sizes in ([POSITIONS], [7, 1, 17, 2, 3, 10], [1] * POSITIONS):
+        for sizes in ([POSITIONS], [7, 1, 17, 2, 3, 10], [1] * POSITIONS)[: 2 if number else 3]:
             sequence, other = stage.new_sequence(), stage.new_sequence()
             chunks = [stage.forward([(other, rows[:3]), (sequence, chunk)])[1] for chunk in rows.split(sizes)]
             found = np.concatenate(chunks)

@@ -1,6 +1,7 @@
 """The decode step in C against the same layers by torch."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,21 @@ def native() -> NativeBackend:
 
 def load(tmp_path: Path, shape: str, native: NativeBackend | None) -> Stage:
     family, changes = SHAPES.get(shape, (shape, {}))
-    directory = save_tiny(family, tmp_path / "model", **changes)
+    directory = tmp_path / "model"
+    if not directory.exists():
+        save_tiny(family, directory, **changes)
     model = resolve(str(directory), cache_dir=tmp_path / "cache")
     return load_stage(model, 0, 5, dtype=torch.float32, device=CPU, backend=native or TORCH)
+
+
+Loaded = Callable[[str, NativeBackend | None], Stage]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """Stages by shape and backend. Tests share them, and must leave them as they are."""
+    folder = tmp_path_factory.mktemp("stages")
+    return functools.cache(lambda shape, native: load(folder / shape, shape, native))
 
 
 def inputs(stage: Stage, count: int, seed: int = 0) -> torch.Tensor:
@@ -122,11 +135,11 @@ def one_by_one(stage: Stage, sequence: SequenceCache, rows: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_decode_step_matches_torch(
-    shape: str, native: NativeBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, native: NativeBackend, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt by torch, then single positions until the buffers of the sequence have grown."""
     monkeypatch.setattr(native_backend, "MAX_POSITIONS", 6)
-    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    expected, got = loaded(shape, None), loaded(shape, native)
     assert expected.method.decode_step is None
     assert got.method.decode_step is not None
     prompt, rows = inputs(got, 7), inputs(got, GROWTH_POSITIONS + 1, 1)
@@ -146,9 +159,9 @@ def test_the_decode_step_matches_torch(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sequences_of_different_lengths_share_a_step(
-    shape: str, native: NativeBackend, tmp_path: Path
+    shape: str, native: NativeBackend, loaded: Loaded
 ) -> None:
-    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    expected, got = loaded(shape, None), loaded(shape, native)
     for count in (2, 21):
         outputs = []
         for stage in (expected, got):
@@ -208,25 +221,25 @@ def test_a_sequence_gets_the_same_bits_in_any_batch(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_several_positions_of_a_sequence_match_torch(
-    shape: str, native: NativeBackend, tmp_path: Path
+    shape: str, native: NativeBackend, loaded: Loaded
 ) -> None:
-    check_several_positions(shape, native, tmp_path)
+    check_several_positions(shape, native, loaded)
 
 
 @pytest.mark.parametrize("target", [each.name for each in native_code.targets()[1:]])
 def test_simpler_targets_compute_the_same(
-    target: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    target: str, loaded: Loaded, caplog: pytest.LogCaptureFixture
 ) -> None:
     simple = compiled_backend(target)
     assert "not used" not in caplog.text
-    for number, shape in enumerate(SHAPES):
-        check_several_positions(shape, simple, tmp_path / str(number))
+    for shape in SHAPES:
+        check_several_positions(shape, simple, loaded)
 
 
-def check_several_positions(shape: str, native: NativeBackend, tmp_path: Path) -> None:
+def check_several_positions(shape: str, native: NativeBackend, loaded: Loaded) -> None:
     """Chunks, single positions and first positions of sequences in one step; the sequences grow
     meanwhile."""
-    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    expected, got = loaded(shape, None), loaded(shape, native)
     assert got.method.decode_step is not None
     outputs: list[list[torch.Tensor]] = []
     for stage in (expected, got):
@@ -290,10 +303,10 @@ ADAPTERS = (
     ],
 )
 def test_every_sequence_has_its_own_adapter(
-    shape: str, threads: int, native: NativeBackend, tmp_path: Path
+    shape: str, threads: int, native: NativeBackend, loaded: Loaded
 ) -> None:
     """In stages and in parts of them, beside sequences without an adapter, and alone."""
-    expected, got = load(tmp_path, shape, None), load(tmp_path, shape, native)
+    expected, got = loaded(shape, None), loaded(shape, native)
     outputs: list[list[torch.Tensor]] = []
     torch.set_num_threads(threads)
     try:
