@@ -38,10 +38,12 @@ from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.expert_announcements import format_experts
 from swarmnet_protocols.directory.host_announcements import HostSample, host_announcement, shortened
 from swarmnet_protocols.errors import SwarmnetError, Unreachable
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.machine.aio import persist, race
 from swarmnet_protocols.net.protocol_ids import PING, REPORT
 from swarmnet_protocols.net.refusal import Refusal
 from swarmnet_protocols.net.typed_stream import TypedStream
+from swarmnet_protocols.quantization.products import SOURCE
 from swarmnet_protocols.routing.coordinates import OwnCoordinate
 from swarmnet_protocols.routing.outlook import Outlook
 from swarmnet_protocols.routing.placement import Choice, choose_span, resolve_claims
@@ -374,6 +376,8 @@ class Node(RunningNode):
         status.former_model = self.hosting.former_model
         status.model_reason = self.hosting.model_reason
         status.switching_to = self.relocation.model if self.relocation and self._leaving else ""
+        if self.engine and not self.engine.stage.is_on_accelerator:
+            status.kernels = native_code.loaded_target(SOURCE)
         if self.experts.cache is not None:
             cached = self.experts.cache.counters
             status.experts_needed = cached.needed

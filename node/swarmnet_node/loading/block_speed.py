@@ -10,9 +10,11 @@ import torch
 from swarmnet_node.engine.kernels.native_backend import load_backend
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.loading.reading import check_quantizable
+from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.machine.devices import pick_devices, pick_dtype
 from swarmnet_protocols.models import LocalModel
 from swarmnet_protocols.quantization.precisions import PRECISIONS
+from swarmnet_protocols.quantization.products import SOURCE, times_by_format
 
 PROMPT_POSITIONS = 512
 """Positions of the timed prompt. A prompt reaches a host in chunks of about this length."""
@@ -29,6 +31,11 @@ class BlockSpeed:
     precision: str
     arithmetic: str
     """As in ``HostRecord``."""
+    kernels: str
+    """The target of the C code that computed. Empty where torch computes."""
+    kernel_times: dict[str, dict[str, float]]
+    """Format → target → its time of products here, as a multiple of the time of ``kernels``. Empty
+    if there was nothing to choose."""
     blocks: int
     """Blocks that were loaded and timed together."""
     block_bytes: int
@@ -70,6 +77,8 @@ def measure_blocks(model: LocalModel, blocks: int, *, device: str, dtype: str, c
         device=str(where),
         precision=stage.precision,
         arithmetic=stage.arithmetic,
+        kernels="" if stage.is_on_accelerator else native_code.loaded_target(SOURCE),
+        kernel_times={} if stage.is_on_accelerator else times_by_format(cache_dir),
         blocks=blocks,
         block_bytes=stage.weight_bytes // blocks,
         decode=blocks / decode_s,

@@ -1,6 +1,7 @@
 """Loads swarmnet's C code for this machine's processor.
 
 1. The best target that the processor has is chosen: a set of instructions for the compiler.
+   ``measured_targets`` may choose a simpler one that is faster here.
 2. An installed wheel has a library for it. In a clone, this machine's compiler makes one.
 3. A process of its own calls the library's ``trial``. If that dies or computes something wrong, the
    next simpler target takes its place, here and in all later starts.
@@ -50,6 +51,7 @@ TRIAL_TIMEOUT_S = 20.0
 IN_WHEEL = Path(__file__).with_name("compiled")
 """Libraries that came with the installed wheel. A clone has no such folder."""
 _CHOSEN = {"target": ""}
+_LOADED: dict[str, str] = {}
 _CALL_TRIAL = """
 import ctypes, sys
 ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
@@ -95,6 +97,16 @@ class _Untrusted(Exception):
 def choose_target(name: str) -> None:
     """Use no better target than this one in this process from now on."""
     _CHOSEN["target"] = name
+
+
+def is_forced() -> bool:
+    """Return whether ``choose_target`` chose a target in this process."""
+    return bool(_CHOSEN["target"])
+
+
+def loaded_target(source: Path) -> str:
+    """Return the target of the code that was loaded last for a source. Empty if there is none."""
+    return _LOADED.get(source.stem, "")
 
 
 def known_targets() -> tuple[Target, ...]:
@@ -146,8 +158,10 @@ def load(
     for each in targets(target):
         try:
             library = _built(source, headers, cache_dir / "native", compiler, each)
-            ctypes.CDLL(str(_openmp_of_torch()), ctypes.RTLD_GLOBAL)
-            return ctypes.CDLL(str(library))
+            ctypes.CDLL(str(openmp_of_torch()), ctypes.RTLD_GLOBAL)
+            loaded = ctypes.CDLL(str(library))
+            _LOADED[source.stem] = each.name
+            return loaded
         except _Untrusted as error:
             _log.warning("%s is not used for %s: %s", source.name, each.name, error)
             failure = error
@@ -158,13 +172,24 @@ def load(
     return None
 
 
+def built(
+    source: Path, cache_dir: Path, target: Target, *, headers: Sequence[Path] = (), compiler: str = "cc"
+) -> Path | None:
+    """Return the library of one target that passed its trial, or None if there is none here."""
+    try:
+        return _built(source, headers, cache_dir / "native", compiler, target)
+    except (_Untrusted, _Unavailable, OSError, subprocess.SubprocessError) as error:
+        _log.info("%s for %s is left out: %s", source.name, target.name, error)
+        return None
+
+
 def _built(source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: Target) -> Path:
     """Return the path of a library that passed its trial.
 
     Its name has two hashes: of what it is built from, and of the library itself. A file with only
     the first hash says why the trial failed.
     """
-    openmp = _openmp_of_torch()
+    openmp = openmp_of_torch()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if not is_ours(status) or mode_for_others(status, 0o022):
@@ -235,7 +260,7 @@ def _hash_of(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
 
 
-def _openmp_of_torch() -> Path:
+def openmp_of_torch() -> Path:
     """Return torch's OpenMP library. A second one would compete with its threads for the cores."""
     torch = importlib.util.find_spec("torch")
     found = [

@@ -16,14 +16,16 @@ import threading
 from collections.abc import Iterator
 from ctypes import Structure, c_int64, c_void_p
 from functools import cache
+from operator import truediv
 from pathlib import Path
+from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from swarmnet_protocols.arrays import Array, as_tensor
-from swarmnet_protocols.machine import native_code, threads
-from swarmnet_protocols.quantization.formats import WHOLE_ROWS, Format
+from swarmnet_protocols.machine import measured_targets, native_code, threads
+from swarmnet_protocols.quantization.formats import BLOCKS, WHOLE_ROWS, Format
 from swarmnet_protocols.quantization.packed_tensor import GROUP, PackedTensor, Segment
 
 if TYPE_CHECKING:
@@ -34,6 +36,10 @@ HEADERS = tuple(
 )
 """Included by C code that multiplies with packed matrices."""
 SOURCE = Path(__file__).with_name("products.c")
+PACED_COLUMNS = 2048
+"""Columns of the matrix of ``pace`` in ``products.c``."""
+PACED_ROWS = (1, 4, 64)
+"""Rows of the products that choose a target: a token, a few, and a prompt."""
 FEW_ROWS = 4
 """Most rows for a product in plain C. With more rows, panels are many times as fast, but give other
 bits."""
@@ -102,10 +108,11 @@ class Products:
     """Products with packed matrices, on the device where these are. Made by
     :func:`load_products`."""
 
-    def __init__(self, library: ctypes.CDLL | None) -> None:
+    def __init__(self, library: ctypes.CDLL | None, target: str = "") -> None:
         """``library``: the compiled code. With None, torch and the package ``gguf`` compute the
-        products."""
+        products. ``target``: the target of the code."""
         self._library = library
+        self.target = target
         self._local = threading.local()
         self._most_rows: float = FEW_ROWS
         if library is not None:
@@ -310,10 +317,41 @@ class Products:
             raise IndexError(f"rows {rows} of {segment.rows}")
 
 
+def paces(cache_dir: Path) -> measured_targets.Times:
+    """Return seconds of products on this machine, as ``measured_targets.measure``: for each format
+    those of ``PACED_ROWS``."""
+    cases = [
+        (int(format), PACED_COLUMNS // weights * size, rows)
+        for format, (weights, size) in BLOCKS.items()
+        for rows in PACED_ROWS
+    ]
+    return measured_targets.measure(SOURCE, cache_dir, cases, headers=HEADERS)
+
+
+def times_by_format(cache_dir: Path) -> dict[str, dict[str, float]]:
+    """Return for each format how long each target takes here, as a multiple of the fastest target's
+    time for all formats. Empty if there was nothing to choose."""
+    times = paces(cache_dir)
+    if not times:
+        return {}
+    chosen, count = times[measured_targets.fastest(times)], len(PACED_ROWS)
+    return {
+        format.name: {
+            target: round(geometric_mean(map(truediv, found[i : i + count], chosen[i : i + count])), 2)
+            for target, found in times.items()
+        }
+        for i, format in zip(range(0, len(chosen), count), BLOCKS, strict=True)
+    }
+
+
 @cache
 def load_products(cache_dir: Path, target: str | None = None) -> Products:
     """The products of this machine; the compiled code is kept in ``cache_dir``.
 
-    ``target``: the best one to compile it for (``native_code.targets``).
+    ``target``: the best one to compile it for (``native_code.targets``). The default is the fastest
+    one here.
     """
-    return Products(native_code.load(SOURCE, cache_dir, headers=HEADERS, target=target))
+    if target is None and (times := paces(cache_dir)):
+        target = measured_targets.fastest(times)
+    library = native_code.load(SOURCE, cache_dir, headers=HEADERS, target=target)
+    return Products(library, native_code.loaded_target(SOURCE) if library is not None else "")

@@ -163,12 +163,21 @@ def _print_local(measured: tuple["BlockSpeed", int], *, as_json: bool) -> None:
     if as_json:
         print_json({**asdict(speed), "total_blocks": total})
         return
+    others = {target for times in speed.kernel_times.values() for target in times} - {speed.kernels}
     print_table(
         f"{speed.blocks} of {total} blocks on {speed.device}, {speed.precision}, {speed.arithmetic}",
         {
+            **({"kernels": speed.kernels} if speed.kernels else {}),
+            **{f"time with {target}": _ranges(speed.kernel_times, target) for target in sorted(others)},
             "weights": f"{show_size(speed.block_bytes)} a block",
             "decode": f"{speed.decode:.0f} tokens/s a block, {speed.decode / total:.1f} for the whole model",
             f"batch of {BATCH}": f"{speed.batch:.0f} tokens/s a block, {speed.batch / total:.1f} for the whole model",
             f"prompt of {PROMPT_POSITIONS}": f"{speed.prompt:.0f} tokens/s a block, {speed.prompt / total:.1f} for the whole model",
         },
     )
+
+
+def _ranges(times: dict[str, dict[str, float]], target: str) -> str:
+    """Return the least and the most relative time of a target, and the formats that have them."""
+    least, most = (choose(times, key=lambda name: times[name][target]) for choose in (min, max))
+    return f"{times[least][target]:.2f} ({least}) to {times[most][target]:.2f} x ({most})"

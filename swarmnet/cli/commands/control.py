@@ -278,7 +278,11 @@ def _node_rows(node: "NodeStatus") -> dict[str, object]:
         ),
         "weights": f"{node.weight_bytes / mebibyte:.1f} MiB"
         + (f", {record.precision}" if record.precision else ""),
-        **({"arithmetic": record.arithmetic} if record.arithmetic else {}),
+        **(
+            {"arithmetic": record.arithmetic + (f", {node.kernels} kernels" if node.kernels else "")}
+            if record.arithmetic
+            else {}
+        ),
     }
 
 

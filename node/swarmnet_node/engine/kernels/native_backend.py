@@ -156,8 +156,9 @@ class NativeBackend:
         ``target``: the best one to use (``native_code.targets``). Returns None if this machine
         cannot compile or load the code.
         """
-        library = native_code.load(SOURCE, cache_dir, headers=INCLUDED, target=target)
-        return None if library is None else cls(library, load_products(cache_dir, target))
+        products = load_products(cache_dir, target)
+        library = native_code.load(SOURCE, cache_dir, headers=INCLUDED, target=target or products.target)
+        return None if library is None else cls(library, products)
 
     @cached_property
     def torch(self) -> "TorchBackend":
