@@ -3,7 +3,7 @@
 
 #include <stdlib.h>
 
-#include "product.h"
+#include "packed_product.h"
 
 /* The product of x [rows][inputs] with a matrix [outputs][inputs], to out [rows][outputs]. Returns whether there was
  * enough memory for split activations of ROWS rows. */
@@ -19,7 +19,7 @@ int64_t multiply(const linear *of, int64_t outputs, const float *x, int64_t rows
             split(its, share(count * (of->inputs / 32)), parts);
 #pragma omp barrier
         }
-        product(*of, its, parts, count, share_outputs(outputs), out + row * outputs, outputs);
+        product(packed_product, *of, its, parts, count, share_outputs(outputs), out + row * outputs, outputs);
     }
     free(parts);
     return 1;

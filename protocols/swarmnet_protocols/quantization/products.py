@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     import torch
 
 HEADERS = tuple(
-    Path(__file__).with_name(name) for name in ("lanes.h", "dots.h", "unpack.h", "interleaved.h", "product.h")
+    Path(__file__).with_name(name)
+    for name in ("lanes.h", "dots.h", "unpack.h", "interleaved.h", "product.h", "packed_product.h")
 )
 """Included by C code that multiplies with packed matrices."""
 SOURCE = Path(__file__).with_name("products.c")
@@ -113,10 +114,13 @@ class Products:
         products. ``target``: the target of the code."""
         self._library = library
         self.target = target
+        self.packed_address = 0
+        """The address of ``packed_product`` for other C code. 0 without C."""
         self._local = threading.local()
         self._most_rows: float = FEW_ROWS
         if library is not None:
             declare(library)
+            self.packed_address = ctypes.cast(library.packed_product, c_void_p).value or 0
             self._most_rows = float("inf") if library.takes_many_rows() else FEW_ROWS
 
     @property

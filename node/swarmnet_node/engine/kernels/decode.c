@@ -49,6 +49,7 @@ typedef struct {
 } layer;
 
 typedef struct {
+    packed_function *packed; /* of the library of products.c */
     const rotary *rotaries;
     int64_t layers, hidden_size, rotary_count, angle_floats; /* angle_floats: of all angles of a position */
     /* Sizes of scratch memory: one part that all threads share, then one part for each thread */
@@ -110,7 +111,7 @@ static void prepare(const step *s, const new_position *positions, int64_t which,
 /* Computes a product with its LoRA updates. parts and low are the results of prepare for x. */
 static void adapted(const step *s, const new_position *positions, int64_t which, linear of, const float *x,
                     const activations *parts, const float *low, range mine, float *out, int64_t stride) {
-    product(of, x, parts, s->rows, mine, out, stride);
+    product(s->packed, of, x, parts, s->rows, mine, out, stride);
     for (int64_t row = 0; row < s->rows; row++, low += s->ranks, out += stride) {
         if (!positions[row].updates) continue;
         const update *added = positions[row].updates + which;
@@ -309,7 +310,7 @@ static void mixture_inner(const step *s, const layer *l, const float *x, activat
         split(x, share(s->rows * (s->hidden_size / 32)), parts);
 #pragma omp barrier
     }
-    product(m->router, x, parts, s->rows, share_outputs(m->count), logits, m->count);
+    product(s->packed, m->router, x, parts, s->rows, share_outputs(m->count), logits, m->count);
 #pragma omp barrier
     for (int64_t row = 0, at = 0; row < s->rows; row++, at += m->chosen)
         choose(m, logits + row * m->count, r.scores, r.experts + at, r.weights + at);
@@ -354,7 +355,7 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
             float *experts_inner = logits + s->rows * m->count, *widest = experts_inner + s->rows * mixed;
             activations *parts = (activations *)widest;
             float *low = widest + s->rows * most(most(s->hidden_size, mixed), most(width, l->inner));
-            routed r = routed_at(m, s->rows, s->hidden_size, scores);
+            routed r = routed_at(s->packed, m, s->rows, s->hidden_size, scores);
             int64_t first = index * PRODUCTS;
             normalise(l->attention_norm, hidden, s->hidden_size, normed, s->rows);
             prepare(s, positions, first + QKV, l->qkv, normed, parts, low);

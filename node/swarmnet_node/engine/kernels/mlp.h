@@ -64,6 +64,7 @@ static void choose(const mixture *m, const float *logits, float *scores, int32_t
 
 /* What a thread keeps of a mixture for some rows. */
 typedef struct {
+    packed_function *packed; /* as in step */
     int32_t *experts; /* [rows][chosen] */
     float *weights;   /* [rows][chosen] */
     float *scores;    /* [2][count] */
@@ -73,10 +74,10 @@ typedef struct {
 } routed;
 
 /* The parts of a thread's memory: routed_floats() of native_layers.py has their sizes. */
-static routed routed_at(const mixture *m, int64_t rows, int64_t inputs, float *memory) {
+static routed routed_at(packed_function *packed, const mixture *m, int64_t rows, int64_t inputs, float *memory) {
     int64_t all = rows * m->chosen, widest = least(rows, ROWS) * most(inputs, m->inner);
     float *weights = memory + all, *scores = weights + all, *x = scores + 2 * m->count, *parts = x + widest;
-    return (routed){(int32_t *)memory, weights, scores, x, (activations *)parts, parts + widest};
+    return (routed){packed, (int32_t *)memory, weights, scores, x, (activations *)parts, parts + widest};
 }
 
 /* Whether products with experts need split activations. which: 0 for gate and up, 1 for down. */
@@ -100,8 +101,8 @@ static int64_t expert_product(const routed *r, int64_t all, int64_t expert, line
         memcpy(r->x + i * of.inputs, x + row * of.inputs, of.inputs * sizeof *x);
         if (parts) memcpy(r->parts + i * blocks, parts + row * blocks, blocks * sizeof *parts);
     }
-    product(of, r->x, r->parts, count, mine, r->out, stride);
-    product(of, r->x, r->parts, count, others, r->out, stride);
+    product(r->packed, of, r->x, r->parts, count, mine, r->out, stride);
+    product(r->packed, of, r->x, r->parts, count, others, r->out, stride);
     return count;
 }
 

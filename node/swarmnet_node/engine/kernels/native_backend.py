@@ -53,6 +53,7 @@ QUERIES = 4
 
 class _Step(Structure):
     _fields_ = (
+        ("packed", c_void_p),
         ("rotaries", c_void_p),
         *(
             (name, c_int64)
@@ -144,7 +145,7 @@ class NativeBackend:
     is_exact = True
 
     def __init__(self, library: ctypes.CDLL, products: Products) -> None:
-        self._products = products
+        self.products = products
         self.decode = library.decode
         self.decode.restype = None
         self.decode.argtypes = [c_void_p] * 5
@@ -165,7 +166,7 @@ class NativeBackend:
         """The operations that C lacks."""
         from swarmnet_node.engine.kernels.torch_backend import TorchBackend
 
-        return TorchBackend(self._products)
+        return TorchBackend(self.products)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.torch, name)
@@ -223,6 +224,7 @@ class NativeDecodeStep:
         )
         scratch = np.empty(shared_floats + threads * thread_floats, np.float32)
         step = _Step(
+            packed=self._backend.products.packed_address,
             rotaries=ctypes.addressof(self._native.rotaries),
             layers=len(self._decoder_layers),
             hidden_size=self._hidden_size,
