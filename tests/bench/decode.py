@@ -60,11 +60,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     for name in arguments.models:
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-            model = name
-            if name in Format.__members__:
-                model = str(write_random_llama(Path(folder) / f"{name}.gguf", Format[name]))
-            report = measure(model, Path(folder), arguments, stack)
+            report = measure(model_file(name, Path(folder)), Path(folder), arguments, stack)
         print(json.dumps({"bench": "decode", "model": name} | report), flush=True)
+
+
+def model_file(name: str, folder: Path) -> str:
+    """The name of a model, or the random model of the format ``name``, written to ``folder``."""
+    if name not in Format.__members__:
+        return name
+    return str(write_random_llama(folder / f"{name}.gguf", Format[name]))
 
 
 def measure(name: str, folder: Path, arguments: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:

@@ -1,11 +1,12 @@
 """Products with packed matrices against torch's products with the same weights in float32 and
 bfloat16, in turn.
 
-    python -m tests.bench.products [--rows 1 8 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
+    python -m tests.bench.products [--rows 1 4 32 128 512] [--size 2048] [--formats Q4_1 ...] [--threads 2]
 
 Prints one JSON object a format: the processor, the target that the C code is compiled for, the
 median milliseconds of reading a packed matrix from memory, and those of one product [rows, size] x
-[size, size].
+[size, size]. ``row_over_read``: the rate at which a product of one row reads its matrix, as a part
+of the rate of reading alone.
 """
 
 import argparse
@@ -19,7 +20,6 @@ import torch
 from torch.nn import functional
 
 from swarmnet.paths import default_cache_dir
-from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.packed_tensor import PackedTensor
 from swarmnet_protocols.quantization.products import load_products
@@ -47,7 +47,7 @@ def median_ms(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 32, 128, 512])
     parser.add_argument("--size", type=int, default=2048)
     parser.add_argument("--formats", nargs="+", default=["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "BF16"])
     parser.add_argument("--threads", type=int, default=2)
@@ -62,22 +62,28 @@ def main() -> None:
         [segment] = random_matrix(Format[name], size, size).segments
         packed = [loaded_copy(PackedTensor((segment,)), products) for _ in range(copies)]
         numbers = [segment.tensor.clone().view(torch.int64) for _ in range(copies)]
-        result: dict[str, object] = {
+        result: dict[str, Any] = {
             "bench": "products",
             "machine": results.machine(),
-            "target": native_code.targets()[0].name,
+            "target": products.target,
             "format": name,
             "size": size,
             "threads": options.threads,
             "read_ms": median_ms(lambda _, matrix: matrix.sum(), torch.empty(0), numbers),
         }
+        took: dict[int, float] = {}
         for rows in options.rows:
             inputs = torch.randn(rows, size)
+            took[rows] = median_ms(products.linear, inputs, packed)
             result[f"rows_{rows}"] = {
-                "packed_ms": median_ms(products.linear, inputs, packed),
+                "packed_ms": took[rows],
                 "float32_ms": median_ms(functional.linear, inputs, dense),
                 "bfloat16_ms": median_ms(functional.linear, inputs.bfloat16(), halves),
             }
+        if 1 in took:
+            result["row_over_read"] = round(result["read_ms"] / took[1], 3)
+            if 4 in took:
+                result["four_rows_over_one"] = round(took[4] / took[1], 2)
         print(json.dumps(result), flush=True)
 
 

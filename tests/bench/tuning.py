@@ -1,10 +1,11 @@
 """Forward and backward of 8 x 128 tokens through three loopback hops, against one local
 transformers process.
 
-    python -m tests.bench.tuning [--hops 3] [--rounds 5] [--rows 8] [--tokens 128]
+    python -m tests.bench.tuning [--model smollm2-135m-instruct] [--hops 3] [--rounds 5] [--rows 8]
+                                 [--tokens 128]
 
 The parameters that learn are the input embeddings; all other weights are frozen. Both in float32
-with two threads, in turn, medians. Prints JSON.
+with two threads, in turn, medians. A format as the model is as in ``decode``. Prints JSON.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,12 +24,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "300")  # as `swarmnet run` does
 
 import torch
 
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from tests.bench.answering_process import AnsweringProcess, answer_all
-from tests.support.processes.nodes import swarm
+from tests.bench.decode import model_file
+from tests.support.processes.nodes import Swarm
 
-MODEL = "smollm2-135m-instruct"
-BLOCKS = 30
 THREADS = 2
 
 
@@ -45,6 +46,7 @@ def timed_step(model: Any, rows: int, tokens: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--hops", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=8)
@@ -54,25 +56,30 @@ def main() -> None:
     shape = (arguments.rows, arguments.tokens)
     torch.set_num_threads(THREADS)
     if arguments.local is not None:
-        files = resolve(MODEL, cache_dir=arguments.local)
+        files = resolve(arguments.model, cache_dir=arguments.local)
         model = files.load_whole(dtype=torch.float32, device=torch.device("cpu"))
         answer_all(partial(timed_step, model, *shape))
         return
-    cuts = [BLOCKS * hop // arguments.hops for hop in range(arguments.hops + 1)]
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "cache"
-        size = ("--rows", str(arguments.rows), "--tokens", str(arguments.tokens))
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        cache, name = Path(folder) / "cache", model_file(arguments.model, Path(folder))
+        blocks = resolve(name, cache_dir=cache).manifest.blocks
+        cuts = [blocks * hop // arguments.hops for hop in range(arguments.hops + 1)]
+        size = ("--model", name, "--rows", str(arguments.rows), "--tokens", str(arguments.tokens))
         local = AnsweringProcess(__spec__.name, "--local", str(cache), *size)
         local.wait_until_ready()
         local.ask()
-        with swarm(Path(folder) / "lab", cache, *pairwise(cuts)) as lab, lab.connect() as model:
-            timed_step(model, *shape)
-            rounds = [(local.ask(), timed_step(model, *shape)) for _ in range(arguments.rounds)]
+        lab = Swarm(Path(folder) / "lab", cache, name)
+        stack.callback(lab.close)
+        lab.start(*pairwise(cuts))
+        model = stack.enter_context(lab.connect())
+        timed_step(model, *shape)
+        rounds = [(local.ask(), timed_step(model, *shape)) for _ in range(arguments.rounds)]
         local.close()
     ours = statistics.median(theirs["seconds"] for _, theirs in rounds)
     alone = statistics.median(mine["seconds"] for mine, _ in rounds)
     report = {
         "bench": "tuning",
+        "model": arguments.model,
         "hops": arguments.hops,
         "rows": arguments.rows,
         "tokens": arguments.tokens,
