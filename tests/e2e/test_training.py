@@ -17,10 +17,12 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.p2pd.transport import P2pdTransport
 from swarmnet_protocols.net.protocol_ids import TRAINING
 from tests.support.attacks.strangers import GROWTH_BYTES, run_stranger, send_garbage, send_oversized
+from tests.support.house.doc_blocks import code_blocks
 from tests.support.processes.commands import call
 from tests.support.processes.worker_processes import WorkerProcess, bootstrap, create_job, workers
 from tests.support.training.workers import write_job
 
+ROOT = Path(__file__).parents[2]
 ROUNDS = 100_000
 
 
@@ -88,6 +90,27 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
     call("train", "export", job[:4], "--data-dir", first, "--out", str(exported))
     model = AutoModelForCausalLM.from_pretrained(exported)
     assert torch.isfinite(model(torch.tensor([[104, 105]])).logits).all()
+
+
+@pytest.mark.slow
+@pytest.mark.alone
+def test_workers_train_by_a_method_from_outside(tmp_path: Path) -> None:
+    """The example of the documentation, in a job of two rounds."""
+    example = next(
+        block for block in code_blocks(ROOT / "docs" / "training.md") if 'name = "half-way"' in block
+    )
+    file = tmp_path / "half_way.py"
+    file.write_text(example)
+    toml = write_job(tmp_path, "half-way", "sync_every = 5\nrate = 0.25", "min_workers = 2", rounds=2)
+    options = ("--method-file", str(file))
+    job = create_job(tmp_path, toml, *options)
+    with workers(tmp_path, job, "anna", "boris", options=options) as running:
+        for worker in running.values():
+            assert worker.wait_for_end() == 0
+        hashes = [worker.hashes() for worker in running.values()]
+        assert all(len(event["contributors"]) == 2 for event in running["anna"].rounds().values())
+    assert hashes[0] == hashes[1]
+    assert sorted(hashes[0]) == [0, 1]
 
 
 @pytest.fixture(scope="module")

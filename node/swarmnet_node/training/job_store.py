@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """Paths of a job's data and model on this machine, chosen by its user.
+    """Paths of a job's data, model and method on this machine, chosen by its user.
 
     Jobs of other peers contain no paths.
     """
 
     data: Path | None = None
     model: Path | None = None
+    method: Path | None = None
+    """The Python file of a method from outside."""
 
     @classmethod
     def named_in(cls, job: "Job") -> "LocalFiles":
@@ -41,8 +43,34 @@ class LocalFiles:
 
     def applied_to(self, job: "Job") -> "Job":
         """Return ``job`` with these paths. Raises ``ConfigError`` if a path is missing or not
-        needed."""
+        needed, or if the method's file is not the job's."""
+        from swarmnet_protocols.training.methods.outside import find_outside, read_file
+
+        code = job.method.code
+        if self.method is not None:
+            if code is None:
+                raise ConfigError("this job's method is part of swarmnet", hint="leave out --method-file")
+            read_file(self.method, code)
+        elif code is not None and find_outside(job.method.name, code) is None:
+            raise ConfigError(
+                f"this job trains with code of its owner: the method {job.method.name}",
+                hint=f"get its file from somebody whom you trust, read it, and name it with --method-file FILE.py; its SHA-256 is {code}",
+            )
         return job.with_files(self.data, self.model)
+
+    def load_method(self, job: "Job") -> None:
+        """Run the file of the job's method, if it has one. Raises ``ConfigError`` for another
+        method, and does not run other code than the job names."""
+        from swarmnet_protocols.training.methods.outside import load_file
+
+        if (
+            self.method is not None
+            and (name := load_file(self.method, job.method.code).name) != job.method.name
+        ):
+            raise ConfigError(
+                f"{self.method} has the method {name}, and the job names {job.method.name}",
+                hint="name another file",
+            )
 
 
 def pinned(job: "Job") -> "Job":
@@ -131,7 +159,7 @@ def own_jobs(data_dir: Path, owner: bytes) -> list[str]:
 
 def store_local_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
     """Write the local paths of a job's files into the data directory."""
-    paths = {"data": files.data, "model": files.model}
+    paths = {"data": files.data, "model": files.model, "method": files.method}
     stored = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
     write_whole(_files_path(data_dir, job_id), json.dumps(stored).encode())
 
@@ -157,12 +185,14 @@ def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
     path = _files_path(data_dir, job_id)
     try:
         stored = json.loads(path.read_bytes())
-        return LocalFiles(**{name: Path(stored[name]) for name in ("data", "model") if name in stored})
+        return LocalFiles(
+            **{name: Path(stored[name]) for name in ("data", "model", "method") if name in stored}
+        )
     except FileNotFoundError:
         return LocalFiles()
     except (ValueError, TypeError) as error:
         raise ConfigError(
-            f"{path} is damaged", hint="remove it, and give --data and --model again"
+            f"{path} is damaged", hint="remove it, and give --data, --model and --method-file again"
         ) from error
 
 

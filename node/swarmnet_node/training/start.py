@@ -175,6 +175,7 @@ def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> 
 
     opened = open_job(sealed)
     with opened.naming_job():
+        config.files.load_method(opened.job)
         return Trainer.open(
             config.files.applied_to(opened.job),
             cache_dir=config.cache_dir,

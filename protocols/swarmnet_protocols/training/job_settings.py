@@ -142,6 +142,9 @@ class TrainingSection(_Section):
 class MethodSection(_Section):
     name: Name
     settings: dict[str, int | float | str] = {}
+    code: Digest | None = None
+    """SHA-256 of the Python file of a method from outside, set by `train create`. A worker with
+    another file refuses to train."""
 
 
 class ExchangeSection(_Section):
@@ -191,7 +194,7 @@ class Job(_Section):
         from swarmnet_protocols.training.methods import get_method
 
         try:
-            return get_method(self.method.name, self.method.settings)
+            return get_method(self.method.name, self.method.settings, self.method.code)
         except ConfigError as error:
             named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
@@ -202,6 +205,8 @@ class Job(_Section):
         It has the hashes of its data and of its checkpoint's manifest, and no local paths. Raises
         ``JobError`` for a tokenizer that other machines cannot fetch.
         """
+        from swarmnet_protocols.training.methods import code_of
+
         data, model = self.data, self.model
         tokenizer = data.tokenizer
         if tokenizer != BYTES and tokenizer == model.checkpoint and not is_published(tokenizer):
@@ -210,6 +215,7 @@ class Job(_Section):
         named = model.checkpoint is not None and is_published(model.checkpoint)
         job = self.model_copy(
             update={
+                "method": self.method.model_copy(update={"code": code_of(self.method.name)}),
                 "data": data.model_copy(
                     update={
                         "path": None if own_path else data.path,
@@ -240,7 +246,16 @@ class Job(_Section):
 
         Raises ``JobError``.
         """
+        from swarmnet_protocols.training.methods import METHODS
+
         data, model = self.data, self.model
+        if self.method.code is None and self.method.name not in METHODS:
+            raise JobError(
+                "method",
+                "name",
+                f"is wrong: unknown method {self.method.name[:64]!r}",
+                hint=f"one of: {', '.join(METHODS)}",
+            )
         if data.path not in (None, PYTHON_STDLIB):
             raise JobError(
                 "data",
@@ -305,8 +320,16 @@ class Job(_Section):
         return job
 
     def check(self) -> None:
-        """Check the method, the codec and the method's settings. Raises ``JobError``."""
-        self.make_method()
+        """Check the method, the codec and the method's settings. Raises ``JobError``.
+
+        Of a method from outside only its name is checked, unless its file was loaded.
+        """
+        from swarmnet_protocols.training.methods import METHODS
+        from swarmnet_protocols.training.methods.outside import is_loaded
+
+        code = self.method.code
+        if code is None or self.method.name in METHODS or is_loaded(code):
+            self.make_method()
         if self.exchange.codec is None:
             return
         from swarmnet_protocols.training.codecs import get_codec

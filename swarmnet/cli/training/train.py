@@ -5,6 +5,7 @@ import hashlib
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,7 +46,7 @@ from swarmnet.cli.training.job_names import (
 )
 from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
 from swarmnet.cli.training.trackers import Log, TensorboardOption, WandbOption, trackers
-from swarmnet.cli.training.train_words import facts_of, tell
+from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
@@ -60,6 +61,16 @@ if TYPE_CHECKING:
 app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
 app.command("list")(train_status.list_jobs)
+
+
+MethodFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--method-file",
+        metavar="FILE.py",
+        help="The Python file of a method from outside swarmnet. It runs here, with your rights: read it first. Remembered.",
+    ),
+]
 
 
 @app.command("template")
@@ -78,11 +89,12 @@ def template(
 
 
 @app.command("create")
-def create(
+def create(  # noqa: PLR0913 - a command line, not an interface
     job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")],
     *,
     swarm: SwarmOption,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
+    method_file: MethodFileOption = None,
     data_dir: DataDirOption,
     cache_dir: CacheDirOption,
     as_json: JsonFlag = False,
@@ -103,6 +115,10 @@ def create(
     from swarmnet_protocols.net.identity import Identity
     from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
 
+    if method_file is not None:
+        from swarmnet_protocols.training.methods.outside import load_file
+
+        load_file(method_file)
     written = load_job(job)
     with locked_data_dir(data_dir) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
@@ -115,7 +131,7 @@ def create(
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
         store_job(directory, made, sealed)
-        store_local_files(directory, made.id, LocalFiles.named_in(pinned_job))
+        store_local_files(directory, made.id, replace(LocalFiles.named_in(pinned_job), method=method_file))
         store_origin(directory, made.id, hashlib.sha256(written.text.encode()).hexdigest())
         is_published = bool(entry.addresses) or entry.file.mdns
         if is_published:
@@ -187,6 +203,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--model", metavar="PATH", help="Your copy of the model that the job starts from. Remembered."
         ),
     ] = None,
+    method_file: MethodFileOption = None,
     preset: PresetOption = None,
     up_bytes_per_s: Up = None,
     down_bytes_per_s: Down = None,
@@ -225,14 +242,14 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             job = asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job, found))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
-        files = LocalFiles(data or before.data, model or before.model)
+        files = LocalFiles(data or before.data, model or before.model, method_file or before.method)
         local = files.applied_to(sealed.job)
         stored = load_limits(directory)
         limits = changes.applied_to(stored)
         cores = cores or limits.cores
-        facts = facts_of(
-            local, id=job, name=public_name, device=device, threads=cores, disk=job_folder(directory, job)
-        )
+        disk = job_folder(directory, job)
+        facts = facts_of(local, id=job, name=public_name, device=device, threads=cores, disk=disk)
+        facts |= code_facts(local, files.method)
         ask_once(job_folder(directory, job), facts, TRAINING, asking=not yes, as_json=as_json)
         store_local_files(directory, job, files)
         if limits != stored:

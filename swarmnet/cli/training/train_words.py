@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 def facts_of(
-    job: "Job", *, id: str, name: str, device: str, threads: int | None, disk: Path
+    job: "Job",
+    *,
+    id: str,
+    name: str,
+    device: str,
+    threads: int | None,
+    disk: Path,
 ) -> dict[str, str]:
     """Return what a job reads, sends and uses on this machine. Paths in it were given by this
     machine's user, not by the job's author."""
@@ -36,6 +42,16 @@ def facts_of(
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
     }
+
+
+def code_facts(job: "Job", method: Path | None) -> dict[str, str]:
+    """Return what a job runs on this machine besides swarmnet: nothing, or the method from outside
+    that this machine's user chose."""
+    if job.method.code is None:
+        return {}
+    source = f"{method}, as you chose" if method else "an installed package"
+    said = f"the method {job.method.name} of {source}: it may do whatever you may; its SHA-256 is {job.method.code}"
+    return {"runs code": said}
 
 
 def tell(event: Fields, status: Fields) -> Telling:

@@ -35,6 +35,11 @@ def blocks(page: Path) -> list[Block]:
     return [Block(*each) for each in found]
 
 
+def code_blocks(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
 def shell(script: str) -> str:
     """The output of a script, errors included. The script must succeed."""
     done = subprocess.run(

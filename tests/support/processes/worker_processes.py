@@ -1,6 +1,6 @@
 """Real training workers: processes of ``swarmnet train join`` and their events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,13 @@ class WorkerProcess(RunningCommand):
     """One ``swarmnet train join``."""
 
     def __init__(
-        self, folder: Path, name: str, job: str, bootstrap: list[str], place: Place = LOOPBACK
+        self,
+        folder: Path,
+        name: str,
+        job: str,
+        bootstrap: list[str],
+        place: Place = LOOPBACK,
+        options: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.data_dir = folder / name
@@ -21,6 +27,7 @@ class WorkerProcess(RunningCommand):
         arguments += ["--name", name, "--listen", f"/ip4/{place.ip}/tcp/0"]
         if (folder / "data").exists():
             arguments += ["--data", str(folder / "data")]
+        arguments += options
         for address in bootstrap:
             arguments += ["--bootstrap", address]
         super().__init__(arguments, folder / f"{name}.log", place)
@@ -38,23 +45,25 @@ class WorkerProcess(RunningCommand):
         return {number: event["params_hash"] for number, event in self.rounds().items()}
 
 
-def create_job(folder: Path, toml: str) -> str:
+def create_job(folder: Path, toml: str, *options: str) -> str:
     """Create a swarm and a job stored by the worker ``anna``; returns the id of the job."""
     (folder / "job.toml").write_text(toml)
     call("swarm", "create", "lab", "--open", "--out", str(folder))
     kept = ("--swarm", str(folder / "swarm.toml"), "--data-dir", str(folder / "anna"))
-    job: str = call("train", "create", str(folder / "job.toml"), *kept)["job"]
+    job: str = call("train", "create", str(folder / "job.toml"), *kept, *options)["job"]
     return job
 
 
 @contextmanager
-def workers(folder: Path, job: str, *names: str) -> Iterator[dict[str, WorkerProcess]]:
+def workers(
+    folder: Path, job: str, *names: str, options: Sequence[str] = ()
+) -> Iterator[dict[str, WorkerProcess]]:
     """Start workers and wait until they are ready. Those in the dictionary at the end are
     killed."""
     running: dict[str, WorkerProcess] = {}
     try:
         for name in names:
-            running[name] = WorkerProcess(folder, name, job, bootstrap(running))
+            running[name] = WorkerProcess(folder, name, job, bootstrap(running), options=options)
             if len(running) == 1:
                 running[name].wait("ready")
         for worker in running.values():

@@ -1,10 +1,11 @@
 """Training methods: rules that turn an exchanged average into new parameters.
 
 There is one module per method. ``base.py`` defines the interface. ``get_method`` creates a method
-from a job's settings.
+from a job's settings, also one from ``outside``.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -17,11 +18,12 @@ from swarmnet_protocols.training.methods.co2 import CO2, CO2Settings
 from swarmnet_protocols.training.methods.diloco import DiLoCo, DiLoCoSettings
 from swarmnet_protocols.training.methods.eager import Eager, EagerSettings
 from swarmnet_protocols.training.methods.noloco import NoLoCo, NoLoCoSettings
+from swarmnet_protocols.training.methods.outside import find_outside, try_method
 from swarmnet_protocols.training.methods.sparseloco import SparseLoCo, SparseLoCoSettings
 from swarmnet_protocols.training.methods.streaming import Streaming, StreamingSettings
 from swarmnet_protocols.training.methods.zo import ZeroOrder, ZeroOrderSettings
 
-__all__ = ["METHODS", "OWN", "Average", "Kind", "Method", "ZeroOrder", "get_method"]
+__all__ = ["METHODS", "OWN", "Average", "Kind", "Method", "ZeroOrder", "code_of", "get_method"]
 
 _METHODS: Mapping[str, tuple[Callable[[Any], Method], type[Settings]]] = MappingProxyType(
     {
@@ -40,14 +42,37 @@ METHODS = tuple(_METHODS)
 """The names of all methods."""
 
 
-def get_method(name: str, settings: Mapping[str, float | int | str]) -> Method:
-    """Create the method with this name.
+def get_method(name: str, settings: Mapping[str, float | int | str], code: str | None = None) -> Method:
+    """Create the method with this name. ``code``: the SHA-256 of the file of a method from outside,
+    None if any will do.
 
     Raises ``ConfigError`` that names a wrong method or setting.
     """
-    if name not in _METHODS:
-        raise ConfigError(f"unknown method {name!r}", hint=f"one of: {', '.join(_METHODS)}")
-    make, model = _METHODS[name]
+    if name in _METHODS and code is None:
+        return _made(name, settings, *_METHODS[name])
+    outside = None if name in _METHODS else find_outside(name, code)
+    if outside is None:
+        raise ConfigError(
+            f"unknown method {name!r}" + (f" with the code {code}" if code else ""),
+            hint=f"one of: {', '.join(_METHODS)}; a method from outside needs --method-file FILE.py",
+        )
+    make = partial(_made, name, settings, outside.make, outside.settings)
+    try_method(name, make)
+    return make()
+
+
+def code_of(name: str) -> str | None:
+    """Return the SHA-256 of the file of a method from outside, or None for a built-in method."""
+    outside = None if name in _METHODS else find_outside(name)
+    return None if outside is None else outside.code
+
+
+def _made(
+    name: str,
+    settings: Mapping[str, float | int | str],
+    make: Callable[[Any], Method],
+    model: type[Settings],
+) -> Method:
     try:
         checked = model.model_validate(dict(settings))
     except ValidationError as error:

@@ -23,9 +23,11 @@ MAY_COMPILE = {
     "dataclasses": "fields of a dataclass",
     "jinja2.environment": "a chat template, which jinja's sandbox runs",
     "runpy": "python -m",
+    "swarmnet_protocols.training.methods.outside": "a method's file, named on the command line",
     "typing": "an annotation of a class",
 }
-"""Modules of other projects that compile code of their own, also after their import."""
+"""Modules that compile code after their import: of other projects their own, and one of ours what
+the user names."""
 
 _IMPORTS = "<frozen importlib."
 """The prefix of the file names of the import machinery."""
