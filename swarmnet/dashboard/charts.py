@@ -76,8 +76,8 @@ def contributions(
     """Return the work of each peer in ``window``, and the share of the observed time that the peer
     was online.
 
-    ``share`` is the peer's largest share of all hosting, of all rows of experts and of all rounds
-    of training; the peers with the most come first.
+    ``share`` is the peer's share of all positions × blocks or, if larger, of all rows of experts;
+    the peers with the most come first.
     """
     seconds = WINDOWS_S[window]
     stored = {
@@ -107,16 +107,12 @@ def _with(
 
 
 def _share(work: Work, total: Work) -> float:
-    kinds = (
-        (work.block_positions, total.block_positions),
-        (work.rows, total.rows),
-        (work.rounds, total.rounds),
-    )
+    kinds = ((work.block_positions, total.block_positions), (work.rows, total.rows))
     return max((part / whole for part, whole in kinds if whole), default=0.0)
 
 
 def _work_entry(work: Work) -> dict[str, int]:
-    return {"block_positions": work.block_positions, "expert_rows": work.rows, "rounds": work.rounds}
+    return {"block_positions": work.block_positions, "expert_rows": work.rows, "samples": work.samples}
 
 
 def contribution(history: History, peer: str, now_s: float, begun: Begun = NOTHING) -> dict[str, Any]:

@@ -142,6 +142,15 @@ class Feed:
         samples = self._sampler.begun_peers(self._snapshot, self._state.body)
         return {sample.peer: sample for sample in samples}
 
+    def given(self, peer: str) -> dict[str, float] | None:
+        """Return what a peer says it has given since its data directory exists, or None if it has
+        never reported."""
+        for seen in self._snapshot.peers:
+            if seen.peer == peer and seen.newest is not None:
+                given = seen.newest.report.given
+                return {each.name: getattr(given, each.name) for each in given.DESCRIPTOR.fields}
+        return None
+
     @property
     def is_full(self) -> bool:
         """Whether the number of viewers is at its limit."""

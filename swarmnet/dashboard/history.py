@@ -35,7 +35,7 @@ _JOBS = "CREATE TABLE jobs (job TEXT PRIMARY KEY, seen_s INTEGER, entry TEXT) WI
 _FROM_1 = f"""
 ALTER TABLE peer_samples ADD COLUMN block_positions INTEGER NOT NULL DEFAULT 0;
 ALTER TABLE peer_samples ADD COLUMN rows INTEGER NOT NULL DEFAULT 0;
-ALTER TABLE peer_samples ADD COLUMN rounds INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE peer_samples ADD COLUMN samples INTEGER NOT NULL DEFAULT 0;
 {_JOBS}
 PRAGMA user_version = {_VERSION};
 """
@@ -48,7 +48,7 @@ CREATE TABLE model_samples (
 CREATE TABLE peers (id INTEGER PRIMARY KEY, peer TEXT UNIQUE, name TEXT, seen_s INTEGER);
 CREATE TABLE peer_samples (
   step_s INTEGER, peer INTEGER, at_s INTEGER, seconds REAL, positions INTEGER, delay_s REAL, online_s REAL,
-  block_positions INTEGER NOT NULL DEFAULT 0, rows INTEGER NOT NULL DEFAULT 0, rounds INTEGER NOT NULL DEFAULT 0,
+  block_positions INTEGER NOT NULL DEFAULT 0, rows INTEGER NOT NULL DEFAULT 0, samples INTEGER NOT NULL DEFAULT 0,
   PRIMARY KEY (step_s, peer, at_s)) WITHOUT ROWID;
 CREATE INDEX peer_samples_by_time ON peer_samples (step_s, at_s);
 CREATE TABLE events (number INTEGER PRIMARY KEY, peer TEXT, event TEXT);
@@ -62,10 +62,10 @@ _MERGED_MODELS = (
     "SUM(seconds), SUM(answered), AVG(peers), MIN(weakest), MAX(sessions), SUM(failures), SUM(recoveries),"
     " sum_times(first_tokens), sum_times(token_times)"
 )
-_WORK = ("positions", "block_positions", "rows", "rounds")
+_WORK = ("positions", "block_positions", "rows", "samples")
 """The columns of ``Work``, in its order."""
 _MERGED_PEERS = (
-    "SUM(seconds), SUM(positions), AVG(delay_s), SUM(online_s), SUM(block_positions), SUM(rows), SUM(rounds)"
+    "SUM(seconds), SUM(positions), AVG(delay_s), SUM(online_s), SUM(block_positions), SUM(rows), SUM(samples)"
 )
 
 

@@ -178,13 +178,14 @@ def _add_history(app: FastAPI, feed: Feed) -> None:
         if entry is None:
             raise HTTPException(404, "this swarm has no such peer, and had none in the last minutes")
 
-        begun = feed.begun_peers()
+        begun, given = feed.begun_peers(), feed.given(peer)
 
         def read() -> dict[str, Any]:
             return {
                 **entry,
                 "history": charts.peer_chart(history, peer, feed.now_s, begun),
                 "events": history.events(MAX_PEER_EVENTS, peer),
+                "given": given,
                 "contribution": charts.contribution(history, peer, feed.now_s, begun),
             }
 

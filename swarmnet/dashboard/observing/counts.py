@@ -2,10 +2,11 @@
 began."""
 
 from collections.abc import Collection
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from itertools import pairwise
 
 from swarmnet_protocols.directory.node_reports import BOUNDS_S
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.wire import report_pb2
 
@@ -57,11 +58,11 @@ class Work:
     positions: int = 0
     """Positions that it computed: of prompts, answers and drafts."""
     block_positions: int = 0
-    """Each of these positions, times the blocks that it passed."""
+    """Positions times the blocks that they passed, those of training included."""
     rows: int = 0
     """Rows that its experts computed for other hosts."""
-    rounds: int = 0
-    """Rounds of training to which it contributed."""
+    samples: int = 0
+    """Sequences that it trained on."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*map(int.__add__, astuple(self), astuple(other)))
@@ -111,33 +112,30 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
     )
 
 
-def work_between(
-    peer: PeerId, before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float
-) -> Work:
-    """Return the work of ``peer`` from one of its reports to a later one, limited as counts are."""
-    old = work_of(peer, before) if is_same_run(before, after) else Work()
-    new = work_of(peer, after)
+def work_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Work:
+    """Return the work of a node from one of its reports to a later one, limited as counts are.
+
+    What it has given counts on over restarts; positions and rows do not.
+    """
+    old = work_of(before)
+    if not is_same_run(before, after):
+        old = replace(old, positions=0, rows=0)
+    new = work_of(after)
     most = int(MAX_PER_SECOND * max(elapsed_s, 1.0))
-    positions, rows, rounds = (
-        min(max(now - then, 0), most)
-        for now, then in (
-            (new.positions, old.positions),
-            (new.rows, old.rows),
-            (new.rounds, old.rounds),
+    return Work(
+        *(
+            min(max(now - then, 0), limit)
+            for now, then, limit in zip(
+                astuple(new), astuple(old), (most, most * MAX_BLOCKS, most, most), strict=True
+            )
         )
     )
-    record = after.host.record
-    return Work(positions, positions * (record.end - record.start), rows, rounds)
 
 
-def work_of(peer: PeerId, report: report_pb2.NodeReport) -> Work:
-    """Return the work that a peer reports since its start, without ``block_positions``: its blocks
-    may have changed."""
-    return Work(
-        positions=report.host.positions,
-        rows=rows_computed(report),
-        rounds=sum(each.rounds for each in report.worker.contributions if each.peer == peer),
-    )
+def work_of(report: report_pb2.NodeReport) -> Work:
+    """Return the work that a node reports."""
+    given = report.given
+    return Work(report.host.positions, given.block_positions, rows_computed(report), given.samples)
 
 
 def rows_computed(report: report_pb2.NodeReport) -> int:
@@ -146,13 +144,9 @@ def rows_computed(report: report_pb2.NodeReport) -> int:
 
 
 def is_same_run(before: report_pb2.NodeReport, after: report_pb2.NodeReport) -> bool:
-    """Return whether a node was not restarted between two of its reports, and hosts the same model
-    or trains the same job."""
-    return (
-        after.uptime_s >= before.uptime_s
-        and after.host.record.manifest == before.host.record.manifest
-        and after.worker.job == before.worker.job
-    )
+    """Return whether a node was not restarted between two of its reports, and hosts the same
+    model."""
+    return after.uptime_s >= before.uptime_s and after.host.record.manifest == before.host.record.manifest
 
 
 def quantile(times: tuple[int, ...], share: float) -> float | None:
@@ -198,7 +192,7 @@ class Totals:
         manifest = after.host.record.manifest
         counts = counts_between(before, after, elapsed_s)
         self.models[manifest] = self.models.get(manifest, Counts()) + counts
-        self.peers[peer] = self.peers.get(peer, Work()) + work_between(peer, before, after, elapsed_s)
+        self.peers[peer] = self.peers.get(peer, Work()) + work_between(before, after, elapsed_s)
 
     def add_failure(self, manifest: bytes) -> None:
         """Add the failure of a host of the model."""

@@ -122,7 +122,7 @@ export const EXPLANATIONS = {
   Queue: "Time that new work would wait on the peer.",
   "Free cache": "Memory that the peer has left for the sessions of clients, of what its owner allows.",
   Uptime: "Time since the peer was started, or from its start to its last sign if it is gone.",
-  Contributions: "Work in 30 days while this dashboard ran: positions times the blocks that they passed, rows of experts, and rounds of training. A bar is the peer's share of all work of that kind.",
+  Contributions: "Work in 30 days while this dashboard ran: positions times the blocks that they passed, training included, and rows of experts. A bar is the peer's share of all work of that kind.",
   "Training jobs": "A job stays here for 30 days after its last worker left. Tokens are those of all workers, the loss is the mean of the workers.",
 };
 

@@ -97,7 +97,19 @@ class Host:
             host.trunk.CopyFrom(self.trunk)
         uptime_s = now_s - self.born_s
         node = report_pb2.NodeReport(
-            version=self.version, public_name=self.name, uptime_s=uptime_s, host=host
+            version=self.version,
+            public_name=self.name,
+            uptime_s=uptime_s,
+            host=host,
+            given=report_pb2.Given(
+                block_positions=int(self.positions) * (self.span[1] - self.span[0]),
+                clients=7,
+                sent_bytes=int(self.positions) * 9000,
+                received_bytes=int(self.positions) * 9000,
+                active_s=uptime_s / 3,
+                kwh=uptime_s / 3600 * 0.02,
+                since=self.born_s,
+            ),
         )
         check(node)
         self.before, self.newest = self.newest, TimedReport(node, now_s)

@@ -317,7 +317,7 @@ def recorded_history(swarm: RecordedSwarm, folder: Path, now_s: float) -> Iterat
 def _work(host: Host | None, rng: random.Random) -> Work:
     """The work of a host, or of a worker, in one sample."""
     if host is None:
-        return Work(rounds=int(rng.random() < 0.3))
+        return Work(block_positions=rng.randrange(60_000), samples=rng.randrange(20))
     positions = rng.randrange(9000)
     return Work(positions, positions * (host.span[1] - host.span[0]))
 

@@ -108,8 +108,8 @@ def test_contributions_of_a_month_are_those_of_its_days(tmp_path: Path) -> None:
         assert [each["uptime"] for each in shares] == [1.0, 0.5], "of the time that was observed"
         of_q = charts.contribution(kept, "q", now_s)
         assert of_q == {
-            "24h": {"block_positions": 2880, "expert_rows": 3 * 288, "rounds": 0},
-            "30d": {"block_positions": 5770, "expert_rows": 3 * 577, "rounds": 0},
+            "24h": {"block_positions": 2880, "expert_rows": 3 * 288, "samples": 0},
+            "30d": {"block_positions": 5770, "expert_rows": 3 * 577, "samples": 0},
             "uptime_24h": 0.5,
         }
 
@@ -142,7 +142,7 @@ def test_a_history_of_the_version_before_is_kept(tmp_path: Path) -> None:
     with History.open(tmp_path) as kept:
         kept.add(models=[sample(NOW_S)], peers=[of_peer(NOW_S)])
     connection = sqlite3.connect(tmp_path / FILE_NAME)
-    for column in ("block_positions", "rows", "rounds"):
+    for column in ("block_positions", "rows", "samples"):
         connection.execute(f"ALTER TABLE peer_samples DROP COLUMN {column}")
     connection.executescript("DROP TABLE jobs; PRAGMA user_version = 1")
     connection.close()

@@ -149,8 +149,9 @@ def test_what_is_known_is_served_within_two_states(tmp_path: Path) -> None:
             assert shares[0]["uptime"] == 1.0
             found = (await client.get(f"/api/v1/peers/{shares[0]['peer_id']}")).json()
             assert found["contribution"]["24h"] == {
-                name: shares[0][name] for name in ("block_positions", "expert_rows", "rounds")
+                name: shares[0][name] for name in ("block_positions", "expert_rows", "samples")
             }
+            assert found["given"]["block_positions"] >= shares[0]["block_positions"]
             assert len(found["history"]["at_s"]) == 1
             chart = (await client.get("/api/v1/history")).json()
             assert chart["tokens_per_s"][0] > 0

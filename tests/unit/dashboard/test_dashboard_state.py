@@ -15,6 +15,7 @@ from swarmnet.dashboard.observing.counts import (
     Work,
     counts_between,
     quantile,
+    work_between,
 )
 from swarmnet.dashboard.observing.observations import (
     JobObservation,
@@ -26,6 +27,7 @@ from swarmnet.dashboard.observing.observations import (
 from swarmnet.dashboard.state import State, derive, known_before, merge_patch
 from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
+from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.routing.host_info import HostInfo
@@ -403,16 +405,24 @@ def test_a_finished_job_is_kept_for_thirty_days() -> None:
 
 def test_work_is_counted_by_positions_and_the_blocks_they_passed() -> None:
     totals = Totals()
-    for start, positions in ((2, 10), (8, 1)):
-        before, after = report((start, 12)), report((start, 12), positions=positions, uptime_s=1002.0)
-        totals.add(peer("a"), before, after, 2.0)
-    assert totals.peers[peer("a")] == Work(11, 10 * 10 + 1 * 4)
-    trained = [worker("w", at_s=NOW_S + at_s).newest for at_s in (0, 2)]
-    assert trained[0] is not None
-    assert trained[1] is not None
-    trained[1].report.worker.contributions[0].rounds = 5
-    totals.add(peer("w"), trained[0].report, trained[1].report, 2.0)
-    assert totals.peers[peer("w")] == Work(rounds=2)
+    before, after = report(positions=5), report(positions=15, uptime_s=1002.0)
+    again = report(positions=1, uptime_s=1.0)
+    for node, given in ((before, 60), (after, 160), (again, 180)):
+        node.given.CopyFrom(report_pb2.Given(block_positions=given))
+    totals.add(peer("a"), before, after, 2.0)
+    totals.add(peer("a"), after, again, 2.0)
+    assert totals.peers[peer("a")] == Work(10 + 1, 120), "what was given counts on over a restart"
+    trained = [report_pb2.NodeReport(uptime_s=each, given={"samples": each}) for each in (3, 7)]
+    totals.add(peer("w"), *trained, 4.0)
+    assert totals.peers[peer("w")] == Work(samples=4)
+
+
+def test_impossible_work_is_limited() -> None:
+    node = report(positions=1 << 40, uptime_s=1001.0)
+    node.given.CopyFrom(report_pb2.Given(block_positions=1 << 60, samples=1 << 40))
+    work = work_between(report(), node, 2.0)
+    most = 2 * MAX_PER_SECOND
+    assert work == Work(most, most * MAX_BLOCKS, 0, most)
 
 
 @pytest.mark.parametrize("kind", ["full", "empty", "broken"])

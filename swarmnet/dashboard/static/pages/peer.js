@@ -38,6 +38,7 @@ export function peerPage(id) {
     gave.update([
       ["Work, 24 h", workText(data.contribution["24h"])], ["Work, 30 days", workText(data.contribution["30d"])],
       ["Online, 24 h", percent(data.contribution.uptime_24h), "of the time that this dashboard observed the swarm"],
+      ...givenRows(data.given),
     ]);
   }, (is) => { found.hidden = !is; absent.hidden = is; });
 
@@ -71,6 +72,15 @@ export function peerPage(id) {
       more.start();
     },
   };
+}
+
+/** What the peer says it has given since its data directory exists, as `swarmnet stats` prints it. */
+function givenRows(given) {
+  return given?.since ? [
+    ["Given since", dateTime(given.since)], ["Computed", `${number(given.block_positions)} positions × blocks`, "each position counts once for every block that it passed, in training twice"],
+    ["Clients served", count(given.clients)], ["Training", plural(given.samples, "sample")], ["Traffic", `${bytes(given.sent_bytes)} sent, ${bytes(given.received_bytes)} received`],
+    ["Time of serving or training", duration(given.active_s)], ["Energy, estimated", `${number(given.kwh)} kWh`],
+  ] : [];
 }
 
 /** Facts about the experts that the peer computes for others, and about those that others compute for it. */

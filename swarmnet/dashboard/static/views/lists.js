@@ -119,11 +119,11 @@ export function jobList() {
 const jobNode = (curve) => h("li", {}, h("a", {}, h("span", { class: "job-head" }, h("strong", {}), h("span", { class: "quiet" })),
   h("span", { class: "job-facts" }), h("span", { class: "track", "aria-hidden": "true" }, h("i", {}))), curve);
 
-/** The work of a peer in words: "1.38 G positions × blocks, 12 rounds trained". */
-export function workText({ block_positions, expert_rows, rounds }) {
+/** The work of a peer in words: "1.38 G positions × blocks, 120 samples trained". */
+export function workText({ block_positions, expert_rows, samples }) {
   const parts = [
     block_positions ? `${number(block_positions)} positions × blocks` : null, expert_rows ? `${number(expert_rows)} rows of experts` : null,
-    rounds ? `${plural(rounds, "round")} trained` : null,
+    samples ? `${plural(samples, "sample")} trained` : null,
   ].filter(Boolean);
   return parts.join(", ") || "none";
 }
