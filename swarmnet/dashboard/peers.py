@@ -2,6 +2,7 @@
 observations."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from swarmnet.dashboard.experts import peer_experts, trunk_entry
@@ -23,6 +24,7 @@ although the observer cannot reach it. An earlier one may have been on its way."
 CLIENT = "client"
 """The node of the graph that stands for all clients."""
 MAX_EDGES = 1000
+NO_ENDINGS: Mapping[PeerId, str] = MappingProxyType({})
 
 _CONNECTIONS = {
     "open": "direct",
@@ -39,10 +41,10 @@ def peer_entry(
     seen: PeerObservation,
     now_s: float,
     previous: Mapping[str, Any] | None,
-    finished: Collection[str] = (),
+    endings: Mapping[PeerId, str] = NO_ENDINGS,
 ) -> dict[str, Any]:
     """Return the JSON of one peer. ``previous`` is its JSON in the last state; None for a new
-    peer. ``finished``: ids of the jobs that have reached their last round."""
+    peer. ``endings``: how workers that announced their leave ended."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -82,7 +84,7 @@ def peer_entry(
             entry["started_s"] = known_s
     entry["experts"] = peer_experts(seen, rate_of(seen, now_s, rows_computed))
     if state == "gone":
-        entry |= {"sessions": 0, "queue_s": 0.0, "ending": _ending(seen, previous, finished)}
+        entry |= {"sessions": 0, "queue_s": 0.0, "ending": _ending(seen, previous, endings)}
     else:
         entry["positions_per_s"] = round(rate_of(seen, now_s, lambda report: report.host.positions), 1)
     return entry
@@ -118,7 +120,7 @@ def state_of(seen: PeerObservation) -> tuple[str, bool]:
     return _STATES.get(announced.state, announced.state), True
 
 
-def _ending(seen: PeerObservation, previous: Mapping[str, Any] | None, finished: Collection[str]) -> str:
+def _ending(seen: PeerObservation, previous: Mapping[str, Any] | None, endings: Mapping[PeerId, str]) -> str:
     """Return how a peer that is gone ended: "finished" its job, "left" in good order, or "lost"."""
     if seen.announced is not None and seen.announced.state in _IN_GOOD_ORDER:
         return "left"
@@ -126,16 +128,20 @@ def _ending(seen: PeerObservation, previous: Mapping[str, Any] | None, finished:
         return str(previous["ending"])
     if previous is not None and previous["state"] in _IN_GOOD_ORDER:
         return "left"
+    if seen.peer in endings:
+        return endings[seen.peer]
     report = seen.newest.report if seen.newest is not None else report_pb2.NodeReport()
-    if not report.HasField("worker"):
-        return "left" if state_name(report.host.record.state) in _IN_GOOD_ORDER else "lost"
-    if report.worker.state == "done" or report.worker.job.hex() in finished:
+    if report.worker.state == "done":
         return "finished"
-    return "left" if report.worker.state in _IN_GOOD_ORDER else "lost"
+    states = {report.worker.state, state_name(report.host.record.state)}
+    return "left" if states & _IN_GOOD_ORDER else "lost"
 
 
 def is_shown(seen: PeerObservation, now_s: float) -> bool:
-    """Return whether a peer is in the swarm, or was within the last ``GONE_SHOWN_S``."""
+    """Return whether a peer is in the swarm, or was within the last ``GONE_SHOWN_S``. A worker is
+    shown once it has answered."""
+    if seen.newest is None and seen.announced is None:
+        return False
     return state_of(seen)[0] != "gone" or now_s - _last_seen_s(seen) < GONE_SHOWN_S
 
 

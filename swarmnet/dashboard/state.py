@@ -46,10 +46,13 @@ def derive(snapshot: Snapshot, previous: State | None = None) -> State:
     before = (previous or known_before()).body
     shown = [seen for seen in snapshot.peers if is_shown(seen, snapshot.now_s)][:MAX_PEERS]
     jobs = _jobs(snapshot, before["jobs"])
-    finished = {job for job, entry in jobs.items() if entry["state"] == "done"}
+    endings = {
+        peer: "finished" if jobs[job.id]["state"] == "done" else "left"
+        for job in snapshot.jobs
+        for peer in job.left
+    }
     peers: dict[str, Any] = {
-        seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer), finished)
-        for seen in shown
+        seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer), endings) for seen in shown
     }
     present = {PeerId(peer) for peer, entry in peers.items() if entry["state"] != "gone"}
     edges = edge_entries(shown, present, snapshot.now_s)
@@ -146,7 +149,9 @@ def _job_entry(
     state, whose numbers stay where workers have left."""
     known = before or {}
     there = [
-        seen for peer in job.workers if (seen := peers.get(peer)) is not None and state_of(seen)[0] != "gone"
+        seen
+        for peer in job.workers
+        if (seen := peers.get(peer)) is not None and (seen.newest is None or state_of(seen)[0] != "gone")
     ]
     reports = [
         seen.newest.report.worker

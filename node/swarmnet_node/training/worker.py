@@ -65,8 +65,8 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 LAST_WORD_S = 2.0
-"""Seconds in which a worker announces that its job is done. It ends later in a directory that does
-not answer."""
+"""Seconds in which a worker announces that it leaves. With more, it ends later in a directory that
+does not answer."""
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
 RETRY_DOWNLOAD_S = 5.0
@@ -192,7 +192,7 @@ class Worker:
                 dependencies.rng,
                 self._announcements,
                 ANNOUNCE_S,
-                ending=self._announcements,
+                ending=self._last_word,
             )
             async with in_background(persist("the announcement", announcer.run)):
                 try:
@@ -201,8 +201,7 @@ class Worker:
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
-            if self.round >= self._job.job.rounds:  # others then know that this worker is not lost
-                await announcer.withdraw(LAST_WORD_S)
+            await announcer.withdraw(LAST_WORD_S)  # others then know that this worker is not lost
             self._emit("done", round=self.round, rounds=self._job.job.rounds, revision=self._replica.revision)
 
     def stop(self) -> None:
@@ -503,6 +502,9 @@ class Worker:
     def _announcements(self) -> Iterable[Announcement]:
         yield worker_announcement(self.job_id, self._transport.addresses(), self._matchmaking.position)
         yield job_announcement(self._sealed)
+
+    def _last_word(self) -> Iterable[Announcement]:
+        yield worker_announcement(self.job_id, (), self._matchmaking.position)
 
     def _emit(self, event: str, **fields: Any) -> None:
         self._handler({"event": event, **fields})

@@ -95,7 +95,10 @@ async def find_jobs(directory: Directory) -> list[SealedJob]:
 
 
 def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerPosition) -> Announcement:
-    """Return the announcement of a worker, for ``WORKER_LIFETIME_S``."""
+    """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
+
+    A worker that leaves announces itself without ``addresses``.
+    """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
         round=position.round,
@@ -106,8 +109,13 @@ def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerP
     return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
 
 
-async def find_workers(directory: Directory, job_id: str) -> dict[RoundMember, WorkerPosition]:
-    """Return the workers with a valid record for the job, ordered by peer id."""
+async def find_workers(
+    directory: Directory, job_id: str, *, also_left: bool = False
+) -> dict[RoundMember, WorkerPosition]:
+    """Return the workers with a valid record for the job, ordered by peer id.
+
+    ``also_left``: with those that left in good order, which have no addresses.
+    """
     found = {}
     for record in await directory.lookup(f"train/{job_id}"):
         try:
@@ -116,7 +124,8 @@ async def find_workers(directory: Directory, job_id: str) -> dict[RoundMember, W
             continue
         if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
             worker = RoundMember(peer_id_of(record.signer), tuple(body.addresses[:MAX_ADDRESSES]))
-            found[worker] = WorkerPosition(body.round, body.state)
+            if worker.addresses or also_left:
+                found[worker] = WorkerPosition(body.round, body.state)
     return dict(sorted(found.items(), key=lambda each: each[0].peer))
 
 

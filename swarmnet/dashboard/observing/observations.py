@@ -81,6 +81,8 @@ class JobObservation:
     workers: Sequence[PeerId] = ()
     round: int = 0
     """The highest round that a worker announces."""
+    left: Sequence[PeerId] = ()
+    """Workers that announce that they left in good order."""
 
 
 @dataclass(frozen=True)

@@ -197,7 +197,7 @@ class Observer:
         if self._jobs:
             from swarmnet_protocols.training.job_records import find_workers
 
-            find = partial(find_workers, self._directory)
+            find = partial(find_workers, self._directory, also_left=True)
             self._workers |= await self._look_up_each(self._jobs, find)
 
     async def _find_peers(self) -> None:
@@ -211,7 +211,12 @@ class Observer:
                 hosts[each.peer] = each
         of_experts = await self._look_up_each(models, lambda manifest: models[manifest].experts.refresh())
         experts = {each.peer: (each, manifest) for manifest, found in of_experts.items() for each in found}
-        workers = {worker.peer: worker.addresses for found in self._workers.values() for worker in found}
+        workers = {
+            worker.peer: worker.addresses
+            for found in self._workers.values()
+            for worker in found
+            if worker.addresses
+        }
         self._polls.select(
             workers
             | {peer: each.addresses for peer, (each, _) in experts.items()}
@@ -228,12 +233,13 @@ class Observer:
             elif tracker.manifest in of_experts or not is_listed:
                 tracker.on_experts_absent()
         for job_id, found in self._workers.items():
-            polled = {worker.peer: at.round for worker, at in found.items() if worker.peer in trackers}
+            known = {worker: at.round for worker, at in found.items() if worker.peer in trackers}
             job = self._jobs[job_id]
             self._jobs[job_id] = replace(
                 job,
-                workers=tuple(polled),
-                round=max((min(round, job.rounds) for round in polled.values()), default=job.round),
+                workers=tuple(worker.peer for worker in known if worker.addresses),
+                left=tuple(worker.peer for worker in known if not worker.addresses),
+                round=max((min(round, job.rounds) for round in known.values()), default=job.round),
             )
 
     async def _look_up_each(self, keys: Iterable[K], look_up: Callable[[K], Awaitable[T]]) -> dict[K, T]:

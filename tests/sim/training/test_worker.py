@@ -60,18 +60,20 @@ def test_the_totals_of_workers_are_what_they_trained(method: str, tmp_path: Path
     assert sum(each.block_positions for each in given) == 2 * trained * blocks
 
 
-def test_a_worker_that_is_done_says_so_in_the_directory(tmp_path: Path) -> None:
+def test_a_worker_that_leaves_says_so_in_the_directory(tmp_path: Path) -> None:
     lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", SETTINGS["diloco"], MIN % 3))
 
-    async def scenario() -> list[int]:
+    async def scenario() -> list[tuple[int, tuple[str, ...]]]:
         reader = Identity.from_seed(b"reader")
         async with lab.network.transport(reader.peer_id):
             await train(lab, *NAMES[:3])
             directory = MemoryDirectory(lab.board, reader, SWARM)
-            found = await find_workers(directory, open_job(lab.sealed).id)
-        return [position.round for position in found.values()]
+            job = open_job(lab.sealed).id
+            assert not await find_workers(directory, job)
+            left = await find_workers(directory, job, also_left=True)
+        return [(position.round, worker.addresses) for worker, position in left.items()]
 
-    assert run(scenario()) == [ROUNDS] * 3
+    assert run(scenario()) == [(ROUNDS, ())] * 3
 
 
 def test_different_replicas_are_merged_at_the_end(tmp_path: Path) -> None:

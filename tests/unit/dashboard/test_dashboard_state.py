@@ -356,24 +356,40 @@ def test_the_numbers_of_a_job_stay_when_its_workers_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("round", "state", "ending", "event"),
+    ("announced", "round", "state", "ending", "event"),
     [
-        (100, "training", "finished", "finished its training job"),
-        (8, "leaving", "left", "left in good order"),
-        (8, "training", "lost", "was lost"),
+        (True, 100, "training", "finished", "finished its training job"),
+        (False, 100, "done", "finished", "finished its training job"),
+        (True, 8, "training", "left", "left in good order"),
+        (False, 8, "leaving", "left", "left in good order"),
+        (False, 8, "training", "lost", "was lost"),
+        (False, 100, "training", "lost", "was lost"),
     ],
 )
-def test_a_worker_that_finished_or_left_was_not_lost(round: int, state: str, ending: str, event: str) -> None:
-    """The last report of a worker is from before its last round; its last record tells the rest."""
+def test_a_worker_that_finished_or_left_was_not_lost(
+    announced: bool, round: int, state: str, ending: str, event: str
+) -> None:
+    """The last report of a worker may be from before its last round; its last record then tells."""
     here = derive(snapshot(worker("w", state=state), jobs=(JOB,)))
     stopped = worker("w", failed_at_s=NOW_S + 2, state=state)
-    gone = derive(snapshot(stopped, now_s=NOW_S + 3, jobs=(replace(JOB, round=round),)), here)
+    job = replace(JOB, round=round, left=(peer("w"),) if announced else ())
+    gone = derive(snapshot(stopped, now_s=NOW_S + 3, jobs=(job,)), here)
     assert (entry(gone, "w")["state"], entry(gone, "w")["ending"]) == ("gone", ending)
     (said,) = gone.new_events
     assert said["text"].endswith(event)
     assert said["kind"] == ("lost" if ending == "lost" else "left")
-    later = derive(snapshot(stopped, now_s=NOW_S + 9, jobs=(replace(JOB, round=100),)), gone)
-    assert entry(later, "w")["ending"] == ending, "the others go on to the last round without it"
+    later = derive(snapshot(stopped, now_s=NOW_S + 9, jobs=(replace(job, round=100),)), gone)
+    assert entry(later, "w")["ending"] == ending or announced, "others go on to the last round without it"
+
+
+def test_a_worker_is_shown_once_it_has_answered() -> None:
+    unknown = PeerObservation(peer("w"), NOW_S)
+    first = derive(snapshot(unknown, jobs=(JOB,)))
+    assert not first.body["peers"]
+    assert (first.body["jobs"][JOB.id]["workers"], first.body["jobs"][JOB.id]["state"]) == (1, "training")
+    answered = derive(snapshot(worker("w"), jobs=(JOB,)), first)
+    assert entry(answered, "w")["state"] == "online"
+    assert kinds(answered) == ["joined"], "it was never gone"
 
 
 def test_a_host_that_left_stays_so_when_its_record_expires() -> None:
