@@ -22,6 +22,8 @@ from swarmnet.units import show_time
 from swarmnet_protocols.models import Progress
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from swarmnet.web.monitoring import Monitor
     from swarmnet_node.owner.control import Watched
     from swarmnet_node.supervisor import Supervisor
@@ -48,12 +50,15 @@ async def monitoring(address: tuple[str, int] | None, *, as_json: bool) -> Async
 
 
 @asynccontextmanager
-async def controlled(peer: "Watched", data_dir: Path, monitor: "Monitor | None") -> AsyncIterator[None]:
-    """Let the owner watch and stop ``peer`` while the context is open."""
+async def controlled(
+    peer: "Watched", data_dir: Path, monitor: "Monitor | None", more: "Collector | None" = None
+) -> AsyncIterator[None]:
+    """Let the owner watch and stop ``peer`` while the context is open. ``more``: further
+    metrics."""
     from swarmnet_node.owner import control
 
     if monitor is not None:
-        monitor.watch(peer)
+        monitor.watch(peer, more)
     async with control.serve(peer, data_dir):
         yield
 

@@ -61,7 +61,7 @@ async def run_dashboard(
     address: tuple[str, int],
     access: AccessPolicy,
     members: Members | None = None,
-) -> AsyncIterator[HttpEndpoint]:
+) -> AsyncIterator[tuple[HttpEndpoint, Feed]]:
     """Observe the swarm of ``file`` and serve its dashboard while the context is open.
 
     ``address``: host and port. ``members``: what the owner of the swarm may see of its members;
@@ -81,7 +81,7 @@ async def run_dashboard(
         history = stack.enter_context(History.open(folder))
         observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
         feed = await stack.enter_async_context(Feed.run(observer, history))
-        yield await stack.enter_async_context(serve(feed, *address, access, members))
+        yield await stack.enter_async_context(serve(feed, *address, access, members)), feed
 
 
 def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:

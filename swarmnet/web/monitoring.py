@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -47,12 +48,14 @@ class Monitor:
         async with serve_http(app, host, port, option="--metrics") as endpoint:
             yield endpoint.url
 
-    def watch(self, peer: "Watched") -> None:
-        """Serve the state and the metrics of ``peer`` from now on."""
+    def watch(self, peer: "Watched", more: Collector | None = None) -> None:
+        """Serve the state and the metrics of ``peer`` from now on, and ``more`` metrics."""
         from swarmnet_node.metrics import registry_of
 
         self._peer = peer
         self._registry = registry_of(peer)
+        if more is not None:
+            self._registry.register(more)
 
     async def _livez(self, _request: Request) -> Response:
         """Answer 200 while the event loop runs."""

@@ -94,6 +94,7 @@ async def _show(
 ) -> None:
     from random import SystemRandom
 
+    from swarmnet.dashboard.metrics import SwarmCollector
     from swarmnet.dashboard.observing.polling import ObserverDependencies
     from swarmnet.dashboard.server import run_dashboard
     from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
@@ -109,7 +110,7 @@ async def _show(
             report("finding the swarm", 0, None)
             transport, known = await stack.enter_async_context(connect(network, client_mode=True))
         dependencies = ObserverDependencies(transport, known, wall_clock, SystemRandom())
-        endpoint = await stack.enter_async_context(
+        endpoint, feed = await stack.enter_async_context(
             run_dashboard(
                 dependencies,
                 entry.file,
@@ -125,7 +126,8 @@ async def _show(
 
         purpose = Purpose("dashboard", entry.file.name, directory, network.peer.link, add_url)
         peer = await stack.enter_async_context(WatchedPeer.run(purpose, transport, known))
-        await stack.enter_async_context(controlled(peer, directory, monitor))
+        swarm_metrics = SwarmCollector(lambda: feed.now.body)
+        await stack.enter_async_context(controlled(peer, directory, monitor, swarm_metrics))
         interrupts.first = peer.stopping.set
         notify_ready(f"dashboard of {entry.file.name} on {endpoint.url}")
         if as_json:
@@ -220,5 +222,5 @@ async def _serve_page(
     )
     lists = owners_lists(entry, data_dir, access)
     page = run_dashboard(dependencies, entry.file, data_dir / HISTORY, address, access, lists)
-    async with page as endpoint:
+    async with page as (endpoint, _):
         yield endpoint.url

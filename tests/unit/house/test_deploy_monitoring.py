@@ -11,10 +11,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarmnet.dashboard.metrics import SwarmCollector
+from swarmnet.dashboard.state import derive
 from swarmnet.gateway.metrics import GatewayMetrics
 from swarmnet_client.batching.continuous_batching import Batcher
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from swarmnet_protocols.wire.report_pb2 import WorkerReport
+from tests.support.dashboard.recorded_swarm import RecordedSwarm
 from tests.support.house.deployment import DEPLOY, compose
 from tests.support.swarm.fake_node import FakeNode
 from tests.support.swarm.swarm_lab import Lab, load_reference, simulate
@@ -95,7 +98,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     metrics.count_success("stop")
     metrics.count_error("wrong_host")
     samples: dict[str, set[str]] = {}
-    running = generate_latest(registry_of(_Running(worker))).decode()
+    with_swarm = registry_of(_Running(worker))
+    with_swarm.register(SwarmCollector(lambda: derive(RecordedSwarm("full", lambda: 1.8e9).snapshot()).body))
+    running = generate_latest(with_swarm).decode()
     for text in (simulate(reference, scenario), running, metrics.render().decode()):
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
