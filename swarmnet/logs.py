@@ -6,11 +6,13 @@ logged. Text that looks like an invite or a private key is replaced here.
 """
 
 import contextlib
+import json
 import logging
 import re
 import sys
-from functools import cached_property
-from typing import Any, Literal
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Literal
 
 from swarmnet.terminal import shown
 
@@ -36,6 +38,8 @@ _NOISY = (
     "uvicorn",
 )
 """Loggers of libraries whose debug and info records are for the developers of the library."""
+_OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+"""Attributes that are no field of ``extra``."""
 _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(-----END[A-Z -]*)?")
 
 
@@ -86,45 +90,44 @@ class Throttle(logging.Filter):
         return count < BURST
 
 
-def _on_one_line(_logger: Any, _method: str, fields: Any) -> Any:
-    """Join the lines of a message. It is a processor of structlog, and messages of other programs,
-    such as p2pd, have several lines."""
-    return fields | {"event": " ".join(str(fields["event"]).split())}
-
-
 class _Formatter(logging.Formatter):
-    """structlog's formatter, imported with the first record."""
+    """One line for each record. A traceback follows a text, and is a field in JSON."""
 
     def __init__(self, log_format: LogFormat) -> None:
         super().__init__()
         self._log_format = log_format
 
     def format(self, record: logging.LogRecord) -> str:
-        return _SECRET.sub("[secret]", self._structlog.format(record))
+        fields = {name: value for name, value in vars(record).items() if name not in _OF_EVERY_RECORD}
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        write = _json if self._log_format == "json" else _text
+        return _SECRET.sub("[secret]", write(record, fields, traceback))
 
-    @cached_property
-    def _structlog(self) -> logging.Formatter:
-        import structlog
 
-        renderer: Any
-        if self._log_format == "json":
-            renderer = structlog.processors.JSONRenderer()
-        else:
-            # Rich tracebacks would show the values of variables, prompts among them.
-            renderer = structlog.dev.ConsoleRenderer(
-                colors=False, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
-            )
-        shared: list[Any] = [
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.add_logger_name,
-            structlog.stdlib.ExtraAdder(),
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-        ]
-        if self._log_format == "json":
-            shared.append(structlog.processors.format_exc_info)
-        else:
-            shared.append(_on_one_line)
-        return structlog.stdlib.ProcessorFormatter(
-            foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
-        )
+def _level(record: logging.LogRecord) -> LogLevel:
+    """Return the level as the option names it: hivemind renames the levels of the whole process."""
+    levels: dict[int, LogLevel] = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
+    return levels.get(record.levelno, "error")
+
+
+def _json(record: logging.LogRecord, fields: Mapping[str, object], traceback: str) -> str:
+    when = datetime.fromtimestamp(record.created, UTC)
+    common = {
+        "event": record.getMessage(),
+        "level": _level(record),
+        "logger": record.name,
+        "timestamp": f"{when:%Y-%m-%dT%H:%M:%S.%fZ}",
+    }
+    raised = {"exception": traceback} if traceback else {}
+    return json.dumps({**fields, **common, **raised}, default=str)
+
+
+def _text(record: logging.LogRecord, fields: Mapping[str, object], traceback: str) -> str:
+    """Return a record for people. Only debug records name the module, for developers."""
+    when = datetime.fromtimestamp(record.created).astimezone()
+    # Messages of other programs, such as p2pd, have several lines.
+    line = " ".join(f"{when:%Y-%m-%d %H:%M:%S} {_level(record)}: {record.getMessage()}".split())
+    if record.levelno <= logging.DEBUG:
+        fields = {**fields, "logger": record.name}
+    parts = [line, *(" ".join(f"{name}={value}".split()) for name, value in fields.items())]
+    return "  ".join(parts) + f"\n{traceback}" * bool(traceback)

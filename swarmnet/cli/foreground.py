@@ -6,9 +6,9 @@ Every such command is watched and stopped in the same ways: ``monitoring`` serve
 """
 
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +74,10 @@ class Foreground:
     stop_on_eof: bool = False
     metrics: tuple[str, int] | None = None  # host and port of metrics and probes
     mdns: bool = False  # whether peers in the local network find each other
-    # yields its URL
-    dashboard: Callable[["Supervisor"], AbstractAsyncContextManager[str]] | None = None
+    services: Mapping[str, Callable[["Supervisor"], AbstractAsyncContextManager[str]]] = field(
+        default_factory=dict
+    )
+    """What the node's process serves besides: name → a context that yields its URL."""
 
     def run(self) -> None:
         """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops
@@ -103,9 +105,9 @@ class Foreground:
                 self._say({"event": "stopped"}, "stopped")
                 return
             interrupts.first = lambda: self._finish(node)
-            if self.dashboard is not None:
-                url = await stack.enter_async_context(self.dashboard(node))
-                self._say({"event": "dashboard", "url": url}, f"dashboard: {url}")
+            for name, service in self.services.items():
+                url = await stack.enter_async_context(service(node))
+                self._say({"event": name, "url": url}, f"{name}: {url}")
             if monitor is not None:
                 monitor.watch(node)
             node.on_change(self._report)

@@ -199,6 +199,13 @@ def client_network(
     return replace(network, trust=trust, is_anonymous=entry.folder is None)
 
 
+def client_of(node: Entry, addresses: Sequence[str]) -> Network:
+    """Return the configuration of the client on the machine of a running node, which listens at
+    ``addresses``. Raises the errors of ``enter``."""
+    swarm = str(node.source) if node.source is not None else node.file.swarm_id.hex()
+    return client_network(swarm, [*node.bootstrap, *addresses], node.peer.data_dir)
+
+
 def _entry(file: SwarmFile, bootstrap: Sequence[str], peer: LocalPeer, source: Path | None = None) -> Entry:
     """Return the entry, and store the addresses in ``bootstrap`` for the next one."""
     entry = Entry(file, _distinct(file.bootstrap, bootstrap), peer, source)

@@ -11,9 +11,10 @@ import openai
 import psutil
 import pytest
 
+from tests.support.processes.commands import LOOPBACK
 from tests.support.processes.faults import kill
 from tests.support.processes.gateway_process import GatewayProcess
-from tests.support.processes.nodes import Swarm, swarm
+from tests.support.processes.nodes import RunProcess, Swarm, swarm
 
 pytestmark = pytest.mark.slow
 
@@ -155,3 +156,19 @@ def test_a_gateway_that_is_told_to_stop_finishes_the_answer_that_runs(
     assert gateway.wait_for_end() == 0
     assert [event["event"] for event in gateway.events] == ["ready", "draining", "stopped"]
     assert gateway.log.read_text() == ""
+
+
+def test_run_asks_the_endpoint_that_a_node_of_this_machine_serves(
+    lab: Swarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    node = lab.launch("endpoint", "--blocks", "0:1", "--serve", "0")
+    assert httpx.get(f"{node.wait('endpoint')['url']}/models").json()["data"][0]["id"] == MODEL
+    for alone in ((), ("--alone",)):
+        data_dir = tmp_path / f"client{len(alone)}"
+        run = RunProcess(lab, "The sea", 4, LOOPBACK, "--data-dir", str(data_dir), *alone)
+        code, answer = run.finish()
+        assert (code, len(answer["token_ids"])) == (0, 4)
+        has_opened_a_chain = bool(list(data_dir.glob("client/guards/*")))
+        assert has_opened_a_chain == bool(alone)
+    node.kill()

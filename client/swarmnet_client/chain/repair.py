@@ -16,6 +16,7 @@ from functools import partial
 from itertools import count
 
 from swarmnet_client.chain.failures import (
+    QUICK_ATTEMPTS,
     Blame,
     RetryPolicy,
     Unfilled,
@@ -290,6 +291,8 @@ class ChainRepair:
 
     async def _look_again(self, failures: Sequence[Unfilled]) -> None:
         pause_s, directory_s = before_attempt(failures)
+        if failures[-1] is Unfilled.NO_ROUTE and len(failures) == QUICK_ATTEMPTS:
+            _log.warning("%s: waiting up to %g s for one", self.last_error, self.hosts.timing.recover_s)
         reason = _short(self.last_error)
         self._log("a chain is not filled", failure=failures[-1].name, attempts=len(failures), reason=reason)
         if pause_s:
@@ -389,6 +392,7 @@ class ChainRepair:
         if not self._retries.may_wait(error.retry_after_s, most_s, now):
             raise error
         self.last_error = error
+        _log.warning("%s: waiting", error)
         self.deadline.extend(error.retry_after_s)
         await asyncio.sleep(error.retry_after_s)
 

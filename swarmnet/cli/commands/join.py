@@ -13,6 +13,7 @@ import typer
 from swarmnet import units
 from swarmnet.addresses import parse_endpoint, usual_listen
 from swarmnet.cli.commands.dashboard import node_page
+from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once
 from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
@@ -39,7 +40,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import say
 from swarmnet.cli.pairing import enter_household
 from swarmnet.paths import locked_data_dir
-from swarmnet.swarm_file.entry import Entry, enter
+from swarmnet.swarm_file.entry import Entry, client_of, enter
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -192,6 +193,16 @@ class NodeOptions:
 class ForegroundOptions:
     """How a node runs in a terminal, or under another program."""
 
+    serve: Annotated[
+        tuple[str, int] | None,
+        typer.Option(
+            "--serve",
+            metavar="[HOST:]PORT",
+            help="Also serve an endpoint for OpenAI's clients, as `swarmnet serve` does. `swarmnet run` on this machine then answers within a second.",
+            show_default=False,
+        ),
+        From(str, parse_endpoint),
+    ] = None
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")] = False
     as_json: JsonFlag = False
     stop_on_eof: StopOnEofFlag = False
@@ -258,6 +269,15 @@ def host(
     """Host a part of a model in the swarm of ``entry`` until the node is stopped. ``house`` pairs
     newcomers."""
     as_json = foreground.as_json
+    endpoint = None
+    if foreground.serve is not None:
+        endpoint = node_endpoint(
+            foreground.serve,
+            options.model,
+            partial(client_of, entry),
+            cache_dir=options.cache_dir,
+            max_disk_bytes=options.max_disk_bytes,
+        )
     with locked_data_dir(options.data_dir) as directory:
         from swarmnet_node.config import NodeConfig
         from swarmnet_node.owner.machine import load_limits, yield_to_others
@@ -289,7 +309,10 @@ def host(
             stop_on_eof=foreground.stop_on_eof,
             metrics=metrics,
             mdns=entry.file.mdns,
-            dashboard=page and partial(page, entry, directory),
+            services={
+                **({"dashboard": partial(page, entry, directory)} if page else {}),
+                **({"endpoint": endpoint} if endpoint else {}),
+            },
         ).run()
 
 

@@ -28,7 +28,7 @@ from swarmnet.cli.options import (
     check_draft,
     check_share,
 )
-from swarmnet.cli.output import note, progress
+from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
 from swarmnet.resident import find, model_id
 from swarmnet_protocols.errors import ConfigError
@@ -106,7 +106,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
         bool,
         typer.Option(
             "--alone",
-            help="Join the swarm for this answer, even if `swarmnet serve` runs on this machine.",
+            help="Join the swarm for this answer, even if an endpoint of `serve` or `join --serve` runs on this machine.",
         ),
     ] = False,
     trace: Annotated[
@@ -227,24 +227,16 @@ def open_answerer(
         if text := memory_notice(local, load):
             screen.notice(text)
 
-        waits: list[str] = []
-
         @asynccontextmanager
         async def connect() -> AsyncIterator[BatchedModel]:
             async with (
                 ModelHosts.connect(local, network) as hosts,
                 BatchedModel.open(local, hosts, load, BatchLimits(active=1), idle_s=None) as served,
             ):
-                if missing := served.missing:
-                    waits.append(
-                        f"{hosts.no_route(missing)}: waiting {hosts.timing.recover_s:g} s for one at most"
-                    )
                 yield served
 
         runtime = Runtime(connect)
     with runtime:
-        for text in waits if not screen.as_json else ():
-            note(text)
         yield BatchAnswerer(runtime)
 
 

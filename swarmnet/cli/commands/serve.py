@@ -4,12 +4,12 @@ import asyncio
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -43,7 +43,11 @@ from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel
 from swarmnet_protocols.models.text.chat_template import prepare_rendering
 
 if TYPE_CHECKING:
+    from swarmnet.gateway.app import Gateway
     from swarmnet.web.middleware import AccessPolicy, ApiKeys
+    from swarmnet.web.server import HttpEndpoint
+    from swarmnet_client.hosts.model_hosts import ModelHosts
+    from swarmnet_node.supervisor import Supervisor
 
 DRAIN_S = 60.0
 """Seconds that running answers may take to end after the command is stopped."""
@@ -210,9 +214,11 @@ def _named(line: str, place: str) -> tuple[str, str]:
     return (name, key) if colon else (place, name)
 
 
-async def _serve(
+@asynccontextmanager
+async def _endpoint(
     local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
-) -> None:
+) -> "AsyncIterator[tuple[Gateway, HttpEndpoint, ModelHosts]]":
+    """Serve the endpoint while the context is open, so that this user's `swarmnet run` finds it."""
     from swarmnet.gateway.app import Gateway
     from swarmnet.gateway.quotas import Quota
     from swarmnet.web.middleware import protect
@@ -220,12 +226,7 @@ async def _serve(
     from swarmnet_client.batching.continuous_batching import BatchedModel, BatchLimits
     from swarmnet_client.hosts.model_hosts import ModelHosts
     from swarmnet_client.model.load_options import LoadOptions, memory_notice
-    from swarmnet_protocols.machine.aio import race
 
-    interrupts = Interrupts.catch()
-    if options.stop_on_eof:
-        interrupts.catch_end_of(sys.stdin)
-    stop = asyncio.Event()
     load = LoadOptions.picked(
         options.dtype, options.device, only_generates=True, wire=options.wire, draft=options.draft
     )
@@ -244,6 +245,19 @@ async def _serve(
         endpoint = await stack.enter_async_context(serve_http(app, options.host, options.port))
         resident = Resident(endpoint.url, own_key, network.rules.swarm.hex(), model_id(local.name))
         stack.enter_context(announced(resident))
+        yield gateway, endpoint, hosts
+
+
+async def _serve(
+    local: LocalModel, network: Network, access: "AccessPolicy", options: EndpointOptions, own_key: str
+) -> None:
+    from swarmnet_protocols.machine.aio import race
+
+    interrupts = Interrupts.catch()
+    if options.stop_on_eof:
+        interrupts.catch_end_of(sys.stdin)
+    stop = asyncio.Event()
+    async with _endpoint(local, network, access, options, own_key) as (gateway, endpoint, hosts):
         interrupts.first = stop.set
         _announce(endpoint.url, gateway.model, access, as_json=options.as_json)
         await race(stop.wait(), hosts.transport.died(), endpoint.failed())
@@ -259,6 +273,33 @@ async def _serve(
             cut_off = f"answers still ran after {DRAIN_S:g} s; they are cut off"
             say({"event": "cut_off"}, cut_off, as_json=options.as_json)
     say({"event": "stopped"}, "stopped", as_json=options.as_json)
+
+
+def node_endpoint(
+    address: tuple[str, int], model: str, client: Callable[[Sequence[str]], Network], **where: Any
+) -> "Callable[[Supervisor], AbstractAsyncContextManager[str]]":
+    """Return a function that serves an endpoint in a node's process, and yields its URL.
+
+    ``client`` makes the connection of a client on this machine, given the node's addresses.
+    ``where``: the folders and limits of ``resolve``. Raises ``ConfigError`` if ``address`` cannot
+    serve it.
+    """
+    from swarmnet.web.server import listen
+
+    own_key = new_key()
+    options = EndpointOptions(host=address[0], port=address[1])
+    access = options.access(own_key)
+    listen(*address, option="--serve").close()
+
+    @asynccontextmanager
+    async def serve_from(node: "Supervisor") -> AsyncIterator[str]:
+        network = client(list(node.status().addresses))
+        local = await asyncio.to_thread(resolve_in_swarm, model, lambda: network, **where)
+        prepare_rendering()
+        async with _endpoint(local, network, access, options, own_key) as (_, endpoint, _):
+            yield f"{endpoint.url}/v1"
+
+    return serve_from
 
 
 def _announce(url: str, model: str, access: "AccessPolicy", *, as_json: bool) -> None:

@@ -78,7 +78,8 @@ def template(
     method: Annotated[
         str,
         typer.Argument(
-            metavar="METHOD", help="How workers combine what they learned: diloco, streaming, noloco, ..."
+            metavar="METHOD",
+            help="How workers combine what they learned: allreduce, diloco, streaming, eager, noloco, sparseloco, co2 or zo.",
         ),
     ],
 ) -> None:

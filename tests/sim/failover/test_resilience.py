@@ -2,6 +2,7 @@
 simulation from its seed."""
 
 import asyncio
+import logging
 import os
 import random
 import subprocess
@@ -55,7 +56,9 @@ def test_without_a_replica_the_error_names_the_blocks(reference: Reference, vict
     assert took_s <= 15.0
 
 
-def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Reference) -> None:
+def test_for_a_model_without_hosts_the_error_names_the_blocks(
+    reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(lab: Lab) -> NoRoute:
         await lab.start_all({"a": (0, 2), "c": (4, 6)})
         async with lab.client() as swarm, lab.chain(swarm) as chain:
@@ -64,6 +67,8 @@ def test_for_a_model_without_hosts_the_error_names_the_blocks(reference: Referen
         return caught.value
 
     assert simulate(reference, scenario).missing == ((2, 4),)
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert said == ["no host serves blocks 2:4: waiting up to 12 s for one"]
 
 
 @pytest.mark.parametrize("away_s", [0.5, 4.0, 9.0])

@@ -2,6 +2,7 @@
 with the expected wait."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Hashable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
@@ -114,7 +115,9 @@ def test_other_hosts_are_used_before_a_busy_one_is_waited_for(reference: Referen
     assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
 
 
-def test_a_client_that_waits_is_answered_when_the_load_has_gone(reference: Reference) -> None:
+def test_a_client_that_waits_is_answered_when_the_load_has_gone(
+    reference: Reference, caplog: pytest.LogCaptureFixture
+) -> None:
     async def scenario(lab: Lab) -> list[int]:
         await start_slow_host(lab)
         async with lab.client("late") as swarm:
@@ -126,6 +129,9 @@ def test_a_client_that_waits_is_answered_when_the_load_has_gone(reference: Refer
             return await waiting
 
     assert simulate(reference, scenario) == reference.greedy(PROMPT, TOKENS)
+    assert re.search(
+        r"all hosts of blocks 0:6 are overloaded; the shortest expected wait is \d+ s: waiting", caplog.text
+    )
 
 
 def wait_for_all_that_is_queued(queued: Mapping[Hashable, int], _: Hashable, position_s: float) -> float:

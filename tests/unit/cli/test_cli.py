@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,13 +23,14 @@ from swarmnet.paths import locked_data_dir
 from swarmnet_node.owner import control
 from swarmnet_protocols import errors
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.training.job_templates import METHODS
 from tests.support.models.tiny import save_tiny_llama
 from tests.support.processes.commands import every_command
 from tests.support.swarm.fake_node import TRUNK_STATUS, FakeNode
 
 PEER = "/ip4/203.0.113.7/tcp/31337/p2p/12D3KooWNvSZnPi3RrhrTwEY4LuuBeB6K6facKUCJcyWG1aoDd2p"
 COMMANDS = every_command()
-HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "rich", "cryptography", "google.protobuf", "prometheus_client", "structlog")  # fmt: skip
+HEAVY = ("torch", "transformers", "hivemind", "grpc", "numpy", "safetensors", "huggingface_hub", "fastapi", "uvicorn", "pydantic", "rich", "cryptography", "google.protobuf", "prometheus_client")  # fmt: skip
 
 
 @pytest.fixture
@@ -339,3 +341,9 @@ def test_without_a_home_the_options_are_named(
     for command in ("status", "doctor", "model ls"):
         assert cli.execute(command.split()) == 3
         assert "set HOME, or give --data-dir DIR and --cache-dir DIR" in capsys.readouterr().err
+
+
+def test_the_help_of_the_templates_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.execute(["train", "template", "--help"]) == 0
+    words = capsys.readouterr().out.partition("METHOD  ")[2].partition("[required]")[0]
+    assert set(METHODS) <= set(re.findall(r"\w+", words))
