@@ -82,9 +82,23 @@ def _read_p2pd_bytes(text: str) -> int:
 SwarmPath = Annotated[
     Path, typer.Argument(metavar="SWARM", help="The swarm.toml or its directory.", show_default=False)
 ]
+
+
+def _own_swarm(path: Path) -> Path:
+    """Return ``path``, or the folder of the household swarm that it names."""
+    from swarmnet.swarm_file.household import find_own
+
+    return path if path.exists() else find_own(default_data_dir(), path.name) or path
+
+
 OwnSwarm = Annotated[
     Path,
-    typer.Argument(metavar="[SWARM]", help="The swarm.toml or its directory.", show_default="this directory"),
+    typer.Argument(
+        metavar="[SWARM]",
+        help="The swarm.toml or its directory, or the name of a swarm that `swarmnet start` made.",
+        show_default="this directory",
+        callback=_own_swarm,
+    ),
 ]
 ENTERED = (
     "A swarm.toml or its directory, an invite (swn1…), or the name of a swarm this machine joined before."

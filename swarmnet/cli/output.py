@@ -72,7 +72,7 @@ def progress(*, quiet: bool) -> "Iterator[Progress]":
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         rich_progress.TimeElapsedColumn(),
-        rich_progress.TextColumn("left:"),
+        rich_progress.TextColumn("{task.fields[left]}"),
         rich_progress.TimeRemainingColumn(),
     )
     with rich_progress.Progress(*columns, console=console, transient=True) as bars:
@@ -81,8 +81,8 @@ def progress(*, quiet: bool) -> "Iterator[Progress]":
         def report(description: str, done: int, total: int | None) -> None:
             description = shown(description)
             if description not in tasks:
-                tasks[description] = bars.add_task(description, total=total)
-            bars.update(tasks[description], completed=done, total=total)
+                tasks[description] = bars.add_task(description, total=total, left="")
+            bars.update(tasks[description], completed=done, total=total, left="left:" if total else "")
 
         yield report
 

@@ -42,11 +42,18 @@ def own_household(data_dir: Path, name: str) -> Path:
     return folder
 
 
+def find_own(data_dir: Path, name: str) -> Path | None:
+    """Return the folder of the household swarm ``name`` that this computer started, if any."""
+    folder = data_dir / _OWN_DIR / name
+    return folder if (folder / FILE_NAME).exists() else None
+
+
 def started_here(data_dir: Path, file: SwarmFile) -> Path | None:
     """Return the swarm file of a household swarm that this computer started; None for any other
     swarm."""
-    path = data_dir / _OWN_DIR / file.name / FILE_NAME
-    return path if path.exists() and swarm_file.load(path).swarm_id == file.swarm_id else None
+    folder = find_own(data_dir, file.name)
+    is_same = folder is not None and swarm_file.load(folder).swarm_id == file.swarm_id
+    return folder / FILE_NAME if folder is not None and is_same else None
 
 
 def invite_newcomer(folder: Path, peer: PeerId, label: str) -> str:

@@ -165,7 +165,7 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
             joining.process.stdin.flush()
 
         starting = typed(start, "start", one)
-        made = starting.wait("household")
+        starting.wait("household", swarm="home")
         joining = typed(join, "join", two)
         joining.wait("asks_code", tries=None)
         code = starting.wait("code")["code"]
@@ -180,7 +180,7 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
         answered_s = time.monotonic() - began
         assert "Paris" in asking.events[-1]["text"]
         joining.wait("ready")
-        listing = typed(f"swarmnet swarm members {made['path']}", "members", one)
+        listing = typed("swarmnet swarm members home", "members", one)
         assert listing.wait_for_end() == 0, listing.log.read_text()
         ((member,),) = (event["members"] for event in listing.events)
         assert (member["roles"], bool(member["label"])) == (["client", "host"], True)

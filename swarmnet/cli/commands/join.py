@@ -37,7 +37,7 @@ from swarmnet.cli.options import (
     TransportOption,
     devices_option,
 )
-from swarmnet.cli.output import say
+from swarmnet.cli.output import note, say
 from swarmnet.cli.pairing import enter_household
 from swarmnet.paths import locked_data_dir
 from swarmnet.swarm_file.entry import Entry, client_of, enter
@@ -252,6 +252,8 @@ def join(
         entry = enter_household(
             options.data_dir, options.public_name, options.bootstrap, as_json=foreground.as_json
         )
+        if not foreground.as_json:
+            note(f"ask it with `swarmnet run {options.model} --swarm {entry.file.name}`")
     else:
         entry = enter(swarm, options.data_dir, options.bootstrap)
     host(entry, options, foreground, metrics=metrics, page=page)

@@ -209,8 +209,13 @@ class _Node(DHTNode):  # type: ignore[misc]
         """
         task = asyncio.create_task(search)
         self._searches.add(task)
-        task.add_done_callback(self._searches.discard)
+        task.add_done_callback(self._end_search)
         return await asyncio.shield(task)
+
+    def _end_search(self, task: "asyncio.Task[Any]") -> None:
+        self._searches.discard(task)
+        if not task.cancelled():
+            task.exception()  # a caller that was cancelled does not retrieve it
 
     def _filter_blacklisted(self, peer_ids: dict[DHTID, PeerID]) -> dict[DHTID, PeerID]:
         """Also drop neighbours whose node id does not follow from their peer id."""
