@@ -4,10 +4,13 @@ import asyncio
 import gc
 from typing import Any
 
-from swarmnet_protocols.directory.dht.node import _Node
+from swarmnet_protocols.net.p2pd.daemon import prepare_hivemind
 
 
 def test_a_search_that_fails_after_its_caller_left_is_not_logged() -> None:
+    prepare_hivemind()
+    from swarmnet_protocols.directory.dht.node import _Node
+
     logged: list[dict[str, Any]] = []
 
     async def main() -> None:
@@ -24,8 +27,7 @@ def test_a_search_that_fails_after_its_caller_left_is_not_logged() -> None:
         caller.cancel()
         await asyncio.wait([caller])
         may_fail.set()
-        while node._searches:
-            await asyncio.sleep(0)
+        await asyncio.wait(node._searches)
         gc.collect()
 
     asyncio.run(main())
