@@ -263,11 +263,10 @@ def rotate_key(
         print_json(_summary(file))
     else:
         print_text(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
-        note("give issuers the new file now: members take it from them when they renew their certificates")
-        if overlap_s:
-            note(
-                "an issuer that runs with the old authority key, now in authority.*.old, may keep it until shortly before the overlap ends"
-            )
+        note(
+            "an issuer that runs on this machine with this file takes it over, and members take it from each other"
+        )
+        note("issuers elsewhere need the new file, and the new key unless they have one of their own")
 
 
 def _summary(file: SwarmFile) -> dict[str, object]:

@@ -22,7 +22,6 @@ from swarmnet.cli.training.displays import Fields, display
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.tune_words import Words
 from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
-from swarmnet_client.tuning.rows import check_rows
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -134,6 +133,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
     if not 0 <= held_out < 1:
         raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
+    from swarmnet_client.tuning.rows import check_rows
+
     for path in (data, eval_data):
         if path is None:
             continue
