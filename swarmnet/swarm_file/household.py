@@ -52,8 +52,9 @@ def started_here(data_dir: Path, file: SwarmFile) -> Path | None:
     """Return the swarm file of a household swarm that this computer started; None for any other
     swarm."""
     folder = find_own(data_dir, file.name)
-    is_same = folder is not None and swarm_file.load(folder).swarm_id == file.swarm_id
-    return folder / FILE_NAME if folder is not None and is_same else None
+    if folder is None or swarm_file.load(folder).swarm_id != file.swarm_id:
+        return None
+    return folder / FILE_NAME
 
 
 def invite_newcomer(folder: Path, peer: PeerId, label: str) -> str:

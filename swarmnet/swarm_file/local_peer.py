@@ -114,7 +114,8 @@ def owner_files(source: Path, key_path: Path, peer: LocalPeer, *, issued: Path |
             ) from error
 
     client = PeerId("") if peer.is_client else peer.other.peer_id
-    return OwnerFiles(partial(swarm_file.read, source), revocations, key, client, issued)
+    paths = (source, source.with_name(REVOCATIONS_NAME), key_path)
+    return OwnerFiles(partial(swarm_file.read, source), revocations, key, client, issued, paths)
 
 
 def certify_owner(file: SwarmFile, owner: "OwnerFiles", peer: LocalPeer) -> None:

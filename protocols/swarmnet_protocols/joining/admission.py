@@ -159,13 +159,14 @@ class Admissions:
                 if not self._waiting.has(stream):
                     return  # evicted while it waited
                 await asyncio.sleep(ANSWER_PAUSE_S)
-                reply = self._reply(request, stream.peer)
+                reply = await self._reply(request, stream.peer)
             if reply.HasField("referral"):  # outside the lock: the directory may be slow
                 reply.referral.issuers.extend(await self._issuers())
             await requests.send(reply)
 
-    def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
-        """Return the reply to a request.
+    async def _reply(self, request: pb.AdmissionRequest, peer: PeerId) -> pb.AdmissionReply:
+        """Return the reply to a request. An issuer writes to its disk in a thread, one request at a
+        time.
 
         Raises ``Refusal`` for a peer that may not ask, or that gets no certificate.
         """
@@ -178,12 +179,12 @@ class Admissions:
                     membership.admit(peer, membership.open(request.swarm_file.certificate))
                     return pb.AdmissionReply(swarm_file=self._newer_file(request.swarm_file.serial))
                 case "redeem" if issuer is not None:
-                    sealed = issuer.redeem(request.redeem, peer, revocations, now)
+                    sealed = await asyncio.to_thread(issuer.redeem, request.redeem, peer, revocations, now)
                 case "redeem":
                     check_redemption(request.redeem, peer, membership.rules, revocations, now)
                     return pb.AdmissionReply(referral=pb.Referral())
                 case "renew" if issuer is not None:
-                    sealed = issuer.renew(request.renew, peer, revocations, now)
+                    sealed = await asyncio.to_thread(issuer.renew, request.renew, peer, revocations, now)
                 case "renew":
                     check_renewable(membership.rules, request.renew.certificate, peer, revocations, now)
                     return pb.AdmissionReply(referral=pb.Referral())

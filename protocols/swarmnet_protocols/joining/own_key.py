@@ -46,6 +46,8 @@ class OwnerFiles:
     """The client on this machine, which the certificate names too; empty without one."""
     issued: Path | None = None
     """Folder for the records of an issuer. None: this peer certifies itself only."""
+    paths: tuple[Path, ...] = ()
+    """The files that these functions read. They are read again when one has changed."""
 
     def read(self) -> tuple[bytes, bytes, bytes] | None:
         """Return the swarm file, the public key and the revocations; None if they cannot be read
@@ -55,6 +57,10 @@ class OwnerFiles:
             return self.swarm_file(), key.public_key if key else b"", self.revocations()
         except ConfigError:
             return None
+
+    def stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
+        """Return what changes with each file: inode, size and time. None for a missing file."""
+        return tuple(map(_stamp, self.paths))
 
     def certify(self, membership: Membership) -> bool:
         """Give ``membership`` a certificate by the key in all roles, if it needs one or a renewal
@@ -132,16 +138,19 @@ class OwnKey:
 
     async def follow(self) -> NoReturn:
         """Take over what the owner changes: swarm file, key and revocations."""
-        used: tuple[bytes, bytes, bytes] | None = None
-        before: tuple[bytes, bytes, bytes] | None = None
+        used: tuple[object, ...] | None = None
+        before: tuple[object, ...] | None = None
         while True:
             await asyncio.sleep(LOOK_S)
-            now = await asyncio.to_thread(self._owner.read)
+            now = await asyncio.to_thread(self._owner.stamps)
             is_settled, before = now == before, now
-            if now is None or now == used or not is_settled:
+            if now == used or not is_settled:
+                continue
+            files = await asyncio.to_thread(self._owner.read)
+            if files is None:
                 continue
             used = now
-            swarm_file, _, revocations = now
+            swarm_file, _, revocations = files
             self._membership.adopt_swarm_file(swarm_file)
             self._take()
             if revocations:
@@ -158,6 +167,14 @@ class OwnKey:
                 admitted, now = self._handshakes.admitted.by_peer, self._membership.clock()
                 peers = {peer: each.name for peer, each in admitted.items()}
                 await asyncio.to_thread(_see, self._owner.issued, peers, now)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _see(folder: Path, peers: Mapping[PeerId, str], now: float) -> None:

@@ -175,8 +175,9 @@ class Door:
             return False
         code = self._codes.take_try()
         exchange = house_side(code, newcomer=stream.peer, house=self._own)
-        await stream.send(pb.PairingReply(answer=exchange.start()))
-        key = finished(exchange, request.attempt)
+        # SPAKE2 takes milliseconds of pure Python: a stranger must not hold up the node.
+        await stream.send(pb.PairingReply(answer=await asyncio.to_thread(exchange.start)))
+        key = await asyncio.to_thread(finished, exchange, request.attempt)
         confirmation, _ = await stream.receive()
         if key is None or not hmac.compare_digest(confirmation.confirm, _mac(key, _NEWCOMER)):
             left = self._codes.fail(code, name, _now())

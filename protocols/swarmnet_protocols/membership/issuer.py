@@ -82,7 +82,8 @@ class IssuedCertificates:
         path = directory / ISSUED_NAME
         try:
             path.touch(mode=0o600)
-            with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+            # Threads use the connection one after another.
+            with closing(sqlite3.connect(path, isolation_level=None, check_same_thread=False)) as connection:
                 connection.execute(_SCHEMA)
                 has = {row[1] for row in connection.execute("PRAGMA table_info(issued)")}
                 for column in _ADDED.keys() - has:

@@ -20,7 +20,7 @@ from swarmnet_protocols.wire import membership_pb2 as pb
 from swarmnet_protocols.wire.roles import Role
 from tests.support.network.admission_lab import World, address, run
 from tests.support.network.conversations import echo
-from tests.support.network.private_swarm import EPOCH, LIFETIME_S, identity_of, virtual_clock
+from tests.support.network.private_swarm import AUTHORITY, EPOCH, LIFETIME_S, identity_of, virtual_clock
 
 DEADLINE_S = 5.0
 
@@ -93,6 +93,26 @@ def test_a_member_accepts_a_new_key_that_came_with_its_renewal(tmp_path: Path) -
         assert set(adopted) == {b"the new file"}
         assert alice.membership.rules == rotated
         assert alice.membership.certificate != certificate
+
+    run(tmp_path, scenario)
+
+
+def test_the_owners_files_are_read_once_for_each_change(tmp_path: Path) -> None:
+    async def scenario(world: World) -> None:
+        read, path = list[bytes](), tmp_path / "swarm.toml"
+        path.write_bytes(b"first")
+
+        def swarm_file() -> bytes:
+            read.append(path.read_bytes())
+            return b""
+
+        owner = OwnerFiles(swarm_file, lambda: b"", lambda: AUTHORITY, issued=tmp_path, paths=(path,))
+        await world.issue(await world.enter(world.swarm.peer(world.network, "issuer")), "issuer", owner)
+        await asyncio.sleep(100)
+        assert read == [b"first"]
+        path.write_bytes(b"the second")
+        await asyncio.sleep(100)
+        assert read == [b"first", b"the second"]
 
     run(tmp_path, scenario)
 
