@@ -164,7 +164,7 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
             joining.process.stdin.write(f"{code[:3]} {code[3:]}\n")
             joining.process.stdin.flush()
 
-        starting = typed(start, "start", one)
+        starting = typed(f"{start.strip()} --serve 0", "start", one)
         starting.wait("household", swarm="home")
         joining = typed(join, "join", two)
         joining.wait("asks_code", tries=None)
@@ -179,6 +179,11 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
         assert asking.wait_for_end() == 0, asking.log.read_text()
         answered_s = time.monotonic() - began
         assert "Paris" in asking.events[-1]["text"]
+        starting.wait("endpoint")
+        through_endpoint = typed(ask, "run-here", one)
+        assert through_endpoint.wait_for_end() == 0, through_endpoint.log.read_text()
+        assert "Paris" in through_endpoint.events[-1]["text"]
+        assert not list((tmp_path / one.ip).rglob("guards/*")), "run has not joined the swarm itself"
         joining.wait("ready")
         listing = typed("swarmnet swarm members home", "members", one)
         assert listing.wait_for_end() == 0, listing.log.read_text()
