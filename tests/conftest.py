@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,6 +52,18 @@ def watched() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file's lock, which other processes wait for. Windows has no such locks."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with path.open("w") as file:
+        if sys.platform != "win32":
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
     """Native code of a test's own cache directory is copied from one that all tests share, if it
@@ -62,7 +75,9 @@ def compiled_once(pytestconfig: pytest.Config) -> Iterator[None]:
     def built(
         source: Path, headers: Sequence[Path], folder: Path, compiler: str, target: native_code.Target
     ) -> Path:
-        library = real(source, headers, shared, compiler, target)
+        # Processes of pytest-xdist begin at once. One compiles, and the others wait for it.
+        with locked(shared / f"{source.stem}.{target.name}.lock"):
+            library = real(source, headers, shared, compiler, target)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (folder / library.name).exists():
             shutil.copyfile(library, folder / library.name)

@@ -12,7 +12,7 @@ import torch
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.methods import METHODS, Average, Method, get_method
-from tests.support.models.rounding import UNIT
+from tests.support.models.rounding import UNIT, assert_near
 from tests.support.training import reference
 from tests.support.training.task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
 
@@ -174,7 +174,9 @@ def test_diloco_with_one_worker_is_torch_sgd_bit_for_bit() -> None:
         outer.grad = outer.detach() - trained
         sgd.step()
         theta = method.apply(t, trained, Average(method.contribution(t, trained), ("me",)))
-        assert torch.equal(theta, outer.detach())
+        # Without fused multiply-add, torch rounds twice where this rounds once.
+        assert torch.equal(theta, outer.detach()) or torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+        assert_near(theta, outer.detach(), 4 * (t + 1))
 
 
 @pytest.mark.parametrize("name", INNER_STEPPED)
