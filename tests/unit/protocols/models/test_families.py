@@ -155,7 +155,7 @@ def test_tokens_and_logits_are_those_of_transformers(case: Case, length: int, cu
     check_answer(case, length, case.hops(*cuts))
 
 
-@both_layouts
+@directories_first
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "length", [150, *(pytest.param(each, marks=pytest.mark.thorough) for each in (16, 1000))]
