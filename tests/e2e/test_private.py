@@ -185,6 +185,17 @@ def test_no_file_log_or_command_line_has_a_prompt_or_a_secret(private: PrivateSw
         assert any(canary in place.read_bytes() for canary in canaries), "what is looked for is found"
 
 
+def test_a_newcomer_sees_the_swarm_by_its_invite_then_by_its_name(private: PrivateSwarm) -> None:
+    where = ("--data-dir", str(private.directory / "visitor"))
+    hosts = {private.issuer.ready["peer_id"], private.host.ready["peer_id"]}
+    for swarm in (private.invite("client"), "lab"):
+        seen = call("swarm", "status", swarm, "--bootstrap", private.address, *where)
+        assert {peer for peer, each in seen["peers"].items() if each["state"] == "online"} == hosts
+        (model,) = seen["models"].values()
+        assert (model["missing_blocks"], model["healthy"]) == ([], True)
+        assert seen["swarm"]["join"] == "lab", "an invite is a secret"
+
+
 def test_strangers_are_told_that_they_are_no_members(
     private: PrivateSwarm, capsys: pytest.CaptureFixture[str]
 ) -> None:

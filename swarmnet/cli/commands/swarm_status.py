@@ -6,7 +6,6 @@
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
@@ -162,11 +161,14 @@ def _print(state: Mapping[str, Any], *, live: bool, as_json: bool) -> None:
 
 
 def _who(peers: Mapping[str, Mapping[str, Any]]) -> str:
-    roles = Counter(peer["role"] for peer in peers.values())
     words = {"host": "host", "experts": "expert peer", "trainer": "trainer"}
-    return (
-        ", ".join(counted(roles[role], word) for role, word in words.items() if roles[role]) or "nobody yet"
-    )
+    texts = []
+    for role, word in words.items():
+        found = [peer for peer in peers.values() if peer["role"] == role]
+        serving = sum(peer["state"] == "online" and not peer["silent"] for peer in found)
+        if found:
+            texts.append(counted(len(found), word) + (f" ({serving} online)" if serving < len(found) else ""))
+    return ", ".join(texts) or "nobody yet"
 
 
 def model_rows(model: Mapping[str, Any]) -> dict[str, object]:
@@ -189,7 +191,8 @@ def model_rows(model: Mapping[str, Any]) -> dict[str, object]:
 
 def peer_row(peer: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -> str:
     """Return one line about a peer: what it does, how others reach it, and how busy it is."""
-    facts = [peer["state"] + (", does not answer" if peer["silent"] else "")]
+    is_online = peer["state"] == "online"
+    facts = [peer["state"] + (", does not answer" if peer["silent"] and is_online else "")]
     if peer["blocks"]:
         model = models.get(peer["model"], {"name": "another model"})
         facts.append(f"blocks {peer['blocks'][0]}:{peer['blocks'][1]} of {model['name']}")
@@ -197,9 +200,9 @@ def peer_row(peer: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -
         facts.append("routed experts")
     if peer["job"]:
         facts.append("trains")
-    if peer["blocks"]:
-        facts.append(counted(peer["sessions"], "session"))
-        facts.append(f"{peer['positions_per_s']:.1f} positions/s" if peer["positions_per_s"] else "idle")
+    if peer["blocks"] and is_online and not peer["silent"]:
+        busy = f", {peer['positions_per_s']:.1f} positions/s" if peer["positions_per_s"] else ""
+        facts.append(counted(peer["sessions"], "session") + busy)
     if peer["connection"] != "unknown":
         facts.append(f"reached {'directly' if peer['connection'] == 'direct' else peer['connection']}")
     if peer["delay_s"] is not None:

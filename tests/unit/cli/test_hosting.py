@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from swarmnet.cli.foreground import Foreground
+from swarmnet.reach import describe
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
+from swarmnet_protocols.wire.report_pb2 import Reach
 from tests.support.swarm.fake_node import ADDRESS, STATUS, FakeNode
 
 
@@ -155,3 +157,30 @@ def test_a_node_is_the_first_only_if_it_found_no_other(
     said = capsys.readouterr().err
     assert says in said
     assert ("first" in said) is (known == 0)
+
+
+LAN = "/ip4/10.0.0.1/tcp/1"
+LOOPBACK = "/ip4/127.0.0.1/tcp/1"
+
+
+@pytest.mark.parametrize(
+    ("reach", "addresses", "says"),
+    [
+        (Reach(kind="unknown"), [LAN], "not known yet: no other machine has connected to it"),
+        (Reach(kind="unknown"), [LOOPBACK], "from this machine only: it listens on no other address"),
+        (Reach(kind="open"), [LAN], "directly"),
+        (Reach(kind="forwarded"), [LAN], "directly, through a port that the router forwards"),
+        (
+            Reach(kind="unreachable", nat="symmetric"),
+            [LAN],
+            "not at all (symmetric NAT): no relay takes this node",
+        ),
+        (
+            Reach(kind="relayed", nat="cone", relays=["12D3KooWRelay"]),
+            [LAN],
+            "through the relay …ooWRelay, and directly by hole punching (cone NAT)",
+        ),
+    ],
+)
+def test_how_others_reach_a_node_is_said_in_words(reach: Reach, addresses: list[str], says: str) -> None:
+    assert describe(reach, addresses) == says
