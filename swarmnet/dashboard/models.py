@@ -130,8 +130,8 @@ def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
     if fewest == 0:
         return f"no host has {where}, so the model cannot answer"
     if fewest == 1:
-        one = "has only one host" if len(weak) == 1 else "have only one host each"
-        return f"{where} {one}: if it leaves, the model cannot answer"
+        one = "has only one host: if it" if len(weak) == 1 else "have only one host each: if one of them"
+        return f"{where} {one} leaves, the model cannot answer"
     if len(set(replicas)) == 1:
         return f"each block has {fewest} hosts: another one lets more people use the model at once"
     has = "has" if len(weak) == 1 else "have"

@@ -172,7 +172,9 @@ def test_a_swarm_says_at_once_what_it_serves_and_what_it_lacks(reference: Refere
             rows = model_rows(model)
             assert rows["blocks"] == "6; each has 1 host or more"
             assert rows["speed"] == f"{1 / model['token_s']['p50']:.1f} tokens/s for one answer"
-            assert rows["helps most"].startswith("blocks 0:2 have only one host each: if it leaves, ")  # type: ignore[attr-defined]
+            assert rows["helps most"].startswith(
+                "blocks 0:2 have only one host each: if one of them leaves, "
+            )  # type: ignore[attr-defined]
             lines = [peer_row(each, state["models"]) for each in state["peers"].values()]
             assert {line.partition(", 0 s")[0] for line in lines} == {
                 "online, blocks 0:2 of tiny",
