@@ -76,9 +76,9 @@ async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]])
         await asyncio.sleep(FOLLOW_S)
 
 
-def usual_listen(data_dir: Path) -> tuple[str, ...]:
-    """Return the default listen addresses of this data directory: the ports of its last run, as far
-    as they are free.
+def usual_listen(data_dir: Path, listen: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return ``listen``, by default every address of this machine, with the ports of the last run
+    in this data directory where any port would do, as far as they are free.
 
     After a restart, the addresses that other peers know remain valid.
     """
@@ -89,11 +89,13 @@ def usual_listen(data_dir: Path) -> tuple[str, ...]:
     for each in parse_multiaddrs(read_addresses(data_dir)):
         if str(each.ip) in own and not each.is_relayed:
             last[each.ip.version, each.kind] = each.port
-    listen = []
-    for each in parse_multiaddrs(any_port()):
-        port = last.get((each.ip.version, each.kind), 0)
-        listen.append(str(replace(each, port=port) if port and is_free(replace(each, port=port)) else each))
-    return tuple(listen)
+    found = list(listen or any_port())
+    for number, text in enumerate(found):
+        for each in parse_multiaddrs([text]):
+            same = replace(each, port=last.get((each.ip.version, each.kind), 0))
+            if not each.port and same.port and is_free(same):
+                found[number] = str(same)
+    return tuple(found)
 
 
 def is_free(address: Multiaddr) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swarmnet_node.owner.limits import ONE_CLIENT, OwnerLimits
+from swarmnet_node.resting import Resting
 from swarmnet_protocols.joining.network import Network
 
 
@@ -52,6 +53,8 @@ class NodeConfig:
     """Longest round trip in seconds to peers that compute experts. None: ``MAX_ROUND_TRIP_S``."""
     public_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
+    resting: Resting | None = None
+    """What the node hosted before a restart for a pause. None unless it restarted for one."""
 
     @property
     def may_switch(self) -> bool:

@@ -8,6 +8,7 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.owner.limits import OwnerLimits
+from swarmnet_node.resting import Resting
 from swarmnet_node.running_node import Hosted
 from swarmnet_protocols.routing.model_needs import ServedModel
 from swarmnet_protocols.routing.relocation import Relocation, Remembered
@@ -96,6 +97,14 @@ class Hosting(Hosted):
     """The reason why the node switched, for its owner."""
     memory: Remembered = field(default_factory=Remembered)
     """Memory of the swarm and of earlier relocations."""
+
+    @property
+    def resting(self) -> Resting:
+        """What a program needs to know that takes the place of this one for a pause."""
+        span, reason = ((0, 0), "") if self.placed is None else (self.placed.span, self.placed.reason)
+        return Resting(
+            self.model, self.manifest.hex(), self.total_blocks, *span, reason, may_move=self.may_move
+        )
 
     @property
     def is_chosen(self) -> bool:

@@ -1,6 +1,7 @@
 """Starts a real node.
 
-1. Connect to the swarm and read the model at the same time.
+1. Connect to the swarm and read the model at the same time. After a restart for a pause, the model
+   is read when the pause ends.
 2. Run the supervisor.
 """
 
@@ -22,6 +23,11 @@ from swarmnet_protocols.joining.network import connect
 from swarmnet_protocols.machine.aio import in_background, persist
 
 if TYPE_CHECKING:
+    import torch
+
+    from swarmnet_node.expert_node import ExpertHosting
+    from swarmnet_node.hosted_blocks import Hosting
+    from swarmnet_node.loading.loaded_model import LoadedModel
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.net import Transport
@@ -67,7 +73,9 @@ async def start(
         # Reading the model and connecting to the swarm take a second each, so run both at once.
         peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
         reader = ModelReader(executor, peers)
-        loading = asyncio.create_task(reader.load(config, progress, notice=notice), name="read the model")
+        loading: asyncio.Task[LoadedModel] | None = None
+        if config.resting is None:
+            loading = asyncio.create_task(reader.load(config, progress, notice=notice), name="read the model")
         try:
             peer = replace(config.network.peer, step_aside=step_aside)
             transport, directory = await stack.enter_async_context(
@@ -79,18 +87,10 @@ async def start(
             peers.detach()
             raise
         finally:
-            loaded = await loading
-        if loaded.layout is not None:
-            notice(loaded.layout.describe(loaded.model.manifest.blocks))
-        elif loaded.num_blocks < (config.num_blocks or 0):
-            notice(f"--max-ram holds {loaded.num_blocks} of {config.num_blocks} blocks")
-        if loaded.cache is not None and config.expert_memory_bytes is None:
-            total = sum(map(len, loaded.cache.own.values()))
-            notice(
-                f"--max-ram holds {loaded.cache.capacity} of {total} experts: it reads the others from disk when a token needs them"
-            )
+            if loading is not None:
+                await loading
         from swarmnet_node.hosted_blocks import Hosting
-        from swarmnet_node.loading.hosted import hosting_of
+        from swarmnet_node.loading.hosted import hosting_of, memory_notices, resting_hosting
         from swarmnet_node.owner.given import GivenKeeper
         from swarmnet_node.owner.machine import OwnersMachine
         from swarmnet_node.running_node import Dependencies
@@ -115,17 +115,31 @@ async def start(
             given=keeper.given,
         )
 
+        devices: list[torch.device] = []
+
         def limit_computing(limits: OwnerLimits) -> None:
             use_cores(executor, limits.cores or every_core)
-            for device in loaded.devices:
+            for device in devices:
                 limit_memory(device, limits.max_gpu_mem)
+
+        async def read() -> "Hosting | ExpertHosting":
+            loaded = await (loading or reader.load(config, notice=notice))
+            for text in memory_notices(loaded, config):
+                notice(text)
+            devices.extend(loaded.devices)
+            hosting = hosting_of(loaded, config, notice)
+            if isinstance(hosting, Hosting):
+                hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
+            return hosting
 
         machine = OwnersMachine(config.folder, link, wall_clock, limit_computing)
         stack.callback(machine.close)
-        hosting = hosting_of(loaded, config, notice)
-        if isinstance(hosting, Hosting):
-            hosting = replace(hosting, others=other_models(config, reader, notice, loaded))
-        node = await stack.enter_async_context(Supervisor.run(dependencies, hosting, machine, config.limits))
+        hosting = await read() if config.resting is None else resting_hosting(config.resting, config)
+        node = await stack.enter_async_context(
+            Supervisor.run(
+                dependencies, hosting, machine, config.limits, read if config.resting is not None else None
+            )
+        )
         pauses.append(node.step_aside)
         keeper.is_active = lambda: node.is_online
         counting = persist("the totals", partial(keeper.run, notice))

@@ -9,7 +9,8 @@ The states of a supervised node:
 3. **Stopping.** A limit, the owner or a restart of p2pd requires a pause. Sessions have
    ``PAUSE_GRACE_S`` to move to other hosts.
 4. **Paused.** Blocks, caches and sessions are freed. The transport and the directory stay, and the
-   node announces that it is paused.
+   node announces that it is paused. If torch is in the process, the node restarts without it
+   (``swarmnet/restart.py``).
 5. **Finished.** The owner called ``finish``, or the node has failed.
 """
 
@@ -17,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -36,6 +37,7 @@ from swarmnet_node.owner.limits import (
     reason_to_pause,
 )
 from swarmnet_node.relocating import Relocator
+from swarmnet_node.resting import Resting
 from swarmnet_node.running_node import Dependencies, Ending
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
@@ -65,6 +67,7 @@ class Supervisor(Ending):
         hosting: "Hosting | ExpertHosting",
         machine: Machine,
         limits: OwnerLimits,
+        wake: Callable[[], Awaitable["Hosting | ExpertHosting"]] | None = None,
     ) -> None:
         super().__init__()
         self._listeners: list[Callable[[NodeStatus], None]] = []
@@ -83,6 +86,11 @@ class Supervisor(Ending):
         """Whether the node ended to serve other blocks, and does not serve them yet."""
         self._step_aside_reason = ""
         """The reason of ``step_aside``. Empty outside it."""
+        self._wake = wake
+        """Reads the model after a restart for a pause. None once it is read."""
+        self._frees_memory: Callable[[], bool] = bool
+        self.resting: Resting | None = None
+        """What the node hosted, if it has finished to restart for a pause. None otherwise."""
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -100,9 +108,14 @@ class Supervisor(Ending):
         hosting: "Hosting | ExpertHosting",
         machine: Machine,
         limits: OwnerLimits,
+        wake: Callable[[], Awaitable["Hosting | ExpertHosting"]] | None = None,
     ) -> AsyncIterator["Supervisor"]:
-        """Run a node while the context is open. On entry the node still loads: see ``started``."""
-        supervisor = cls(dependencies, hosting, machine, limits)
+        """Run a node while the context is open. On entry the node still loads: see ``started``.
+
+        After a restart for a pause, ``hosting`` only describes the node, and ``wake`` reads its
+        model.
+        """
+        supervisor = cls(dependencies, hosting, machine, limits, wake)
         await supervisor._observe()
         async with in_background(supervisor._run(), persist("the watch over the machine", supervisor._watch)):
             yield supervisor
@@ -196,6 +209,12 @@ class Supervisor(Ending):
         self._machine.resume()
         self._changed.set()
 
+    def restart_for_pauses(self, frees_memory: Callable[[], bool]) -> None:
+        """Finish with ``resting`` in a pause in which ``frees_memory`` says that this program would
+        keep much memory."""
+        self._frees_memory = frees_memory
+        self._changed.set()
+
     @asynccontextmanager
     async def step_aside(self, reason: str) -> AsyncIterator[None]:
         """Pause the node while the context is open.
@@ -232,7 +251,7 @@ class Supervisor(Ending):
 
     async def _run(self) -> None:
         try:
-            while not self._is_finishing:
+            while not self._is_finishing and self.resting is None:
                 if not self._reason_to_pause():
                     # A pause does not wait until the blocks are loaded.
                     try:
@@ -249,9 +268,12 @@ class Supervisor(Ending):
             self.end()
 
     async def _serve(self) -> None:
+        self._is_loading = True
+        if self._wake is not None:
+            self._hosting = self._awake(await self._wake())
+            self._wake = None
         node, before = _node(self.dependencies, self._hosting), self._hosting
         self._node, self._reason = node, ""
-        self._is_loading = True
         async with node.running():
             self._is_loading = False
             # Return memory that loading used temporarily.
@@ -325,6 +347,12 @@ class Supervisor(Ending):
         memory = former.memory.after_failure(manifest, asyncio.get_running_loop().time())
         self._hosting, self._former = replace(former, memory=memory), None
 
+    def _awake(self, hosting: "Hosting | ExpertHosting") -> "Hosting | ExpertHosting":
+        """Return ``hosting`` with the blocks that the node hosted before its restart."""
+        if not isinstance(hosting, Hosting) or not isinstance(self._hosting, Hosting):
+            return hosting
+        return self._watched(replace(hosting, placed=self._hosting.placed or hosting.placed))
+
     def _watched(self, hosting: Hosting) -> Hosting:
         return replace(
             hosting,
@@ -345,6 +373,9 @@ class Supervisor(Ending):
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._machine.release)
             while (reason := self._reason_to_pause()) and not self._is_finishing:
+                self.resting = self._next_program()
+                if self.resting is not None:
+                    return
                 self._notify_listeners(reason)
                 await self._until(partial(self._is_other_than, reason))
         finally:
@@ -355,8 +386,20 @@ class Supervisor(Ending):
     def _is_finishing(self) -> bool:
         return self._finishing_s is not None
 
+    def _next_program(self) -> Resting | None:
+        """Return what another program needs to continue the pause. None if this one continues it.
+
+        A node that switched models stays: the command names the former one. A pause for a restart
+        of p2pd takes seconds.
+        """
+        hosting = self._hosting
+        if not isinstance(hosting, Hosting) or hosting.former_model or self._step_aside_reason:
+            return None
+        return hosting.resting if self._frees_memory() else None
+
     def _is_other_than(self, reason: str) -> bool:
-        return self._is_finishing or self._reason_to_pause() != reason
+        is_over = self._is_finishing or self._reason_to_pause() != reason
+        return is_over or self._next_program() is not None
 
     def _must_stop(self) -> bool:
         return self._is_finishing or bool(self._reason_to_pause())

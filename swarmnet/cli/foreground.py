@@ -16,6 +16,7 @@ from swarmnet.addresses import follow_addresses, write_addresses
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.output import note, print_json, print_text, progress, say
 from swarmnet.reach import advice, describe
+from swarmnet.restart import may_restart, restart
 from swarmnet.systemd import notify_ready, notify_status, notify_stopping
 from swarmnet.terminal import shown
 from swarmnet.units import show_time
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
     from swarmnet.web.monitoring import Monitor
     from swarmnet_node.owner.control import Watched
+    from swarmnet_node.resting import Resting
     from swarmnet_node.supervisor import Supervisor
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
@@ -78,13 +80,17 @@ class Foreground:
         default_factory=dict
     )
     """What the node's process serves besides: name → a context that yields its URL."""
+    is_resting: bool = False  # whether the node continues a pause that another program began
 
     def run(self) -> None:
         """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops
-        it before."""
-        run_until_stopped(self._serve())
+        it before. In a pause, the command may start again in place of this program, without the
+        memory that this one cannot free."""
+        resting = run_until_stopped(self._serve())
+        if resting is not None:
+            restart(resting)
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> "Resting | None":
         from swarmnet_protocols.machine.aio import in_background
 
         interrupts = Interrupts.catch()
@@ -94,6 +100,7 @@ class Foreground:
             monitor = await stack.enter_async_context(monitoring(self.metrics, as_json=self.as_json))
             with progress(quiet=self.as_json) as report:
                 node = await stack.enter_async_context(self.start(report))
+                node.restart_for_pauses(may_restart)
                 # A node may wait long for experts of peers, and those peers may enter the swarm
                 # through it.
                 await stack.enter_async_context(controlled(node, self.data_dir, None))
@@ -101,9 +108,11 @@ class Foreground:
                 following = follow_addresses(self.data_dir, lambda: node.status().addresses)
                 await stack.enter_async_context(in_background(following))
                 has_started = await node.started()
+            if node.resting is not None:
+                return node.resting
             if not has_started:  # told to finish while it was loading
                 self._say({"event": "stopped"}, "stopped")
-                return
+                return None
             interrupts.first = lambda: self._finish(node)
             for name, service in self.services.items():
                 url = await stack.enter_async_context(service(node))
@@ -115,7 +124,9 @@ class Foreground:
             node.on_switch(self._report_switch)
             self._announce(node.status())
             await node.finished()
-        self._say({"event": "stopped"}, "stopped")
+        if node.resting is None:
+            self._say({"event": "stopped"}, "stopped")
+        return node.resting
 
     def _report(self, status: "NodeStatus") -> None:
         notify_status(_one_line(status))
@@ -159,9 +170,11 @@ class Foreground:
         node.finish(DEFAULT_GRACE_S)
 
     def _announce(self, status: "NodeStatus") -> None:
-        if status.state == "paused":
+        if status.state == "paused" or self.is_resting:
             self._report(status)
         notify_ready(_one_line(status))
+        if self.is_resting:
+            return
         addresses = list(status.addresses)
         if self.as_json:
             event = {

@@ -5,17 +5,21 @@ import os
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from threading import Thread
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 from swarmnet_protocols.machine.platform import new_event_loop, on_stop_signals
 
+T = TypeVar("T")
 
-def run_until_stopped(command: Coroutine[Any, Any, None]) -> None:
-    """Run ``command`` on ``new_event_loop()``. Raises ``KeyboardInterrupt`` if ``Interrupts``
-    cancels it."""
+
+def run_until_stopped(command: Coroutine[Any, Any, T]) -> T:
+    """Run ``command`` on ``new_event_loop()``, and return its result.
+
+    Raises ``KeyboardInterrupt`` if ``Interrupts`` cancels it.
+    """
     try:
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
-            runner.run(command)
+            return runner.run(command)
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

@@ -1,6 +1,7 @@
 """A real node on its owner's machine: it gives its memory back, takes limits while it runs, and
 comes back."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from swarmnet_node.owner import control
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_protocols.errors import OutOfResources
 from tests.support.processes.commands import call, family, run
-from tests.support.processes.nodes import NodeProcess, Swarm, swarm
+from tests.support.processes.nodes import NodeProcess, Swarm
 
 pytestmark = pytest.mark.slow
 MIB = 1 << 20
@@ -26,15 +27,25 @@ def answer(lab: Swarm) -> list[int]:
 
 
 def test_a_node_pauses_is_limited_and_serves_again(tmp_path: Path, cache_dir: Path) -> None:
-    with swarm(tmp_path / "lab", cache_dir, (0, 30)) as lab:
-        [node] = lab.nodes.values()
+    lab = Swarm(tmp_path / "lab", cache_dir)
+    with closing(lab):
+        node = lab.launch("torch", "--dtype", "float32")
+        assert node.ready["blocks"] == [0, 30]
         place = ("--data-dir", str(node.data_dir))
-        weights, full = node.status.weight_bytes, rss_bytes(node)
+        assert rss_bytes(node) > 500 * MIB
+        answered = answer(lab)
+        peer, addresses, given = node.status.peer_id, node.status.addresses, node.status.given
+        assert call("stats", *place)["block_positions"] == given.block_positions > 0
 
-        control.pause(node.data_dir)
-        assert node.wait("paused")["reason"] == "its owner paused it"
-        assert rss_bytes(node) < full - 0.8 * weights
-        assert node.status.state == "paused"
+        assert call("pause", *place, "--for", "1h") == {"pausing": True, "for_s": 3600}
+        paused = node.wait("paused")
+        assert paused["reason"] == "its owner paused it"
+        assert paused["until"] == node.status.paused_until > 0
+        assert rss_bytes(node) < 200 * MIB
+        status = node.status
+        assert (status.state, status.peer_id, status.addresses) == ("paused", peer, addresses)
+        assert (status.host.record.start, status.host.record.end) == (0, 30)
+        assert status.given.block_positions == given.block_positions
 
         limits = call("limits", *place, "--up", "20mbit", "--schedule", "00:00-24:00", "--cores", "1")
         assert (limits["up_bytes_per_s"], limits["cores"]) == (2.5e6, 1)
@@ -44,7 +55,7 @@ def test_a_node_pauses_is_limited_and_serves_again(tmp_path: Path, cache_dir: Pa
 
         control.resume(node.data_dir)
         assert node.wait("serving")["blocks"] == [0, 30]
-        assert len(answer(lab)) == 8
+        assert answer(lab) == answered
         assert control.get_limits(node.data_dir).up_bytes_per_s == 2.5e6
         assert node.status.usage.up_bytes > 0
 

@@ -1,8 +1,8 @@
 """The blocks or experts that a node hosts of the model it has read, for its supervisor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import psutil
 
@@ -13,6 +13,7 @@ from swarmnet_node.experts.trunk import ExpertOptions
 from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.hosting.client_limits import ClientLimits
 from swarmnet_node.loading.loaded_model import LoadedModel
+from swarmnet_node.resting import Resting
 from swarmnet_node.running_node import Hosted
 from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.machine.devices import torch_dtype
@@ -67,6 +68,39 @@ def hosting_of(
             cache=loaded.cache,
         ),
     )
+
+
+def resting_hosting(resting: Resting, config: NodeConfig) -> Hosting:
+    """Return the description of a paused node whose model is not read yet."""
+
+    def load(start: int, end: int) -> NoReturn:
+        raise RuntimeError("the model of this node is not read yet")
+
+    return Hosting(
+        model=resting.model,
+        manifest=bytes.fromhex(resting.manifest),
+        total_blocks=resting.total_blocks,
+        swarm_name=config.swarm_name,
+        public_name=config.public_name,
+        version=version("swarmnet-p2p"),
+        load=load,
+        placed=Placed((resting.start, resting.end), resting.reason) if resting.end else None,
+        num_blocks=config.num_blocks or resting.total_blocks,
+        may_move=resting.may_move,
+        max_cache_bytes=config.max_cache_bytes,
+    )
+
+
+def memory_notices(loaded: LoadedModel, config: NodeConfig) -> Iterator[str]:
+    """Yield how many blocks and experts the memory holds, if it is fewer than the owner asked
+    for."""
+    if loaded.layout is not None:
+        yield loaded.layout.describe(loaded.model.manifest.blocks)
+    elif loaded.num_blocks < (config.num_blocks or 0):
+        yield f"--max-ram holds {loaded.num_blocks} of {config.num_blocks} blocks"
+    if loaded.cache is not None and config.expert_memory_bytes is None:
+        total = sum(map(len, loaded.cache.own.values()))
+        yield f"--max-ram holds {loaded.cache.capacity} of {total} experts: it reads the others from disk when a token needs them"
 
 
 def _expert_hosting(loaded: LoadedModel, config: NodeConfig, hosted: Hosted) -> "ExpertHosting":

@@ -40,6 +40,7 @@ from swarmnet.cli.options import (
 from swarmnet.cli.output import note, say
 from swarmnet.cli.pairing import enter_household
 from swarmnet.paths import locked_data_dir
+from swarmnet.restart import take_resting
 from swarmnet.swarm_file.entry import Entry, client_of, enter
 from swarmnet_protocols.membership.rules import Admission
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -285,7 +286,11 @@ def host(
         from swarmnet_node.owner.machine import load_limits, yield_to_others
         from swarmnet_node.start import start
 
-        network = entry.network(options.listen or usual_listen(directory), options.announce, options.issuer)
+        resting = take_resting()
+        listen = options.listen
+        if resting is not None or not listen:
+            listen = list(usual_listen(directory, listen))
+        network = entry.network(listen, options.announce, options.issuer)
         peer = replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)
         values = vars(options) | {
             "network": replace(network, peer=peer, house=house, name=options.public_name),
@@ -293,6 +298,7 @@ def host(
             "experts": ";".join(options.experts) or None,
             "folder": directory,
             "limits": options.limits.applied_to(load_limits(directory)),
+            "resting": resting,
         }
         config = NodeConfig(
             **{each.name: values[each.name] for each in fields(NodeConfig) if each.name in values}
@@ -315,6 +321,7 @@ def host(
                 **({"dashboard": partial(page, entry, directory)} if page else {}),
                 **({"endpoint": endpoint} if endpoint else {}),
             },
+            is_resting=resting is not None,
         ).run()
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
+from swarmnet_node.hosted_blocks import Hosting, Placed
 from swarmnet_node.loading.memory_limit import GOVERN_S
 from swarmnet_node.owner.limits import MonthlyUsage, OwnerLimits
 from swarmnet_node.supervisor import OBSERVE_S, PAUSE_GRACE_S, Supervisor
@@ -20,6 +21,7 @@ from swarmnet_protocols.directory.host_announcements import HostSample
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.machine.aio import cancel
 from swarmnet_protocols.session.steps import Row
+from swarmnet_protocols.wire.records_pb2 import HOST_STATE_PAUSED
 from tests.support.network.memory_directory import MemoryDirectory
 from tests.support.swarm.fake_machine import MONDAY_NOON, FakeMachine
 from tests.support.swarm.swarm_lab import SWARM, Lab, Reference, peer, simulate
@@ -291,6 +293,41 @@ def test_a_pause_for_a_time_ends_by_itself(reference: Reference) -> None:
             machine.see(now=MONDAY_NOON + timedelta(hours=2))
             await turns(supervisor, "online")
             assert supervisor.status().paused_until == 0
+
+    simulate(reference, scenario)
+
+
+def test_a_node_whose_memory_stays_finishes_for_a_restart(reference: Reference) -> None:
+    async def scenario(lab: Lab) -> None:
+        machine, hosting, wakes = FakeMachine(), lab.hosting(num_blocks=3, may_move=True), []
+        async with lab.supervised("node", hosting, machine, OwnerLimits()) as supervisor:
+            supervisor.restart_for_pauses(lambda: True)
+            span = supervisor.span
+            async with supervisor.step_aside("p2pd is restarted"):
+                assert supervisor.resting is None
+            await turns(supervisor, "online")
+            supervisor.pause()
+            await supervisor.finished()
+            resting = supervisor.resting
+        assert resting is not None
+        assert (resting.start, resting.end, resting.may_move) == (*span, True)
+
+        async def wake() -> Hosting:
+            wakes.append(asyncio.get_running_loop().time())
+            return hosting
+
+        light = replace(hosting, placed=Placed(span, resting.reason))
+        async with lab.supervised("node", light, machine, OwnerLimits(), wake=wake) as again:
+            assert (again.status().state, wakes) == ("paused", [])
+            assert again.status().host.record.state == HOST_STATE_PAUSED
+            again.resume()
+            await turns(again, "online")
+            assert (again.span, len(wakes)) == (span, 1)
+            again.pause()
+            await turns(again, "paused")
+            again.resume()
+            await turns(again, "online")
+            assert len(wakes) == 1, "the model is read once"
 
     simulate(reference, scenario)
 

@@ -92,6 +92,11 @@ class FakeNode:
     def resume(self) -> None:
         self.asked.append("resume")
 
+    resting = None
+
+    def restart_for_pauses(self, frees_memory: Callable[[], bool]) -> None:
+        """Never restarts: nothing pauses it."""
+
     def limits(self) -> OwnerLimits:
         return self.kept
 

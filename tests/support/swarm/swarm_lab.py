@@ -221,12 +221,16 @@ class Lab:
         *,
         executor: Executor | None = None,
         is_loaded: bool = True,
+        wake: Callable[[], Awaitable[Hosting]] | None = None,
     ) -> AsyncIterator[Supervisor]:
         """A node that runs within its owner's limits, on ``executor`` as in ``start``.
         ``is_loaded``: on entry it serves or is paused."""
         if executor is not None:
             self._executors[name] = executor
-        async with self._world(name) as world, Supervisor.run(world, hosting, machine, limits) as supervisor:
+        async with (
+            self._world(name) as world,
+            Supervisor.run(world, hosting, machine, limits, wake) as supervisor,
+        ):
             if is_loaded:
                 await supervisor.started()
             yield supervisor

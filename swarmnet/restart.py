@@ -1,0 +1,41 @@
+"""The restart that makes a paused node small.
+
+torch and its libraries stay in a process until it ends. So a node whose process has imported torch
+ends when it pauses, and its command starts again in the same process id:
+
+1. The sessions have moved away, and the blocks are freed, as in every pause.
+2. The node ends, and ``restart`` replaces the program. The environment says what the node hosted.
+3. The new program connects under the same identity and announces the paused node. It reads the
+   model when the pause ends.
+"""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import NoReturn
+
+from swarmnet_node.resting import Resting
+
+VARIABLE = "SWARMNET_RESTING"
+"""Environment variable from a node to the program that replaces it."""
+
+
+def take_resting() -> Resting | None:
+    """Return what the program before this one hosted, once. None if this is the first."""
+    text = os.environ.pop(VARIABLE, "")
+    return Resting(**json.loads(text)) if text else None
+
+
+def restart(resting: Resting) -> NoReturn:
+    """Replace this program by the same command."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.environ[VARIABLE] = json.dumps(asdict(resting))
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - this same command
+
+
+def may_restart() -> bool:
+    """Return whether a restart frees memory here: torch is in this process. On Windows, another
+    process would take the place of this one, and whoever started it would miss it."""
+    return os.name == "posix" and "torch" in sys.modules
