@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from swarmnet.cli.estimate import PROGRAM_BYTES
 from swarmnet.paths import default_cache_dir
 from swarmnet_protocols.models import DEFAULT_MODEL, resolve
 from tests.support.processes.commands import call
@@ -32,6 +33,9 @@ def test_a_host_answers_without_torch_and_transformers(tmp_path: Path) -> None:
     try:
         host = lab.launch("light", program=(sys.executable, "-c", PROGRAM, str(imported)))
         assert host.ready
+        estimated = host.wait("sharing")["uses"]["estimate"]
+        assert estimated.startswith("about 578 MB of memory, 98.4 MB of disk, 0.3% of a core when idle")
+        assert sum(process.memory_info().rss for process in host.family) < PROGRAM_BYTES + 98_362_432
         prompts = [list(range(100, 132))]
         with lab.connect() as model:
             answers = greedy(model, prompts, 8)

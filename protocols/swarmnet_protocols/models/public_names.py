@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_MODEL_BYTES = 98_362_432
+"""Bytes of its file."""
 EXPERTS_MODEL = "stdlib-experts"
 """A small mixture of experts that is part of this package: 8 blocks of 32 experts
 (``stdlib_experts/README.md``)."""

