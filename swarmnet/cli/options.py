@@ -86,9 +86,11 @@ SwarmPath = Annotated[
 
 def _own_swarm(path: Path) -> Path:
     """Return ``path``, or the folder of the household swarm that it names."""
+    from swarmnet import swarm_file
     from swarmnet.swarm_file.household import find_own
 
-    return path if path.exists() else find_own(default_data_dir(), path.name) or path
+    is_given = swarm_file.file_in(path).is_file()
+    return path if is_given else find_own(default_data_dir(), str(path)) or path
 
 
 OwnSwarm = Annotated[

@@ -151,7 +151,7 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, as_clien
     if is_invite(swarm):
         return _enter_by_invite(swarm, peer, bootstrap)
     path = Path(swarm)
-    if not path.exists():
+    if not swarm_file.file_in(path).exists():  # a folder may have the name of a swarm
         return _enter_by_name(swarm, peer, bootstrap)
     data = swarm_file.read(path)
     if is_invite(text := data.decode(errors="replace")):

@@ -27,7 +27,7 @@ README = ROOT / "README.md"
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SOURCES = [*ROOT.glob("protocols/**/*.c"), *ROOT.glob("node/**/*.c")]
 LIBRARIES = "swarmnet_protocols/machine/compiled"
-PROGRAMS = ("bash", "cat", "curl", "env", "head", "ip", "tar")
+PROGRAMS = ("bash", "cat", "curl", "env", "grep", "head", "ip", "tar")
 """What guides use besides swarmnet and Python, and ``ip``, which makes the network of two
 computers."""
 

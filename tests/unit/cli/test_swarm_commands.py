@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from swarmnet import cli, swarm_file
+from swarmnet.swarm_file.household import own_household
 from swarmnet.swarm_file.keys import load_key
 from swarmnet.swarm_file.stored import swarm_dir
 from swarmnet_protocols.fetching.hub_files import HEAD_BYTES
@@ -338,3 +339,16 @@ def test_a_lost_list_of_revocations_is_restored_from_a_member(
     kept.write_bytes(restored)
     owner.swarm("revoke", bob)
     assert open_list(sent_lists[-1], rules=file.rules(), now=wall_clock()).revoked.peers == {ALICE, bob}
+
+
+def test_the_swarm_of_start_is_managed_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("swarmnet.cli.options.default_data_dir", lambda: tmp_path)
+    own_household(tmp_path, "home")
+    (tmp_path / "elsewhere" / "home").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert cli.execute(["swarm", "invite", "home", "--role", "host"]) == 0
+    assert capsys.readouterr().out.startswith("swn1")
+    assert cli.execute(["swarm", "invite", "office"]) == 3
+    assert "cannot read the swarm file office" in capsys.readouterr().err

@@ -62,3 +62,12 @@ def test_an_open_swarm_needs_no_membership_folder(tmp_path: Path) -> None:
     create(tmp_path / "lab", NewSwarm("lab", is_open=True), now=wall_clock())
     assert swarm_file.load(tmp_path / "lab").authority is None
     assert enter(str(tmp_path / "lab"), tmp_path / "data").folder is None
+
+
+def test_a_folder_with_the_name_of_a_swarm_does_not_hide_it(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter(str(lab), tmp_path / "data")
+    (tmp_path / "elsewhere" / "lab").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert enter("lab", tmp_path / "data").file.name == "lab"

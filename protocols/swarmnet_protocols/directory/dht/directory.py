@@ -254,7 +254,7 @@ class DhtDirectory:
                 await self._transport.connect(peer, addresses, deadline_s=_BOOTSTRAP_S)
                 await self._handshakes.ensure(peer, DHT_PING, deadline_s=_BOOTSTRAP_S)
         except NotAuthorised as error:
-            _log.warning("bootstrap peer %s: %s", addresses[0], error)
+            _log.warning("the peer at %s: %s", addresses[0], error)
             refusals.append(error)
             return False
         except (PeerUnreachable, Refused, TimeoutError) as error:
@@ -262,7 +262,7 @@ class DhtDirectory:
             if peer not in self._unresponsive and len(self._unresponsive) < _MAX_UNRESPONSIVE:
                 self._unresponsive.add(peer)
                 reason = str(error).partition("\n")[0] or f"no answer within {_BOOTSTRAP_S:g} s"
-                _log.warning("bootstrap peer %s does not answer: %s", addresses[0], reason)
+                _log.warning("the peer at %s does not answer: %s", addresses[0], reason)
             return False
         self._unresponsive.discard(peer)
         return await self._node.protocol.call_ping(PeerID.from_base58(peer)) is not None
