@@ -9,7 +9,6 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +53,7 @@ def status(
         waiting.enter_context(progress(quiet=as_json))("asking the swarm", 0, None)
         entry = enter(swarm, data_dir, bootstrap, as_client=True)
         entry.check_bootstrap()
-        name = swarm if Path(swarm).exists() else entry.file.name  # an invite is a secret
+        name = swarm if entry.source else entry.file.name  # an invite is a secret
         asyncio.run(_show(entry, name, waiting, live=live, as_json=as_json))
 
 
