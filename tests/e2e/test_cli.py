@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from swarmnet.cli import execute
+from swarmnet_protocols.machine import native_code
 from tests.support.processes.commands import SWARMNET, RunningCommand, call, run
 from tests.support.processes.nodes import NodeProcess
 
@@ -87,6 +88,7 @@ def test_status_tells_what_the_node_does(node: RunningNode) -> None:
     before = call("status", "--data-dir", node.data_dir)
     assert (before["peer_id"], before["blocks"]) == (node.ready["peer_id"], [0, BLOCKS])
     assert (before["state"], before["swarm"]) == ("online", "lab")
+    assert before["kernels"] in {each.name for each in native_code.targets()}
 
     node.ask("Hello", "-n", "2")
     after = call("status", "--data-dir", node.data_dir)

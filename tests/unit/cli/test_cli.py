@@ -20,10 +20,12 @@ from swarmnet import cli
 from swarmnet.cli.commands import run
 from swarmnet.cli.failures import explain
 from swarmnet.paths import locked_data_dir
+from swarmnet_node.loading import block_speed
 from swarmnet_node.owner import control
 from swarmnet_protocols import errors
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.training.job_templates import METHODS
+from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.models.tiny import save_tiny_llama
 from tests.support.processes.commands import every_command
 from tests.support.swarm.fake_node import TRUNK_STATUS, FakeNode
@@ -223,6 +225,27 @@ def test_bench_measures_blocks_of_this_machine(capsys: pytest.CaptureFixture[str
     assert (report["blocks"], report["total_blocks"]) == (4, 30)
     assert 2_000_000 < report["block_bytes"] < 4_000_000, "weights stay packed, as in a host"
     assert min(report["decode"], report["batch"], report["prompt"]) > 0
+    assert report["kernels"] == native_code.targets()[0].name
+    assert report["kernel_times"] == {}, "tests measure no target"
+
+
+def test_bench_shows_the_times_of_other_kernels(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = native_code.targets()[0].name
+    times = {"Q4_K": {own: 1.0, "other": 2.0}, "F32": {own: 1.0, "other": 1.5}}
+    monkeypatch.setattr(block_speed, "times_by_format", lambda _: times)
+    assert cli.execute(["bench", "smollm2-135m-instruct", "--local"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"kernels {own} time with other 1.50 (F32) to 2.00 x (Q4_K)" in shown
+
+
+def test_status_names_the_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    node = FakeNode()
+    node.shown = NodeStatus.FromString(TRUNK_STATUS.SerializeToString())
+    node.shown.host.record.arithmetic, node.shown.kernels = "exact-1", "avx2"
+    assert "exact-1, avx2 kernels" in status_of(node, tmp_path, capsys)
+    assert json.loads(status_of(node, tmp_path, capsys, "--json"))["kernels"] == "avx2"
 
 
 def test_models_from_the_hub_are_listed(
