@@ -97,7 +97,8 @@ class Given:
     since: float = field(default_factory=wall_clock)
     """Unix time of the first count."""
     clients: DistinctNames = field(default_factory=DistinctNames)
-    """The peers whose sessions and passes were admitted."""
+    """The peer ids whose sessions and passes were admitted. In an open swarm a client has a new one
+    at each start, so there they count starts rather than people."""
     thanked: set[str] = field(default_factory=set)
     """The milestones for which the owner was thanked."""
 

@@ -66,7 +66,7 @@ def _print(given: "Given") -> None:
         f"given since {show_time(given.since)}",
         {
             "computed": f"{show_number(given.block_positions)} positions × blocks: each position counts once for every block that it passed, in training twice",
-            "clients": f"{counted(given.clients, 'client')} served: a client is one data directory of one machine; everybody behind a gateway is one",
+            "clients": f"{counted(given.clients, 'client')} served: in an open swarm, each start of `run` or `serve` counts as one, because clients are anonymous there; elsewhere each machine does",
             "training": counted(given.samples, "sample"),
             "traffic": f"{show_size(given.sent_bytes)} sent, {show_size(given.received_bytes)} received",
             "time": f"{show_duration(given.active_s)} of serving or training",
