@@ -37,7 +37,8 @@ def test_two_dashboards_show_the_same_swarm(tmp_path: Path, cache_dir: Path) -> 
                 (model,) = state["models"].values()
                 assert model["advice"]["blocks"] == [15, 30]
             seen = call("swarm", "status", str(lab.file), *lab.bootstrap_options, "--data-dir", str(tmp_path))
-            assert states(seen) == {one: "online"}
+            silent = {peer: entry["silent"] for peer, entry in seen["peers"].items()}
+            assert silent == {one: False, two: True}, "its record is still in the directory"
             (model,) = seen["models"].values()
             assert model["missing_blocks"] == [[15, 30]]
             url = outside.url
