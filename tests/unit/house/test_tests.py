@@ -122,6 +122,12 @@ def test_names_of_tests_are_short_sentences() -> None:
     assert [name for name in found(r"def test_(\w+)") if len(name) > LONGEST_NAME] == []
 
 
+def test_results_have_derived_bounds_and_no_fixed_tolerances() -> None:
+    """``tests/support/models/rounding.py`` derives bounds that hold on every processor."""
+    assert found(r"\b(?:assert_(?:all)?close|allclose)\(") == []
+    assert len(found(r"\bassert_(?:near|product|sum)\(")) > 100
+
+
 def test_no_two_defences_have_the_same_promise() -> None:
     promises = Counter(found(r'(?m)^@defence\(\s*"([^"]+)"'))
     assert len(promises) > 400
