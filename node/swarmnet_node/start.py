@@ -66,6 +66,7 @@ async def start(
                     await paused.enter_async_context(pause("p2pd is restarted"))
                 yield
 
+        from swarmnet_protocols.directory.catalog import announced_model
         from swarmnet_protocols.directory.host_announcements import read_hosts
         from swarmnet_protocols.fetching.peers import SwarmPeers
         from swarmnet_protocols.timing import Timing
@@ -81,7 +82,7 @@ async def start(
             transport, directory = await stack.enter_async_context(
                 connect(replace(config.network, peer=peer))
             )
-            peers.attach(transport, partial(read_hosts, directory))
+            peers.attach(transport, partial(read_hosts, directory), partial(announced_model, directory))
             stack.callback(peers.detach)
         except BaseException:
             peers.detach()

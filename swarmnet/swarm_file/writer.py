@@ -168,6 +168,25 @@ def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Seq
     return _write(path, document, key, str(path))
 
 
+def list_model(path: Path, model: ListedModel, *, now: float) -> SwarmFile:
+    """List ``model`` in the swarm file, in place of one of its name, and sign the file.
+
+    Raises ``ConfigError`` without an authority or its key.
+    """
+    path = file_in(path)
+    _, document = _open(path)
+    file = load(path)
+    if file.authority is None:
+        raise ConfigError(
+            f"{path} has no authority, so nobody can add a model to it",
+            hint="create the swarm with --model, or host the model under the name of its folder",
+        )
+    key = load_key(path.parent / KEY_NAME)
+    _list_models(document, [*(each for each in file.models if each.name != model.name), model])
+    document |= {"serial": file.serial + 1, "created": _time(now)}
+    return _write(path, document, key, str(path))
+
+
 def allow(path: Path, peer: PeerId, roles: Iterable[Role], *, now: float) -> SwarmFile:
     """Add ``peer`` with ``roles`` to the allow-list, in place of an earlier entry, and sign."""
     return _edit_members(file_in(path), peer, sorted(roles), now)

@@ -23,14 +23,20 @@ class Members:
     """The members of a swarm for one model, each with a cache of its own. The first has the model's
     files."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, folder: Path, *how: str) -> None:
+        """``how``: options of `swarm create`, instead of the model; then the model is published."""
         newest_ns = max(path.stat().st_ctime_ns for path in (model, *model.glob("*")))
         # The hash of a file is remembered once its times are old enough to show a later change.
         time.sleep(max(0, newest_ns + SETTLED_NS - time.time_ns()) / 1e9 + 0.1)
         self.folder, self.name = folder, model.name
         self.nodes: list[NodeProcess] = []
         where = ("--out", str(folder / "lab"), "--cache-dir", str(self.cache("first")))
-        created = call("swarm", "create", "lab", "--no-mdns", "--model", str(model), *where)
+        created = call("swarm", "create", "lab", "--no-mdns", *(how or ("--model", str(model))), *where)
+        if how:
+            options = ("--swarm", str(folder / "lab"), "--cache-dir", str(self.cache("first")))
+            created = call("model", "publish", str(next(model.glob("*.gguf"))), *options)
+            self.name = created["name"]
+            return
         assert created["models"].keys() == {model.name}
         assert created["pieces"].keys() == {model.name}
         [self.manifest] = created["models"].values()
@@ -116,3 +122,19 @@ def test_a_gguf_file_that_no_hub_has_is_hosted_run_and_served(members: Members, 
         served = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
     assert served["choices"][0]["text"] == answer["text"]
     assert served["precisions"] == answer["precisions"] == ["q8_0"]
+
+
+def test_a_model_that_hosts_announce_is_hosted_and_run_by_its_name(tmp_path: Path) -> None:
+    """The swarm file does not list it, because nobody may sign the file."""
+    members = Members(save_gguf(tmp_path / "model").parent, tmp_path, "--open")
+    try:
+        members.join("first", "0:2", str(tmp_path / "model" / "tiny.gguf"))
+        members.join("second", "2:3")
+        done = run("run", "tiny.gguf", "!!", "--raw", "-n", "4", "--json", *members.client("third"))
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(json.loads(done.stdout)["route"]) == 2
+        done = run("run", "tinny.gguf", "!!", "--json", *members.client("third"))
+        assert (done.returncode, "there is no model" in done.stdout) == (3, True)
+    finally:
+        for node in members.nodes:
+            node.kill()

@@ -72,14 +72,20 @@ class ModelReader:
     async def _fetch_outline(self, config: NodeConfig) -> bool:
         """Fetch the outline of the model from hosts of the swarm.
 
-        Return False without a connection, or if the swarm file does not name the model. Raises
-        ``Unreachable`` if no host has it.
+        Return False without a connection, or if neither the swarm file nor hosts name the model.
+        Raises ``Unreachable`` if no host has it.
         """
         from swarmnet_protocols.models.outline import fetch_outline
+        from swarmnet_protocols.models.public_names import is_path
 
         manifest = config.network.rules.names.get(config.model)
+        if manifest is None and is_path(config.model):
+            return False
         wait = self.peers.wait  # it returns when the node is connected
-        if manifest is None or not await asyncio.get_running_loop().run_in_executor(None, wait):
+        if not await asyncio.get_running_loop().run_in_executor(None, wait):
+            return False
+        manifest = manifest or await self.peers.announced(config.model)
+        if manifest is None:
             return False
         await fetch_outline(self.peers, config.model, manifest, config.cache_dir)
         return True

@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError
 
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement, Announcer
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.wire import records_pb2 as pb
 
@@ -112,6 +113,21 @@ def is_enough(sample: Sequence[bytes], body: bytes, *, is_full: bool) -> bool:
 async def read_catalog(directory: Directory) -> Catalog:
     """Read the catalog. A model with several names gets the name that most peers use."""
     return merge(record.body for record in await directory.lookup(TOPIC))
+
+
+async def announced_model(directory: Directory, name: str) -> bytes | None:
+    """Return the manifest hash of the model that peers announce under ``name``, or None.
+
+    Raises ``ConfigError`` if they announce several, because nobody can tell which one is meant.
+    """
+    found = [model.manifest for model in (await read_catalog(directory)).models if model.name == name]
+    if len(found) > 1:
+        listed = ", ".join(manifest.hex()[:16] for manifest in found)
+        raise ConfigError(
+            f"peers of this swarm announce {len(found)} models as {name!r}: {listed}",
+            hint="the owner of the swarm lists the right one: swarmnet model publish",
+        )
+    return found[0] if found else None
 
 
 def merge(bodies: Iterable[bytes]) -> Catalog:

@@ -63,6 +63,8 @@ class WeightHost(Protocol):
 
 FindHosts = Callable[[bytes], Awaitable[Sequence[WeightHost]]]
 """Finds the hosts of a model by the hash of its manifest."""
+FindModel = Callable[[str], Awaitable[bytes | None]]
+"""Finds the manifest hash of the model that hosts announce under a name."""
 
 
 async def fetch_document(
@@ -211,17 +213,24 @@ class SwarmPeers:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._transport: Transport | None = None
         self._find: FindHosts | None = None
+        self._find_model: FindModel | None = None
         self._failed: set[PeerId] = set()
         """Hosts that failed or were slow to answer: they are asked last."""
         self._settled = threading.Event()
 
-    def attach(self, transport: Transport, find: FindHosts) -> None:
-        """Use ``transport``, which is connected to the swarm. ``find`` looks up hosts.
+    def attach(self, transport: Transport, find: FindHosts, find_model: FindModel | None = None) -> None:
+        """Use ``transport``, which is connected to the swarm. ``find`` looks up hosts, and
+        ``find_model`` the model that they announce under a name.
 
         Call this on the event loop of the network.
         """
         self._loop, self._transport, self._find = asyncio.get_running_loop(), transport, find
+        self._find_model = find_model
         self._settled.set()
+
+    async def announced(self, name: str) -> bytes | None:
+        """Return the manifest hash of the model that hosts announce under ``name``, or None."""
+        return None if self._find_model is None else await self._find_model(name)
 
     def detach(self) -> None:
         """Note that the connection failed or ended, so that downloads continue without peers.

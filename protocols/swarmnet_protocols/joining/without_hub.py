@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, connect
+from swarmnet_protocols.models.public_names import is_path
 
 if TYPE_CHECKING:
     from swarmnet_protocols.models import LocalModel, Progress
@@ -23,9 +25,10 @@ def resolve_in_swarm(
 ) -> "LocalModel":
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
-    If the hub does not answer or lacks the model, peers send its outline. That needs a swarm,
-    entered by ``enter``, whose file names the model. Do not call this on a thread with a running
-    loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
+    If the hub does not answer or lacks the model, peers send its outline: of the model that the
+    swarm file names, or else of the one that peers announce under this name. ``enter`` enters the
+    swarm. Do not call this on a thread with a running loop. Raises what ``resolve``, ``enter`` and
+    ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 
@@ -34,20 +37,36 @@ def resolve_in_swarm(
         return find()
     except (ConfigError, Unreachable):
         network = enter()
-        model = network.rules.names.get(name)
-        if model is None:
+        if name not in network.rules.names and is_path(name):
             raise
-        asyncio.run(_fetch(name, model, network, cache_dir))
+        if not asyncio.run(_fetch(name, network, cache_dir)):
+            raise
     return find()
 
 
-async def _fetch(name: str, model: bytes, network: Network, cache_dir: Path) -> None:
+async def _fetch(name: str, network: Network, cache_dir: Path) -> bool:
+    """Fetch the outline of a model from peers. Return whether the swarm knows the name.
+
+    Raises ``Unreachable`` if it does, and no peer has the outline.
+    """
+    from swarmnet_protocols.directory.catalog import announced_model
     from swarmnet_protocols.directory.host_announcements import read_hosts
     from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models.outline import fetch_outline
     from swarmnet_protocols.timing import Timing
 
-    async with connect(network, client_mode=True) as (transport, directory):
+    listed = network.rules.names.get(name)
+    async with AsyncExitStack() as stack:
+        try:
+            transport, directory = await stack.enter_async_context(connect(network, client_mode=True))
+        except Unreachable:
+            if listed is None:
+                return False
+            raise
+        model = listed or await announced_model(directory, name)
+        if model is None:
+            return False
         peers = SwarmPeers(network.rules.pieces_hashes, Timing(), network.rules.models)
         peers.attach(transport, partial(read_hosts, directory))
         await fetch_outline(peers, name, model, cache_dir)
+    return True

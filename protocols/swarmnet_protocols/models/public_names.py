@@ -17,11 +17,16 @@ def name_for_peers(name: str) -> str:
     In the hub's cache, a folder is named for its commit, so its public name is the repository's.
     Links are not followed: in that cache they lead to files that are named for their hashes.
     """
-    path = Path(name).expanduser()
-    if not (path.exists() or path.is_absolute() or name.startswith(("~", "."))):
+    if not is_path(name):
         return name
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.abspath(Path(name).expanduser()))
     repository = path.parent.parent.name
     if path.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.removeprefix("models--").replace("--", "/")
     return path.name
+
+
+def is_path(name: str) -> bool:
+    """Return whether ``name`` is a path on this machine rather than the name of a model."""
+    path = Path(name).expanduser()
+    return path.exists() or path.is_absolute() or name.startswith(("~", "."))

@@ -1,5 +1,7 @@
 """``swarmnet model``: the models on this machine."""
 
+import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,6 +11,7 @@ from swarmnet.cli.lazy import command_group
 from swarmnet.cli.options import CacheDirOption, JsonFlag, MaxDiskOption, ModelArgument
 from swarmnet.cli.output import print_json, print_table, print_text, progress
 from swarmnet.units import counted, show_size
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.models import DEFAULT_MODEL
 
@@ -102,6 +105,72 @@ def show(
     if text := _memory_notice(local):
         rows["memory"] = text
     print_table(local.name, rows | {"files": files})
+
+
+@app.command("publish")
+def publish(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR", help="The model: a directory such as `train export` writes, or a .gguf file."
+        ),
+    ],
+    *,
+    swarm: Annotated[
+        Path,
+        typer.Option("--swarm", metavar="SWARM", help="The swarm.toml or its directory.", show_default=False),
+    ],
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name", metavar="NAME", help="Name of the model in the swarm.", show_default="the folder's name"
+        ),
+    ] = None,
+    cache_dir: CacheDirOption,
+    as_json: JsonFlag = False,
+) -> None:
+    """Give a model of yours a name in a swarm. Peers then run and host it by this name, and fetch
+    its weights from each other.
+
+    With the authority's key next to swarm.toml, the file lists the model, so that nobody can take
+    its name. Otherwise the hosts of the model announce the name.
+    """
+    from swarmnet import swarm_file
+    from swarmnet.cli.commands.swarm import listed_model
+    from swarmnet.swarm_file import writer
+    from swarmnet.swarm_file.keys import KEY_NAME
+    from swarmnet_protocols.machine.clock import wall_clock
+
+    file = swarm_file.load(swarm)
+    signs = file.authority is not None and (swarm_file.file_in(swarm).parent / KEY_NAME).exists()
+    listed = listed_model(model, cache_dir, quiet=as_json)
+    if not signs and name not in {None, listed.name}:
+        raise ConfigError(
+            f"without the authority's key the name is that of the folder: {listed.name}",
+            hint=f"rename the folder to {name}, or run this where authority.key is",
+        )
+    listed = replace(listed, name=name or listed.name)
+    if signs:
+        file = writer.list_model(swarm, listed, now=wall_clock())
+    host = shlex.join(["swarmnet", "join", str(swarm), "--model", model])
+    run = shlex.join(["swarmnet", "run", listed.name, "--swarm", str(swarm)])
+    if as_json:
+        print_json(
+            {
+                "name": listed.name,
+                "manifest": f"sha256:{listed.manifest.hex()}",
+                "listed": signs,
+                "serial": file.serial,
+                "host": host,
+                "run": run,
+            }
+        )
+        return
+    if signs:
+        print_text(f"{listed.name} is in the swarm file, serial {file.serial}: give the file out again")
+    else:
+        print_text(f"{listed.name} gets its name from its hosts: the swarm file is not signed here")
+    print_text(f"host it: {host}\nothers host it: swarmnet join SWARM --model {listed.name}\nrun it: {run}")
 
 
 @app.command("verify")

@@ -101,7 +101,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter("give either --open or --like", param_hint="'--like'")
     now = wall_clock()
     not_after = datetime.fromtimestamp(int(now), UTC) + timedelta(days=days) if days else None
-    listed = [_listed(each, cache_dir, quiet=as_json) for each in model]
+    listed = [listed_model(each, cache_dir, quiet=as_json) for each in model]
     new = NewSwarm(name, tuple(bootstrap), not_after, is_open, mdns, like, models=tuple(listed))
     from swarmnet.swarm_file import writer as swarm_writer
 
@@ -127,7 +127,7 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         print_text(f"next: swarmnet join {path}")
 
 
-def _listed(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
+def listed_model(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     """Return a model as the swarm file lists it. A local model is listed under the name of its file
     or directory, a model from the hub under its name on the hub."""
     from swarmnet_protocols.models import resolve

@@ -320,6 +320,33 @@ def test_a_model_that_is_partly_here_is_listed_without_its_pieces(
         assert again["pieces"].keys() == {NAME}
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_model_is_published_by_whoever_has_the_key(
+    is_open: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = Owner(tmp_path / "lab", capsys)
+    cache = ("--cache-dir", str(tmp_path / "cache"))
+    models = [save_tiny(kind, tmp_path / kind / "talk") for kind in ("llama-tied", "llama-untied")]
+    owner.swarm("create", "lab", "--out", str(owner.directory), *(["--open"] if is_open else []))
+    where = ("--swarm", str(owner.directory), *cache)
+    for number, model in enumerate(models):
+        made = owner.run("model", "publish", str(model), *where)
+        assert (made["name"], made["listed"]) == ("talk", not is_open)
+        assert made["host"] == f"swarmnet join {owner.directory} --model {model}"
+        assert made["run"] == f"swarmnet run talk --swarm {owner.directory}"
+        file = swarm_file.load_valid(owner.directory, wall_clock())
+        assert file.serial == made["serial"] == (1 if is_open else 2 + number)
+        listed = {name: f"sha256:{manifest.hex()}" for name, manifest in file.rules().names.items()}
+        assert listed == ({} if is_open else {"talk": made["manifest"]}), "one model has the name"
+    if is_open:
+        refused = owner.run("model", "publish", str(models[0]), "--name", "chat", *where, code=3)
+        assert "the name is that of the folder: talk" in refused["message"]
+    else:
+        owner.run("model", "publish", str(models[0]), "--name", "chat", *where)
+        assert swarm_file.load(owner.directory).rules().names.keys() == {"talk", "chat"}
+        assert swarm_file.load(owner.directory).rules().pieces_hashes
+
+
 def test_a_lost_list_of_revocations_is_restored_from_a_member(
     owner: Owner, sent_lists: list[bytes], tmp_path: Path
 ) -> None:

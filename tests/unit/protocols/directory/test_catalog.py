@@ -3,6 +3,7 @@ complete."""
 
 import asyncio
 import random
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -14,11 +15,14 @@ from swarmnet_protocols.directory.catalog import (
     SAMPLE,
     TOPIC,
     CatalogModel,
+    announced_model,
     is_enough,
     model_announcer,
     read_catalog,
 )
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.aio import cancel
+from swarmnet_protocols.wire import records_pb2 as pb
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
 from tests.support.network.virtual_time import run
@@ -78,3 +82,32 @@ def test_every_one_of_a_few_hosts_announces() -> None:
     assert not is_enough([b"a"] * (ENOUGH - 1), b"a", is_full=False)
     assert is_enough([b"a"] * ENOUGH, b"a", is_full=False)
     assert not is_enough([b"a"] * ENOUGH, b"b", is_full=False)
+
+
+def test_a_name_that_several_models_have_is_refused() -> None:
+    """Any peer may announce a model under the name of another."""
+
+    async def scenario() -> None:
+        network = MemoryNetwork(random.Random(0), LinkProfile())
+        board = MemoryBoard(network, lambda: EPOCH)
+
+        async def announce(host: str, number: int) -> MemoryDirectory:
+            directory = MemoryDirectory(board, peer(host), SWARM)
+            entry = pb.CatalogModel(manifest=bytes([number]) * 32, name="talk", blocks=3)
+            body = pb.CatalogRecord(model=entry).SerializeToString()
+            await directory.publish(TOPIC, body, lifetime_s=LIFETIME_S)
+            return directory
+
+        async with AsyncExitStack() as online:
+            for host in ("one", "two", "three"):
+                await online.enter_async_context(network.transport(peer(host).peer_id))
+            directory = await announce("one", 1)
+            assert await announced_model(directory, "talk") == bytes([1]) * 32
+            assert await announced_model(directory, "chat") is None
+            await announce("two", 1)
+            assert await announced_model(directory, "talk") == bytes([1]) * 32
+            await announce("three", 2)
+            with pytest.raises(ConfigError, match="announce 2 models as 'talk'"):
+                await announced_model(directory, "talk")
+
+    run(scenario())
