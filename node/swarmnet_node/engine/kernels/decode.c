@@ -374,18 +374,18 @@ void decode(const step *s, const layer *layers, const new_position *positions, f
 #pragma omp barrier
             if (!l->parallel) {
                 normalise(l->mlp_norm, hidden, s->hidden_size, normed, s->rows);
-                inner_values(s, l, positions, index, normed, parts, low, gates_ups, inner);
-#pragma omp barrier
-                if (m->count) {
-                    mixture_inner(s, l, normed, parts, logits, r, experts_inner);
+                if (m->count) mixture_inner(s, l, normed, parts, logits, r, experts_inner);
+                if (m->count && l->inner) {
 #pragma omp barrier
                 }
-            }
-            back_product(s, positions, first + DOWN, l->down, inner, parts, low, added);
-            if (m->count) {
+                if (l->inner) inner_values(s, l, positions, index, normed, parts, low, gates_ups, inner);
 #pragma omp barrier
-                add_mixture(s, l, gates_ups, experts_inner, parts, r, added);
             }
+            if (l->inner) back_product(s, positions, first + DOWN, l->down, inner, parts, low, added);
+            if (m->count && l->inner) {
+#pragma omp barrier
+            }
+            if (m->count) add_mixture(s, l, gates_ups, experts_inner, parts, r, added);
             add_branch(s, l->mlp_out_norm, l->residual, l->scale, added, normed, hidden);
 #pragma omp barrier
         }

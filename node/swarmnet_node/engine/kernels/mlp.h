@@ -73,7 +73,7 @@ typedef struct {
     float *out;       /* [ROWS][outputs of a product] */
 } routed;
 
-/* The parts of a thread's memory: routed_floats() of native_layers.py has their sizes. */
+/* The parts of a thread's memory: experts_floats() of native_layers.py adds up their sizes. */
 static routed routed_at(packed_function *packed, const mixture *m, int64_t rows, int64_t inputs, float *memory) {
     int64_t all = rows * m->chosen, widest = least(rows, ROWS) * most(inputs, m->inner);
     float *weights = memory + all, *scores = weights + all, *x = scores + 2 * m->count, *parts = x + widest;
