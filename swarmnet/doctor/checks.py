@@ -228,7 +228,7 @@ def _open_secret(secret: SecretFile) -> Finding:
 
 def _listening(facts: Facts) -> Iterator[Finding]:
     if facts.node:
-        yield Finding("node", Level.OK, f"the node that uses {facts.data_dir} is {facts.node}")
+        yield Finding("node", Level.OK, f"the command that uses {facts.data_dir} is {facts.node}")
     if facts.node_reached:
         level = Level.WARN if facts.node_advice else Level.OK
         yield Finding("reach", level, f"peers reach the node {facts.node_reached}", facts.node_advice)

@@ -27,7 +27,6 @@ def peer_status(transport: Transport, directory: Directory) -> NodeStatus:
     return NodeStatus(
         peer_id=transport.peer_id,
         addresses=transport.addresses(),
-        version=version("swarmnet-p2p"),
         warning=directory.warning(),
         reach=transport.reach(),
         refused_stores=directory.refused,
@@ -61,6 +60,7 @@ class WatchedPeer:
         self._transport = transport
         self._directory = directory
         self._machine = machine
+        self._version = version("swarmnet-p2p")
         self._started = asyncio.get_running_loop().time()
 
     @classmethod
@@ -81,6 +81,7 @@ class WatchedPeer:
         """Return the status of the peer."""
         status = peer_status(self._transport, self._directory)
         status.command, status.swarm = self._purpose.command, self._purpose.swarm_name
+        status.version = self._version
         status.state = "leaving" if self.stopping.is_set() else "online"
         status.uptime_s = asyncio.get_running_loop().time() - self._started
         status.ram_bytes = self._machine.ram_bytes()

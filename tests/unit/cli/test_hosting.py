@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from swarmnet.cli.commands.control import headline
 from swarmnet.cli.foreground import Foreground
 from swarmnet.reach import describe
 from swarmnet_protocols.models import Progress
@@ -184,3 +185,32 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/1"
 )
 def test_how_others_reach_a_node_is_said_in_words(reach: Reach, addresses: list[str], says: str) -> None:
     assert describe(reach, addresses) == says
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({}, "this node serves smollm2-135m-instruct, blocks 10:20 of 30, 2 sessions"),
+        (
+            {"public_name": "kitchen"},
+            "kitchen serves smollm2-135m-instruct, blocks 10:20 of 30, 2 sessions",
+        ),
+        (
+            {"state": "paused", "reason": "outside its hours (mon 03:00-04:00), until mon 03:00"},
+            "this node is paused: outside its hours (mon 03:00-04:00), until mon 03:00",
+        ),
+        ({"state": "choosing"}, "this node chooses blocks of smollm2-135m-instruct"),
+        (
+            {"state": "joining"},
+            "this node is about to serve smollm2-135m-instruct, blocks 10:20 of 30",
+        ),
+        (
+            {"state": "leaving"},
+            "this node stops: its sessions move to other hosts (smollm2-135m-instruct, blocks 10:20 of 30, 2 sessions)",
+        ),
+    ],
+)
+def test_status_begins_with_the_name_of_a_node_and_what_it_does(fields: dict[str, str], says: str) -> None:
+    node = NodeStatus.FromString(STATUS.SerializeToString())
+    node.MergeFrom(NodeStatus(**fields))  # type: ignore[arg-type]
+    assert headline(node) == says
