@@ -44,7 +44,7 @@ def peer_entry(
     endings: Mapping[PeerId, str] = NO_ENDINGS,
 ) -> dict[str, Any]:
     """Return the JSON of one peer. ``previous`` is its JSON in the last state; None for a new
-    peer. ``endings``: how workers that announced their leave ended."""
+    peer. ``endings``: how workers that were not lost ended."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {
@@ -124,15 +124,13 @@ def _ending(seen: PeerObservation, previous: Mapping[str, Any] | None, endings: 
     """Return how a peer that is gone ended: "finished" its job, "left" in good order, or "lost"."""
     if seen.announced is not None and seen.announced.state in _IN_GOOD_ORDER:
         return "left"
+    if seen.peer in endings:
+        return endings[seen.peer]
     if previous is not None and previous["ending"] is not None:
         return str(previous["ending"])
     if previous is not None and previous["state"] in _IN_GOOD_ORDER:
         return "left"
-    if seen.peer in endings:
-        return endings[seen.peer]
     report = seen.newest.report if seen.newest is not None else report_pb2.NodeReport()
-    if report.worker.state == "done":
-        return "finished"
     states = {report.worker.state, state_name(report.host.record.state)}
     return "left" if states & _IN_GOOD_ORDER else "lost"
 

@@ -46,11 +46,7 @@ def derive(snapshot: Snapshot, previous: State | None = None) -> State:
     before = (previous or known_before()).body
     shown = [seen for seen in snapshot.peers if is_shown(seen, snapshot.now_s)][:MAX_PEERS]
     jobs = _jobs(snapshot, before["jobs"])
-    endings = {
-        peer: "finished" if jobs[job.id]["state"] == "done" else "left"
-        for job in snapshot.jobs
-        for peer in job.left
-    }
+    endings = _endings(snapshot, jobs)
     peers: dict[str, Any] = {
         seen.peer: peer_entry(seen, snapshot.now_s, before["peers"].get(seen.peer), endings) for seen in shown
     }
@@ -127,7 +123,14 @@ def _models(
 def _jobs(snapshot: Snapshot, before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the JSON of the jobs of the catalog, and of earlier ones for ``JOB_SHOWN_S``."""
     by_id = {seen.peer: seen for seen in snapshot.peers}
-    jobs = {job.id: _job_entry(job, by_id, snapshot.now_s, before.get(job.id)) for job in snapshot.jobs}
+    reports: dict[str, list[report_pb2.WorkerReport]] = defaultdict(list)
+    for seen in snapshot.peers:
+        if seen.newest is not None and seen.newest.report.HasField("worker"):
+            reports[seen.newest.report.worker.job.hex()].append(seen.newest.report.worker)
+    jobs = {
+        job.id: _job_entry(job, by_id, reports[job.id], snapshot.now_s, before.get(job.id))
+        for job in snapshot.jobs
+    }
     ended = {
         job: entry
         | {"workers": 0, "state": "done" if entry["round"] >= entry["rounds"] else "idle"}
@@ -139,28 +142,43 @@ def _jobs(snapshot: Snapshot, before: Mapping[str, Any]) -> dict[str, Any]:
     return jobs | {job: ended[job] for job in latest if snapshot.now_s - ended[job]["ended_s"] < JOB_SHOWN_S}
 
 
+def _endings(snapshot: Snapshot, jobs: Mapping[str, Any]) -> dict[PeerId, str]:
+    """Return how workers ended that announced their leave, or were in the last round of a job that
+    is done."""
+    rounds = {job.id: job.rounds for job in snapshot.jobs}
+    endings = {
+        peer: "finished" if round >= job.rounds else "left"
+        for job in snapshot.jobs
+        for peer, round in job.left.items()
+    }
+    for seen in snapshot.peers:
+        report = seen.newest.report.worker if seen.newest is not None else report_pb2.WorkerReport()
+        job_id = report.job.hex()
+        if job_id in rounds and jobs[job_id]["state"] == "done" and report.round >= rounds[job_id] - 1:
+            endings[seen.peer] = "finished"
+    return endings
+
+
 def _job_entry(
     job: JobObservation,
     peers: Mapping[PeerId, PeerObservation],
+    reports: Sequence[report_pb2.WorkerReport],
     now_s: float,
     before: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the JSON of one job, from the reports of its workers. ``before``: its JSON in the last
-    state, whose numbers stay where workers have left."""
+    """Return the JSON of one job. ``reports``: the last ones of its workers, those that are gone
+    included. ``before``: its JSON in the last state, whose numbers stay."""
     known = before or {}
     there = [
         seen
         for peer in job.workers
         if (seen := peers.get(peer)) is not None and (seen.newest is None or state_of(seen)[0] != "gone")
     ]
-    reports = [
-        seen.newest.report.worker
-        for seen in there
-        if seen.newest is not None and seen.newest.report.worker.job.hex() == job.id
-    ]
+    latest = [seen.newest.report.worker for seen in there if seen.newest is not None]
+    present = [report for report in latest if report.job.hex() == job.id]
     round_ = min(job.rounds, max([job.round, known.get("round", 0), *(report.round for report in reports)]))
-    loss = _mean([report.loss for report in reports if report.HasField("loss")])
-    val_loss = _mean([report.val_loss for report in reports if report.HasField("val_loss")])
+    loss = _mean([report.loss for report in present or reports if report.HasField("loss")])
+    val_loss = _mean([report.val_loss for report in present or reports if report.HasField("val_loss")])
     sent = min(MAX_NUMBER, sum(report.bytes_sent for report in reports))
     return {
         "name": job.name,
@@ -173,7 +191,7 @@ def _job_entry(
         "tokens": max([known.get("tokens", 0), *(report.tokens for report in reports)]),
         "bytes_sent": max(known.get("bytes_sent", 0), sent),
         "contributors": _contributors(reports) or known.get("contributors", []),
-        "state": _job_state(job, round_, len(there), [report.state for report in reports]),
+        "state": _job_state(job, round_, len(there), [report.state for report in present]),
         "ended_s": None if there else known.get("ended_s") or round(now_s),
     }
 

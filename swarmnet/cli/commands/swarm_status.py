@@ -160,7 +160,7 @@ def _print(state: Mapping[str, Any], *, live: bool, as_json: bool) -> None:
 
 
 def _who(peers: Mapping[str, Mapping[str, Any]]) -> str:
-    words = {"host": "host", "experts": "expert peer", "trainer": "trainer"}
+    words = {"host": "host", "experts": "expert peer", "worker": "worker"}
     texts = []
     for role, word in words.items():
         found = [peer for peer in peers.values() if peer["role"] == role]

@@ -81,8 +81,8 @@ class JobObservation:
     workers: Sequence[PeerId] = ()
     round: int = 0
     """The highest round that a worker announces."""
-    left: Sequence[PeerId] = ()
-    """Workers that announce that they left in good order."""
+    left: Mapping[PeerId, int] = field(default_factory=dict)
+    """The last round of each worker that announces that it left in good order."""
 
 
 @dataclass(frozen=True)

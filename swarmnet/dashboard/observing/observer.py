@@ -238,7 +238,7 @@ class Observer:
             self._jobs[job_id] = replace(
                 job,
                 workers=tuple(worker.peer for worker in known if worker.addresses),
-                left=tuple(worker.peer for worker in known if not worker.addresses),
+                left={worker.peer: round for worker, round in known.items() if not worker.addresses},
                 round=max((min(round, job.rounds) for round in known.values()), default=job.round),
             )
 

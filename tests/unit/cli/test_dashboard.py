@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from swarmnet.cli.commands import dashboard
+from swarmnet.cli.commands import dashboard, swarm_status
 from swarmnet.cli.commands.dashboard import owners_lists
 from swarmnet.swarm_file.entry import enter
 from swarmnet.swarm_file.household import own_household
@@ -11,6 +11,7 @@ from swarmnet.swarm_file.writer import NewSwarm, create
 from swarmnet.web.middleware import AccessPolicy, ApiKeys
 from swarmnet_protocols.machine.clock import wall_clock
 from tests.defences import defence, no, replacing
+from tests.support.dashboard.recorded_swarm import RecordedSwarm
 from tests.support.processes.commands import call
 
 KEY = ApiKeys({"dashboard": "a-key-of-the-owner"})
@@ -45,3 +46,10 @@ def test_the_first_computer_of_a_household_sees_its_members(tmp_path: Path) -> N
     own_household(tmp_path / "member", "home")
     entry = enter("home", tmp_path / "member", as_client=True)
     assert owners_lists(entry, tmp_path / "member", AccessPolicy()) is None, "another swarm of that name"
+
+
+def test_a_swarms_status_counts_peers_by_what_they_do() -> None:
+    swarm = RecordedSwarm("broken", lambda: 1_800_000_000.0)
+    assert swarm_status._who(swarm_status.swarm_state(swarm.snapshot(), [])["peers"]) == (
+        "11 hosts (9 online), 1 worker"
+    )

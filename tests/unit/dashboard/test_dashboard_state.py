@@ -356,30 +356,37 @@ def test_the_numbers_of_a_job_stay_when_its_workers_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    ("announced", "round", "state", "ending", "event"),
+    ("last", "left", "done", "ending", "event"),
     [
-        (True, 100, "training", "finished", "finished its training job"),
-        (False, 100, "done", "finished", "finished its training job"),
-        (True, 8, "training", "left", "left in good order"),
-        (False, 8, "leaving", "left", "left in good order"),
-        (False, 8, "training", "lost", "was lost"),
-        (False, 100, "training", "lost", "was lost"),
+        (90, 100, True, "finished", "finished its training job"),
+        (99, None, True, "finished", "finished its training job"),
+        (8, 9, False, "left", "left in good order"),
+        (8, 9, True, "left", "left in good order"),
+        (8, None, False, "lost", "was lost"),
+        (8, None, True, "lost", "was lost"),
     ],
 )
 def test_a_worker_that_finished_or_left_was_not_lost(
-    announced: bool, round: int, state: str, ending: str, event: str
+    last: int, left: int | None, done: bool, ending: str, event: str
 ) -> None:
-    """The last report of a worker may be from before its last round; its last record then tells."""
-    here = derive(snapshot(worker("w", state=state), jobs=(JOB,)))
-    stopped = worker("w", failed_at_s=NOW_S + 2, state=state)
-    job = replace(JOB, round=round, left=(peer("w"),) if announced else ())
-    gone = derive(snapshot(stopped, now_s=NOW_S + 3, jobs=(job,)), here)
+    """``last``: the round of its last report; ``left``: that of its last record, which says that it
+    leaves; ``done``: whether another worker reports that the job is done."""
+    here = derive(snapshot(worker("w", round=last), jobs=(JOB,)))
+    job = replace(JOB, left={} if left is None else {peer("w"): left})
+    peers = [worker("w", failed_at_s=NOW_S + 2, round=last)]
+    if done:
+        peers.append(worker("v", round=100, state="done"))
+    gone = derive(snapshot(*peers, now_s=NOW_S + 3, jobs=(job,)), here)
     assert (entry(gone, "w")["state"], entry(gone, "w")["ending"]) == ("gone", ending)
-    (said,) = gone.new_events
+    said = next(each for each in gone.new_events if each["peer_id"] == peer("w"))
     assert said["text"].endswith(event)
     assert said["kind"] == ("lost" if ending == "lost" else "left")
-    later = derive(snapshot(stopped, now_s=NOW_S + 9, jobs=(replace(job, round=100),)), gone)
-    assert entry(later, "w")["ending"] == ending or announced, "others go on to the last round without it"
+
+
+def test_a_job_is_done_when_a_worker_that_is_gone_said_so() -> None:
+    done = worker("w", failed_at_s=NOW_S + 2, round=100, state="done", loss=2.0)
+    shown = derive(snapshot(done, now_s=NOW_S + 3, jobs=(replace(JOB, workers=()),))).body["jobs"][JOB.id]
+    assert (shown["state"], shown["round"], shown["workers"], shown["loss"]) == ("done", 100, 0, 2.0)
 
 
 def test_a_worker_is_shown_once_it_has_answered() -> None:

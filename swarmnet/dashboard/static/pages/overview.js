@@ -79,7 +79,7 @@ export function overviewPage() {
     node.classList.toggle("no-model", shown === null);
     const there = allPeers.filter((peer) => shown === null || peer.model === shown.id || !state.models[peer.model]);
     if (shown) {
-      const hosts = there.filter((peer) => peer.model === shown.id && peer.blocks && peer.role !== "trainer");
+      const hosts = there.filter((peer) => peer.model === shown.id && peer.blocks && peer.role !== "worker");
       top.update(shown);
       setText(facts, `${modelName(shown.name)} · ${plural(shown.blocks, "block")}; a range such as 4:10 is blocks 4 to 9`);
       setAttribute(facts, "title", `${shown.name}, manifest ${shown.id}`);
