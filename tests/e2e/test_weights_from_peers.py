@@ -124,6 +124,7 @@ def test_a_gguf_file_that_no_hub_has_is_hosted_run_and_served(members: Members, 
     assert served["precisions"] == answer["precisions"] == ["q8_0"]
 
 
+@pytest.mark.thorough
 def test_a_model_that_hosts_announce_is_hosted_and_run_by_its_name(tmp_path: Path) -> None:
     """The swarm file does not list it, because nobody may sign the file."""
     members = Members(save_gguf(tmp_path / "model").parent, tmp_path, "--open")

@@ -241,7 +241,7 @@ def compile_library(
 def _try(library: Path, openmp: Path, folder: str) -> str:
     """Call the library's trial in a process of its own. Return what is wrong, or an empty text."""
     done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", _CALL_TRIAL, str(openmp), str(library)],
+        [sys.executable, "-I", "-S", "-c", _CALL_TRIAL, str(openmp), str(library.absolute())],
         cwd=folder,  # a core dump goes there, and with it
         stdin=subprocess.DEVNULL,
         capture_output=True,

@@ -111,6 +111,15 @@ def test_a_library_of_the_wheel_needs_no_compiler(
     assert native_code.provider("no-such-compiler") == "wheel"
 
 
+def test_a_cache_may_be_named_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trial runs in another folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("code.c").write_text("int trial(void) { return 0; }")
+    assert native_code.load(Path("code.c"), Path("cache")) is not None
+
+
 def test_code_without_a_trial_is_not_trusted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     source = tmp_path / "code.c"
     source.write_text("int nothing(void) { return 0; }")
