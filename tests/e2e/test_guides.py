@@ -126,10 +126,12 @@ def test_nodes_compute_with_the_code_of_the_wheel(
     swarm: dict[str, str], installed: Path, newcomer: Path
 ) -> None:
     (folder,) = installed.glob(f"lib/python*/site-packages/{LIBRARIES}")
-    ready = {library.read_bytes() for library in folder.iterdir()}
+    ready = {library.name: library.read_bytes() for library in folder.iterdir()}
     used = {library.read_bytes() for library in newcomer.glob(".cache/swarmnet/native/*.so")}
-    assert len(used) == len(SOURCES)
-    assert used <= ready
+    assert used <= set(ready.values())
+    for source in SOURCES:  # nodes measure several targets of one, and use the fastest
+        names = {native_code.library_name(source, target) for target in native_code.known_targets()}
+        assert any(ready[name] in used for name in names), source
 
 
 def test_a_node_is_stopped(swarm: dict[str, str]) -> None:
