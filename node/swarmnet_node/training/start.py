@@ -130,6 +130,7 @@ async def start(
 
         def add_worker(status: "NodeStatus") -> None:
             status.worker.CopyFrom(reporter.report().worker)
+            status.given.CopyFrom(keeper.given.message())
             status.warning = watch.warning() or status.warning
 
         purpose = Purpose(

@@ -46,7 +46,8 @@ def _of_node(data_dir: "Path") -> "Given | None":
     from swarmnet_node.owner import control
 
     try:
-        return control.status(data_dir).given
+        status = control.status(data_dir)
+        return status.given if status.HasField("given") else None
     except SwarmnetError:  # no node runs, or it is too busy to answer
         return None
 
