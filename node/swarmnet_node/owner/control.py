@@ -155,8 +155,22 @@ def pause(data_dir: Path, for_s: float = 0.0) -> None:
 
 
 def resume(data_dir: Path) -> None:
-    """End ``pause``. Returns at once. Raises ``Unreachable`` without a node."""
-    _call(data_dir, "Resume", Empty())
+    """End ``pause``. Returns at once.
+
+    Without a node, or while it restarts for the pause, end the stored pause. Raises ``Unreachable``
+    without a node and a pause.
+    """
+    try:
+        _call(data_dir, "Resume", Empty())
+    except Unreachable:
+        from swarmnet_node.owner.machine import PAUSE_NAME
+
+        try:
+            (data_dir / PAUSE_NAME).unlink()
+            return
+        except OSError:  # there is no pause
+            pass
+        raise
 
 
 def get_limits(data_dir: Path) -> OwnerLimits:

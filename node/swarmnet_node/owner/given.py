@@ -240,9 +240,8 @@ class GivenKeeper:
 
     async def run(self, notice: Callable[[str], None]) -> NoReturn:
         """Count and save again and again. ``notice`` hears thanks for milestones."""
-        loop, saved_at = asyncio.get_running_loop(), self._clock()
+        loop, saved_at = asyncio.get_running_loop(), -math.inf
         while True:
-            await asyncio.sleep(COUNT_EVERY_S)
             self.count()
             thanks = self.given.new_thanks()
             if thanks or self._clock() - saved_at >= SAVE_EVERY_S:
@@ -254,6 +253,7 @@ class GivenKeeper:
                     _log.warning("the totals cannot be written: %s", error)
             for text in thanks:
                 notice(text)
+            await asyncio.sleep(COUNT_EVERY_S)
 
     def count(self) -> None:
         """Count what was used since the last call."""

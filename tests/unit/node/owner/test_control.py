@@ -14,6 +14,7 @@ import pytest
 from swarmnet_node.owner import control, local_channel
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.local_channel import OPTIONS, PORT_NAME, SOCKET_NAME
+from swarmnet_node.owner.machine import PAUSE_NAME
 from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.files import write_whole
 from swarmnet_protocols.wire import control_pb2
@@ -213,6 +214,14 @@ def test_an_impossible_pause_is_refused_by_the_node(tmp_path: Path, for_s: float
 
     asyncio.run(main())
     assert node.asked == []
+
+
+def test_a_pause_ends_while_its_node_restarts(tmp_path: Path) -> None:
+    (tmp_path / PAUSE_NAME).write_text('{"until": null}')
+    control.resume(tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(Unreachable):
+        control.resume(tmp_path)
 
 
 def test_limits_that_the_node_cannot_keep_come_back_with_what_to_do(tmp_path: Path) -> None:
