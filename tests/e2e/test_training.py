@@ -58,8 +58,13 @@ def test_workers_train_while_one_is_killed_and_another_joins(tmp_path: Path) -> 
         assert listed["workers"] >= len(running)
         assert listed["round"] > joined
         assert listed["loss"] > 0
+        watched = call("status", "--data-dir", first)
+        assert (watched["command"], watched["worker"]["name"]) == ("train join", "tiny")
+        assert watched["worker"]["round"] > joined
+        call("finish", "--data-dir", first)
         for worker in running.values():
-            worker.process.send_signal(signal.SIGTERM)
+            if worker is not running["anna"]:
+                worker.process.send_signal(signal.SIGTERM)
         for worker in running.values():
             worker.wait("done")
             assert worker.process.wait(30) == 0
