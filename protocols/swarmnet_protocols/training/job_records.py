@@ -37,6 +37,9 @@ Workers publish it every 20 s, so two announcements in a row may be lost.
 HASH_BYTES = 32
 MAX_LOOKUPS = 8
 """Concurrent lookups in the directory."""
+LOOKS = 3
+"""Lookups before a record counts as absent. A single one finds nothing if it asks a peer that has
+just died; with more, a swarm without jobs takes longer to say so."""
 
 
 def job_announcement(sealed: bytes) -> Announcement:
@@ -85,13 +88,17 @@ async def find_jobs(directory: Directory) -> list[SealedJob]:
     lookups = asyncio.Semaphore(MAX_LOOKUPS)
 
     async def find(job_id: str) -> SealedJob | None:
-        async with lookups:
-            with suppress(SwarmnetError):
-                return (await find_job(directory, job_id))[0]
+        for _ in range(LOOKS):
+            async with lookups:
+                with suppress(SwarmnetError):
+                    return (await find_job(directory, job_id))[0]
         return None
 
-    catalog = await read_catalog(directory)
-    return [job for job in await all_of(*map(find, catalog.jobs)) if job is not None]
+    ids: Sequence[str] = ()
+    for _ in range(LOOKS):
+        if ids := (await read_catalog(directory)).jobs:
+            break
+    return [job for job in await all_of(*map(find, ids)) if job is not None]
 
 
 def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerPosition) -> Announcement:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 WATCH_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
+JOBS_AT_ONCE = 8
+"""Jobs whose workers are asked at the same time. Fewer, and workers that do not answer keep the
+list waiting for each job; more open hundreds of streams at once."""
 
 
 def status(
@@ -175,13 +178,17 @@ def _jobs_here(data_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 async def _jobs_of(network: Network) -> list[dict[str, Any]]:
+    from swarmnet_protocols.machine.aio import all_of
     from swarmnet_protocols.training.job_records import find_jobs
 
     async with connect(network, client_mode=True) as (transport, directory):
-        return [
-            _about(job) | _progress(await _workers(transport, directory, job.id))
-            for job in await find_jobs(directory)
-        ]
+        at_once = asyncio.Semaphore(JOBS_AT_ONCE)
+
+        async def row(job: "SealedJob") -> dict[str, Any]:
+            async with at_once:
+                return _about(job) | _progress(await _workers(transport, directory, job.id))
+
+        return await all_of(*map(row, await find_jobs(directory)))
 
 
 def _progress(workers: list[dict[str, Any]]) -> dict[str, Any]:
