@@ -81,7 +81,7 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
         async with connect(network, client_mode=True) as (transport, directory):
             job, _ = await find_job(directory, await job_in_swarm(name, directory))
             while True:
-                fields = _about(job) | {"workers": await _workers(transport, directory, job.id)}
+                fields = _about(job) | {"workers": await _workers(transport, directory, job)}
                 waiting.close()
                 if fields != shown:
                     shown = fields
@@ -91,25 +91,25 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
                 await asyncio.sleep(LOOK_EVERY_S)
 
 
-async def _workers(transport: "Transport", directory: "Directory", job_id: str) -> list[dict[str, Any]]:
+async def _workers(transport: "Transport", directory: "Directory", job: "SealedJob") -> list[dict[str, Any]]:
     """Return the workers of a job, each with what it reports about itself. A worker that gives no
-    report has nulls there."""
+    report has nulls there, and the round that it announced last."""
     from swarmnet_protocols.directory.node_reports import ask_report
     from swarmnet_protocols.machine.aio import all_of
     from swarmnet_protocols.training import MAX_MEMBERS
     from swarmnet_protocols.training.job_records import find_workers
 
-    found = list((await find_workers(directory, job_id)).items())[:MAX_MEMBERS]
+    found = list((await find_workers(directory, job.id)).items())[:MAX_MEMBERS]
     reports = await all_of(*(ask_report(transport, each.peer, each.addresses) for each, _ in found))
     workers = []
     for (worker, position), report in zip(found, reports, strict=True):
-        about = report.worker if report is not None and report.worker.job.hex() == job_id else None
+        about = report.worker if report is not None and report.worker.job.hex() == job.id else None
         workers.append(
             {
                 "peer_id": worker.peer,
                 "name": report.public_name if report is not None and about is not None else None,
                 "state": about.state if about is not None else None,
-                "round": position.round,
+                "round": min(about.round if about is not None else position.round, job.job.job.rounds),
                 "loss": about.loss if about is not None and about.HasField("loss") else None,
                 "val_loss": about.val_loss if about is not None and about.HasField("val_loss") else None,
                 "weights": position.state.hex(),
@@ -186,7 +186,7 @@ async def _jobs_of(network: Network) -> list[dict[str, Any]]:
 
         async def row(job: "SealedJob") -> dict[str, Any]:
             async with at_once:
-                return _about(job) | _progress(await _workers(transport, directory, job.id))
+                return _about(job) | _progress(await _workers(transport, directory, job))
 
         return await all_of(*map(row, await find_jobs(directory)))
 
