@@ -182,10 +182,10 @@ def test_two_commands_and_a_code_make_a_swarm_of_two_computers(
         answered_s = time.monotonic() - began
         assert "Paris" in asking.events[-1]["text"]
         starting.wait("endpoint")
+        assert list((tmp_path / one.ip).rglob("endpoints/*.json")), "run would not find it"
         through_endpoint = typed(ask, "run-here", one)
         assert through_endpoint.wait_for_end() == 0, through_endpoint.log.read_text()
         assert "Paris" in through_endpoint.events[-1]["text"]
-        assert not list((tmp_path / one.ip).rglob("guards/*")), "run has not joined the swarm itself"
         joining.wait("ready")
         listing = typed("swarmnet swarm members home", "members", one)
         assert listing.wait_for_end() == 0, listing.log.read_text()
