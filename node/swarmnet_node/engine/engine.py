@@ -205,12 +205,16 @@ class Engine:
             async with in_background(self._loop()):
                 yield self
         finally:
-            self._stopped = True
-            waiting: list[_StepWork | _PassWork] = [*self._steps, *self._passes]
-            for work in waiting:
-                _fail(work.done, Unreachable("this host has stopped"))
-            self._steps.clear()
-            self.graph_cache.shrink(0)
+            self._stop()
+
+    def _stop(self) -> None:
+        """Fail waiting work, and take no more."""
+        self._stopped = True
+        waiting: list[_StepWork | _PassWork] = [*self._steps, *self._passes]
+        for work in waiting:
+            _fail(work.done, Unreachable("this host has stopped"))
+        self._steps.clear()
+        self.graph_cache.shrink(0)
 
     @property
     def cache_bytes(self) -> int:
@@ -366,20 +370,26 @@ class Engine:
             self._remove_pass(work)
 
     async def _loop(self) -> None:
-        while True:
-            if not self._steps and not self._passes:
-                self._wake.clear()
-                await self._wake.wait()
-            if self._is_pass_next():
-                work = self._passes[0]
-                await self._run_pass(work)
-                self._last_pass_at = _now()
-                self._remove_pass(work)
-                del work  # the work refers to weights of blocks that a move may drop
-                continue
-            await self._wait_for_more()
-            if self._steps:  # clients may have left meanwhile
-                await self._forward()
+        try:
+            while True:
+                await self._compute_next()
+        except Exception:
+            self._stop()  # clients go to other hosts; otherwise they would wait for ever
+            raise
+
+    async def _compute_next(self) -> None:
+        if not self._steps and not self._passes:
+            self._wake.clear()
+            await self._wake.wait()
+        if self._is_pass_next():
+            work = self._passes[0]
+            await self._run_pass(work)
+            self._last_pass_at = _now()
+            self._remove_pass(work)
+            return
+        await self._wait_for_more()
+        if self._steps:  # clients may have left meanwhile
+            await self._forward()
 
     async def _wait_for_more(self) -> None:
         """Wait for sequences that are expected soon, so that they join the next forward.

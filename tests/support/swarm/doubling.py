@@ -21,6 +21,8 @@ class Doubling:
     had."""
 
     geometry = GEOMETRY
+    blocks = 1
+    is_on_accelerator = False
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.batches: list[list[int]] = []
