@@ -59,14 +59,16 @@ class LocalFiles:
         return job.with_files(self.data, self.model)
 
     def load_method(self, job: "Job") -> None:
-        """Run the file of the job's method, if it has one. Raises ``ConfigError`` for another
-        method, and does not run other code than the job names."""
+        """Run the file of the job's method, if its SHA-256 is that in the job.
+
+        No file is run if the job names no code. Raises ``ConfigError`` for other code, and for
+        another method.
+        """
         from swarmnet_protocols.training.methods.outside import load_file
 
-        if (
-            self.method is not None
-            and (name := load_file(self.method, job.method.code).name) != job.method.name
-        ):
+        if self.method is None or job.method.code is None:
+            return
+        if (name := load_file(self.method, job.method.code).name) != job.method.name:
             raise ConfigError(
                 f"{self.method} has the method {name}, and the job names {job.method.name}",
                 hint="name another file",
@@ -74,7 +76,7 @@ class LocalFiles:
 
 
 def pinned(job: "Job") -> "Job":
-    """Return the job with every name of the hub at the commit at which it is now.
+    """Return the job with the present commit in every name of the hub.
 
     Raises ``JobError`` for a name that the hub does not have, and ``Unreachable`` if it does not
     answer.
@@ -173,7 +175,7 @@ def made_from(data_dir: Path, job_id: str) -> str | None:
     """Return the SHA-256 of the job file from which a job was made, or None for another machine's
     job."""
     try:
-        with _origin_path(data_dir, job_id).open() as file:
+        with _origin_path(data_dir, job_id).open(errors="replace") as file:
             return file.read(64)
     except FileNotFoundError:
         return None

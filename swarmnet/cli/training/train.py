@@ -57,6 +57,7 @@ from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
     from swarmnet_node.training.start import WorkerConfig
+    from swarmnet_protocols.training.jobs import JobFile
 
 app = command_group("Train a model together with others, over slow links.")
 app.command("status")(train_status.status)
@@ -114,13 +115,9 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         store_origin,
     )
     from swarmnet_protocols.net.identity import Identity
-    from swarmnet_protocols.training.jobs import load_job, open_job, seal_job
+    from swarmnet_protocols.training.jobs import open_job, seal_job
 
-    if method_file is not None:
-        from swarmnet_protocols.training.methods.outside import load_file
-
-        load_file(method_file)
-    written = load_job(job)
+    written = _read_job(job, method_file)
     with locked_data_dir(data_dir) as directory:
         with written.naming_lines(), progress(quiet=as_json) as report:
             import_transformers()
@@ -157,6 +154,28 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         note("stored on this machine; a worker with the same --data-dir publishes it")
     here = "" if data_dir == default_data_dir() else f" --data-dir {shlex.quote(str(data_dir))}"
     note(f"train it here: swarmnet train join {made.job.job.name} --swarm {shlex.quote(swarm)}{here}")
+
+
+def _read_job(job: Path, method_file: Path | None) -> "JobFile":
+    """Load the method from outside, if the user named one, then the job file.
+
+    Raises ``ConfigError`` if the job trains by another method.
+    """
+    from swarmnet_protocols.training.jobs import load_job
+
+    if method_file is None:
+        return load_job(job)
+    from swarmnet_protocols.training.methods import code_of
+    from swarmnet_protocols.training.methods.outside import load_file
+
+    outside = load_file(method_file)
+    written = load_job(job)
+    if code_of(name := written.job.method.name) != outside.code:
+        raise ConfigError(
+            f"the job trains by {name}, and not by the method in {method_file}: {outside.name}",
+            hint="give that method a name which no built-in method has, and write the name into the job",
+        )
+    return written
 
 
 def _not_served(obstacle: str) -> str:

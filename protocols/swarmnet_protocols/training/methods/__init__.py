@@ -43,8 +43,8 @@ METHODS = tuple(_METHODS)
 
 
 def get_method(name: str, settings: Mapping[str, float | int | str], code: str | None = None) -> Method:
-    """Create the method with this name. ``code``: the SHA-256 of the file of a method from outside,
-    None if any will do.
+    """Create the method with this name. ``code``: the SHA-256 of the file of a method from outside;
+    None allows any.
 
     Raises ``ConfigError`` that names a wrong method or setting.
     """

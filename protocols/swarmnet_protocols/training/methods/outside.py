@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,14 +31,15 @@ from swarmnet_protocols.training.methods.base import OWN, Average, Method, Setti
 
 GROUP = "swarmnet.methods"
 MAX_FILE_BYTES = 1 << 20
-"""Largest file of a method. A larger file is no method, and would only fill the memory."""
+"""Largest file of a method. With more, a wrong path could fill the memory. With less, a long method
+would be refused."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HINT = "docs/training.md has an example; swarmnet_protocols/training/methods/base.py describes methods"
 _VALUES = 64
 """Number of parameters with which a method is tried."""
 _ROUNDS = 4
-"""Rounds with which a method is tried: one without an average, and others that use the state that
-earlier rounds left."""
+"""Rounds with which a method is tried: one without an average, then others that use the state of
+earlier rounds."""
 _PEERS = ("a", "b", "c")
 
 
@@ -91,12 +93,15 @@ def load_file(path: Path, code: str | None = None) -> OutsideMethod:
 
 def find_outside(name: str, code: str | None = None) -> OutsideMethod | None:
     """Return the method ``name`` that was loaded or is installed, or None. ``code``: the SHA-256
-    that its file must have; None if any will do.
+    that its file must have; None allows any.
 
-    Raises ``ConfigError`` if an installed package has no method there.
+    Raises ``ConfigError`` if the file of an installed package has no method, or another SHA-256. A
+    file with another SHA-256 is not run.
     """
     loaded = [each for each in _loaded.values() if each.name == name]
-    installed = () if loaded else map(_load_installed, entry_points(group=GROUP, name=name))
+    installed = (
+        () if loaded else (_load_installed(each, code) for each in entry_points(group=GROUP, name=name))
+    )
     return next((each for each in (*reversed(loaded), *installed) if code in {None, each.code}), None)
 
 
@@ -106,7 +111,7 @@ def is_loaded(code: str) -> bool:
 
 
 def try_method(name: str, create: Callable[[], Method]) -> None:
-    """Check a method that ``create`` makes, by its properties and in a few rounds of 64 parameters.
+    """Check a method that ``create`` makes: its properties, and a few rounds with 64 parameters.
 
     Raises ``ConfigError`` if it breaks the rules of ``Method``: shapes, finite numbers, equal bits
     in two workers, pairs on which both partners agree, and a state from which others continue.
@@ -117,13 +122,14 @@ def try_method(name: str, create: Callable[[], Method]) -> None:
         raise ConfigError(f"method {name}: {fault}", hint=_HINT)
 
 
-def _load_installed(entry: EntryPoint) -> OutsideMethod:
+def _load_installed(entry: EntryPoint, code: str | None) -> OutsideMethod:
     with _blaming(f"{GROUP}: {entry.value}"):
-        module = entry.load()
-    path = Path(str(getattr(module, "__file__", "")))
-    if not isinstance(module, ModuleType) or not path.is_file():
-        raise ConfigError(f"{GROUP}: {entry.value} is not a module in a file", hint=_HINT)
-    return _take(module, path.read_bytes(), entry.value)
+        spec = find_spec(entry.module)
+        path = Path((spec and spec.origin) or "")
+        if entry.attr or not path.is_file():
+            raise ConfigError(f"{GROUP}: {entry.value} is not a module in a file", hint=_HINT)
+        source = read_file(path, code)
+        return _take(entry.load(), source, entry.value)
 
 
 def _take(module: ModuleType, source: bytes, where: str) -> OutsideMethod:
@@ -149,8 +155,10 @@ def _blaming(where: str) -> Iterator[None]:
 
 
 def _fault(one: Method, two: Method, newcomer: Method) -> str | None:
-    """Return the rule that a method breaks, or None. ``one`` and ``two`` are in two workers,
-    ``newcomer`` continues from their state."""
+    """Return the rule that a method breaks, or None.
+
+    ``one`` and ``two`` are in two workers. ``newcomer`` continues from their state.
+    """
     if one.kind not in ("parameters", "gradients"):
         return 'kind must be "parameters" or "gradients"'
     if one.steps_per_round < 1 or not 0 <= one.overlap_steps <= one.steps_per_round:

@@ -16,6 +16,7 @@ from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training.job_records import JOB_LIFETIME_S, job_announcement
 from swarmnet_protocols.training.jobs import open_job, seal_job
+from swarmnet_protocols.training.methods import outside
 from tests.defences import defence, replacing
 from tests.support.network.memory_directory import MemoryBoard, MemoryDirectory
 from tests.support.network.memory_network import LinkProfile, MemoryNetwork
@@ -153,3 +154,30 @@ def test_an_owner_hears_that_hosts_cannot_serve_a_model(
     err = capsys.readouterr().err
     assert said in err
     assert ("hosts cannot serve it" in err) == bool(said)
+
+
+METHOD_FILE = """
+from swarmnet_protocols.training.methods.base import Settings
+
+class SETTINGS(Settings):
+    pass
+
+class METHOD:
+    name = "{}"
+"""
+
+
+@pytest.mark.parametrize("name", ["half-way", "diloco"])
+def test_a_method_file_without_the_jobs_method_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with the name of a built-in method would not be used either."""
+    monkeypatch.setattr(outside, "_loaded", {})
+    (tmp_path / "job.toml").write_text(write_job(tmp_path, "diloco", "sync_every = 2"))
+    (tmp_path / "method.py").write_text(METHOD_FILE.format(name))
+    assert execute(["swarm", "create", "lab", "--open", "--no-mdns", "--out", str(tmp_path)]) == 0
+    command = ["train", "create", str(tmp_path / "job.toml"), "--swarm", str(tmp_path)]
+    options = ["--method-file", str(tmp_path / "method.py"), "--data-dir", str(tmp_path / "d")]
+    assert execute([*command, *options]) == 3
+    assert f"and not by the method in {tmp_path / 'method.py'}: {name}" in capsys.readouterr().err
+    assert jobs_here(tmp_path / "d") == {}

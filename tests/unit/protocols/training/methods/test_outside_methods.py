@@ -1,6 +1,7 @@
 """Methods from outside the package: which are refused, and that code of others is never run."""
 
 import json
+import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -67,6 +68,16 @@ def test_other_code_than_the_job_names_is_not_run(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_a_job_with_a_built_in_method_runs_no_file(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    files = LocalFiles(method=written(tmp_path, f"open({str(marker)!r}, 'w').close()\n{EXAMPLE}"))
+    job = for_others(tiny_job(tmp_path))
+    files.load_method(job)
+    with pytest.raises(ConfigError, match="is part of swarmnet"):
+        files.applied_to(job)
+    assert not marker.exists()
+
+
 def test_a_foreign_job_opens_without_its_code(tmp_path: Path) -> None:
     sealed = sealed_by_owner(tmp_path)
     outside._loaded.clear()
@@ -85,6 +96,7 @@ def with_entry_point(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
     marker = folder / "imported"
     (folder / "lab_half_way.py").write_text(f"open({str(marker)!r}, 'w').close()\n{EXAMPLE}")
     monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "lab_half_way", raising=False)
     entry = EntryPoint("half-way", "lab_half_way", outside.GROUP)
     monkeypatch.setattr(outside, "entry_points", lambda group, name: [entry] if name == entry.name else [])
     return marker
@@ -97,6 +109,20 @@ def test_an_installed_method_needs_no_file(tmp_path: Path, monkeypatch: pytest.M
     outside._loaded.clear()
     opened = open_job(seal_job(job, OWNER)).job
     assert LocalFiles(data=tmp_path / "text.txt").applied_to(opened).make_method().name == "half-way"
+
+
+@defence(
+    "other installed code than the job names is not run",
+    off=replacing(outside, "read_file", lambda path, code=None: path.read_bytes()),
+)
+def test_other_installed_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = open_job(sealed_by_owner(tmp_path)).job
+    outside._loaded.clear()
+    marker = with_entry_point(monkeypatch, tmp_path)
+    for use in (LocalFiles(data=tmp_path / "text.txt").applied_to, Job.make_method):
+        with pytest.raises(ConfigError, match="is other code than the job's"):
+            use(job)
+    assert not marker.exists()
 
 
 @defence("a stranger's job starts no installed package", off=replacing(Job, "check_published", nothing))
