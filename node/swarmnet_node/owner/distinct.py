@@ -1,8 +1,9 @@
 """Estimates how many distinct clients there were, without keeping their names.
 
 A HyperLogLog sketch (Flajolet et al., 2007, figure 3): the hash of a name chooses a register, which
-keeps the longest run of leading zeros. The hash is salted, so a stolen file does not show whether a
-known peer was a client.
+keeps the longest run of leading zeros. The hash is salted, so nobody can choose peer ids that
+inflate the estimate. The sketch hides no names: whoever has the file can check whether a known
+peer is probably one of a few clients.
 """
 
 import math
@@ -12,7 +13,7 @@ from hashlib import blake2b
 
 _BITS = 10
 REGISTERS = 1 << _BITS
-"""With 1024 registers, an estimate errs by about 3 %. Each further halving costs four times the
+"""With 1024 registers, an estimate errs by about 3 %. Half the error costs four times the
 bytes."""
 SALT_BYTES = 16
 _RANK_BITS = 64 - _BITS

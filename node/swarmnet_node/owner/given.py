@@ -1,4 +1,4 @@
-"""The totals of what a machine has given, kept over restarts and updates.
+"""Totals of the work that a machine gives, kept over restarts and updates.
 
 1. A node or a worker loads the totals of its data directory when it starts.
 2. The engine and the trainer count their work into them, and ``GivenKeeper`` the bytes, the hours
@@ -12,6 +12,7 @@ import base64
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,8 +20,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
-
-import psutil
 
 from swarmnet_node.owner.distinct import DistinctNames
 from swarmnet_protocols.directory.host_announcements import MAX_NUMBER
@@ -34,10 +33,11 @@ _log = logging.getLogger(__name__)
 
 GIVEN_NAME = "given.json"
 SAVE_EVERY_S = 60.0
-"""Seconds between two writes of the given. A longer time would lose more when the process is
-killed; a shorter one would keep disks of laptops awake."""
+"""Seconds between two writes of the totals. With more, a killed process loses more. With less,
+disks of laptops never sleep."""
 COUNT_EVERY_S = 5.0
-"""Seconds between two counts of hours, bytes and busy time."""
+"""Seconds between two counts of hours, bytes and busy time. With more, the hours are less exact
+when a node pauses. With less, an idle machine wakes more often."""
 MAX_FILE_BYTES = 1 << 16
 CORE_WATTS = 10.0
 """Assumed power of one busy core, above that of the idle machine. Processors of laptops take about
@@ -79,7 +79,7 @@ _VERBS = {"clients": "served", "block_positions": "computed", "samples": "comput
 
 @dataclass
 class Given:
-    """What a machine has given since its data directory exists."""
+    """Totals of the work of a machine since its data directory exists."""
 
     block_positions: int = 0
     """Positions computed, each once for a block that it passed. Training counts forward and
@@ -97,8 +97,8 @@ class Given:
     since: float = field(default_factory=wall_clock)
     """Unix time of the first count."""
     clients: DistinctNames = field(default_factory=DistinctNames)
-    """The peer ids whose sessions and passes were admitted. In an open swarm a client has a new one
-    at each start, so there they count starts rather than people."""
+    """The peer ids whose sessions and passes were admitted. In an open swarm a client has a new
+    peer id at each start, so starts rather than people are counted there."""
     thanked: set[str] = field(default_factory=set)
     """The milestones for which the owner was thanked."""
 
@@ -171,7 +171,7 @@ class Given:
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError("not the totals of a node") from error
         numbers = [getattr(given, name) for name in (*_COUNTS, *_TIMES)]
-        if not all(type(each) in {int, float} and math.isfinite(each) and each >= 0 for each in numbers):
+        if not all(type(each) in {int, float} and 0 <= each <= sys.float_info.max for each in numbers):
             raise ValueError("a number of the totals is out of range")
         if not all(type(getattr(given, name)) is int for name in _COUNTS):
             raise ValueError("a count of the totals is not whole")
@@ -233,13 +233,15 @@ class GivenKeeper:
         self._link = link
         self._clock = clock
         self.is_active = is_active
-        self._process = psutil.Process()
         self._saving = threading.Lock()
         self._counted_at = clock()
-        self._counted = self._now()
+        self._counted = self._used()
 
     async def run(self, notice: Callable[[str], None]) -> NoReturn:
-        """Count and save again and again. ``notice`` hears thanks for milestones."""
+        """Count every ``COUNT_EVERY_S``, and save every ``SAVE_EVERY_S``.
+
+        ``notice`` hears thanks for milestones.
+        """
         loop, saved_at = asyncio.get_running_loop(), -math.inf
         while True:
             self.count()
@@ -257,11 +259,11 @@ class GivenKeeper:
 
     def count(self) -> None:
         """Count what was used since the last call."""
-        now, before, self._counted = self._clock(), self._counted, self._now()
+        now, before, self._counted = self._clock(), self._counted, self._used()
         given = self.given
         given.sent_bytes += int(self._counted[0] - before[0])
         given.received_bytes += int(self._counted[1] - before[1])
-        given.cpu_s += max(0.0, self._counted[2] - before[2])
+        given.cpu_s += self._counted[2] - before[2]
         given.active_s += (now - self._counted_at) * self.is_active()
         self._counted_at = now
 
@@ -280,7 +282,6 @@ class GivenKeeper:
                 f"cannot write into {self._folder}: {error.strerror}", hint="make room on its disk"
             ) from error
 
-    def _now(self) -> tuple[float, float, float]:
+    def _used(self) -> tuple[float, float, float]:
         """Return the bytes sent and received, and the processor seconds of this process."""
-        own = self._process.cpu_times()
-        return self._link.up.total_bytes, self._link.down.total_bytes, own.user + own.system
+        return self._link.up.total_bytes, self._link.down.total_bytes, time.process_time()

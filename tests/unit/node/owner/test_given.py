@@ -72,7 +72,7 @@ def _damaged(**changes: Any) -> str:
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "[" * 60_000, "\0" * (1 << 20), _damaged(samples=-1), _damaged(samples=1.5),
-     _damaged(cpu_s=float("nan")), _damaged(cpu_s=True), _damaged(cpu_s="1"), _damaged(clients="AAAA"), _damaged(clients="?"),
+     _damaged(cpu_s=float("nan")), _damaged(active_s=10**400), _damaged(cpu_s=True), _damaged(cpu_s="1"), _damaged(clients="AAAA"), _damaged(clients="?"),
      _damaged(salt=""), _damaged(salt=3), _damaged(thanked=[1]), _damaged(thanked=None)],
 )  # fmt: skip
 def test_a_damaged_file_of_totals_is_set_aside(tmp_path: Path, text: str) -> None:
