@@ -1,12 +1,12 @@
-"""Metrics for Prometheus of commands that run for long.
+"""Metrics for Prometheus about commands that run for long.
 
 Each scrape reads the status of the command's peer, and for a node the counters of its engine and
-its host. Names begin with ``swarmnet_peer_`` for what every peer has, ``swarmnet_node_`` for nodes
-and ``swarmnet_worker_`` for training workers.
+its host. Names begin with ``swarmnet_peer_`` for every peer, ``swarmnet_node_`` for nodes and
+``swarmnet_worker_`` for training workers.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import psutil
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -18,6 +18,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from swarmnet_node.owner.control import Controlled, Watched
 from swarmnet_protocols.directory.node_reports import experts_of, rows_of
 from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -29,7 +30,7 @@ from swarmnet_protocols.wire.report_pb2 import TrunkReport, WorkerReport
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
-    from swarmnet_node.owner.control import Watched
+    from swarmnet_node.supervisor import Supervisor
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 
@@ -39,7 +40,7 @@ P2PD = "p2pd"
 REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal_pb2.Reason.items() if number)
 
 
-def registry_of(peer: "Watched") -> CollectorRegistry:
+def registry_of(peer: Watched) -> CollectorRegistry:
     """Return the metrics of ``peer`` and of its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -50,7 +51,7 @@ def registry_of(peer: "Watched") -> CollectorRegistry:
 class StatusCollector(Collector):
     """Reads the peer of a command at every scrape. Every label has a fixed set of values."""
 
-    def __init__(self, peer: "Watched") -> None:
+    def __init__(self, peer: Watched) -> None:
         self._peer = peer
 
     def collect(self) -> Iterator[Metric]:
@@ -61,9 +62,12 @@ class StatusCollector(Collector):
             yield from _worker_metrics(status.worker)
         if status.HasField("host"):
             yield from _node_metrics(status)
-        if (engine := getattr(self._peer, "engine", None)) is not None:
+        if not isinstance(self._peer, Controlled):
+            return
+        node = cast("Supervisor", self._peer)  # only nodes are controlled
+        if (engine := node.engine) is not None:
             yield from _engine_metrics(engine)
-        if (host := getattr(self._peer, "host", None)) is not None:
+        if (host := node.host) is not None:
             yield from _host_metrics(host)
 
 
@@ -76,7 +80,7 @@ def _peer_metrics(status: NodeStatus) -> Iterator[Metric]:
         kind.add_metric([each], float(each == reach.kind))
     yield kind
     yield _gauge("uptime_seconds", "Seconds since the command started.", status.uptime_s, PEER)
-    yield _gauge("known_peers", "Other peers of the swarm that it can ask.", status.known_peers, PEER)
+    yield _gauge("known_peers", "Other peers of the swarm that this one can ask.", status.known_peers, PEER)
     yield _gauge("p2pd_resident_memory_bytes", "Memory of the p2pd child process.", _p2pd_bytes(), PEER)
     up_bytes, down_bytes = status.usage.up_bytes, status.usage.down_bytes
     yield _gauge("month_sent_bytes", "Bytes sent this month, as counted for --monthly.", up_bytes, PEER)
@@ -104,12 +108,12 @@ def _worker_metrics(worker: WorkerReport) -> Iterator[Metric]:
     yield _gauge("round", "Rounds that this worker has finished.", worker.round, WORKER)
     yield _gauge("rounds", "Rounds of the whole job.", worker.rounds, WORKER)
     if worker.HasField("loss"):
-        yield _gauge("loss", "Loss of the last round that it trained in.", worker.loss, WORKER)
+        yield _gauge("loss", "Loss of the last round of this worker.", worker.loss, WORKER)
     if worker.HasField("val_loss"):
         yield _gauge("val_loss", "Loss of the last evaluation.", worker.val_loss, WORKER)
-    yield _counter("tokens", "Tokens of all workers in the rounds that it saw.", worker.tokens, WORKER)
-    yield _counter("sent_bytes", "Bytes of exchanges that it sent.", worker.bytes_sent, WORKER)
-    yield _counter("received_bytes", "Bytes of exchanges that it received.", worker.bytes_received, WORKER)
+    yield _counter("tokens", "Tokens of all workers in the rounds of this one.", worker.tokens, WORKER)
+    yield _counter("sent_bytes", "Bytes sent in exchanges.", worker.bytes_sent, WORKER)
+    yield _counter("received_bytes", "Bytes received in exchanges.", worker.bytes_received, WORKER)
 
 
 def _node_metrics(status: NodeStatus) -> Iterator[Metric]:
@@ -181,7 +185,7 @@ def _engine_metrics(engine: "Engine") -> Iterator[Metric]:
 
 def _host_metrics(host: "Host") -> Iterator[Metric]:
     counters = host.counters
-    yield _counter("answered_tokens", "Tokens that clients kept, as their last hop.", counters.answered)
+    yield _counter("answered_tokens", "Tokens sent as the last hop, and kept by clients.", counters.answered)
     yield _counter(
         "rebuilt_sessions", "Sessions rebuilt here by a replay, in place of another host.", counters.rebuilt
     )

@@ -118,7 +118,7 @@ async def read_catalog(directory: Directory) -> Catalog:
 async def announced_model(directory: Directory, name: str) -> bytes | None:
     """Return the manifest hash of the model that peers announce under ``name``, or None.
 
-    Raises ``ConfigError`` if they announce several, because nobody can tell which one is meant.
+    Raises ``ConfigError`` if they announce several models, because any of them may be meant.
     """
     found = [model.manifest for model in (await read_catalog(directory)).models if model.name == name]
     if len(found) > 1:
@@ -145,7 +145,7 @@ def merge(bodies: Iterable[bytes]) -> Catalog:
             named.setdefault(model.manifest, Counter())[model.name, model.blocks] += 1
         if len(record.job.id) == 32:
             trained[record.job.id.hex()] += 1
-        made.update(each.id.hex() for each in record.made[:MAX_MADE] if len(each.id) == 32)
+        made.update({each.id.hex() for each in record.made[:MAX_MADE] if len(each.id) == 32})
     # Most named first, then by hash: the same entries give the same catalog on every machine.
     manifests = sorted(named, key=lambda manifest: (-named[manifest].total(), manifest))[:MAX_MODELS]
     models = [CatalogModel(manifest, *_most_used(named[manifest])) for manifest in manifests]

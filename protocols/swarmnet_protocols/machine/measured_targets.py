@@ -11,25 +11,24 @@ import hashlib
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
 
 from swarmnet_protocols.machine import native_code
+from swarmnet_protocols.machine.files import write_whole
 
 _log = logging.getLogger(__name__)
 
 MEASURE_S = 0.4
-"""Seconds of measuring. Nobody waits for a second at the first start, and each case is timed about
-ten times: noise of other programs stays out of the least time."""
+"""Seconds of measuring. With more, the first start takes noticeably longer. With less, each case is
+timed fewer than about ten times, and noise of other programs enters the least time."""
 MARGIN = 0.95
-"""The part of a better target's time that a simpler one may take at most to replace it. With a
-larger part, noise would choose."""
+"""A simpler target replaces a better one that takes longer, if it needs at most this part of its
+time. With a larger part, noise would choose. With a smaller part, real gains would be lost."""
 Times = dict[str, list[float]]
 """Target → least seconds of each case. The best target comes first."""
 _CALL_PACE = """
@@ -91,15 +90,16 @@ def measure(
     if not (times := parsed(done, shape)):
         _log.warning("%s: targets cannot be measured: %s", source.name, done[-500:])
         return {}
-    with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as file:
-        file.write(done)
-    os.replace(file.name, kept)
+    write_whole(kept, done.encode(), durable=False)
     return times
 
 
 def parsed(text: str, shape: Mapping[str, int]) -> Times:
-    """Return the times in ``text``: a JSON list for each target of ``shape``, with as many
-    seconds. Empty if it is anything else, such as a damaged file."""
+    """Return the times in ``text``, a JSON list of seconds for each target of ``shape``.
+
+    ``shape`` says how many seconds each target has. Empty for any other text, such as a damaged
+    file.
+    """
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

@@ -95,7 +95,7 @@ def test_a_replacement_begins_without_a_measured_time() -> None:
 
 
 def test_rejected_drafts_are_not_tokens() -> None:
-    """A prompt of 5; drafts of 3 tokens, of which 1, then all, then none are accepted."""
+    """A prompt of 5, and three drafts of 3 tokens: the model accepts 1, all and none."""
     numbers = steps((0.0, 0, 5, 1), (1.0, 5, 4, 4), (2.0, 7, 4, 4), (4.0, 11, 4, 4), (5.0, 12, 1, 1))
     assert numbers.answered == 1 + 2 + 4 + 1 + 1
     assert cumulative_counts(numbers.first_tokens)[-1] == 1
@@ -336,6 +336,12 @@ def test_jobs_that_nobody_trains_are_listed_last() -> None:
     trained = records_pb2.CatalogRecord(job=records_pb2.CatalogJob(id=b"\x05" * 32)).SerializeToString()
     made = made_jobs(["01" * 32, "05" * 32], 60.0).body
     assert merge([made, trained]).jobs == ("05" * 32, "01" * 32)
+
+
+def test_a_peer_that_repeats_a_job_counts_once() -> None:
+    repeated = made_jobs(["07" * 32] * 16, 60.0).body
+    others = [made_jobs(["09" * 32], 60.0).body] * 2
+    assert merge([repeated, *others]).jobs == ("09" * 32, "07" * 32)
 
 
 @defence("a peer lists at most sixteen jobs as made by itself", off=replacing(catalog, "MAX_MADE", 1000))
