@@ -54,7 +54,7 @@ class NodeConfig:
     public_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
     resting: Resting | None = None
-    """What the node hosted before a restart for a pause. None unless it restarted for one."""
+    """The node before its restart for a pause. None without such a restart."""
 
     @property
     def may_switch(self) -> bool:

@@ -100,7 +100,7 @@ class Hosting(Hosted):
 
     @property
     def resting(self) -> Resting:
-        """What a program needs to know that takes the place of this one for a pause."""
+        """The description of this node for the program that replaces it in a pause."""
         span, reason = ((0, 0), "") if self.placed is None else (self.placed.span, self.placed.reason)
         return Resting(
             self.model, self.manifest.hex(), self.total_blocks, *span, reason, may_move=self.may_move

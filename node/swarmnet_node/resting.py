@@ -1,15 +1,15 @@
-"""What the program that continues a pause needs to know of the node (``swarmnet/restart.py``)."""
+"""The description of a paused node for the program that replaces it (``swarmnet/restart.py``)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Resting:
-    """What a paused node hosted."""
+    """A paused node: its model and the blocks that it hosted."""
 
     model: str
     manifest: str
-    """Its SHA-256, as hexadecimal digits."""
+    """The SHA-256 of the model's manifest, as hexadecimal digits."""
     total_blocks: int
     start: int
     end: int

@@ -59,7 +59,7 @@ class Dependencies:
     warning: Callable[[], str] = str
     """A warning for the owner. Empty if there is none."""
     given: Given = field(default_factory=Given)
-    """What this machine has given since its data directory exists."""
+    """Totals of the work of this machine since its data directory exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +197,7 @@ class RunningNode(Ending, ABC):
 
     @property
     def resources(self) -> ResourceManager:
-        """What other peers hold here."""
+        """Resources that other peers hold here."""
         return self.dependencies.transport.resources
 
     @property

@@ -90,7 +90,7 @@ class Supervisor(Ending):
         """Reads the model after a restart for a pause. None once it is read."""
         self._frees_memory: Callable[[], bool] = bool
         self.resting: Resting | None = None
-        """What the node hosted, if it has finished to restart for a pause. None otherwise."""
+        """The paused node, for the next program. None until this program ends for a restart."""
         self._paused = asyncio.Event()
         self._reason = ""
         self._finishing_s: float | None = None
@@ -199,8 +199,10 @@ class Supervisor(Ending):
             self._node.limits_changed.set()
 
     def pause(self, for_s: float = math.inf) -> None:
-        """Free memory for this many seconds, or until ``resume``, also over a restart. Sessions are
-        asked to move away first."""
+        """Ask sessions to move away, and free memory for ``for_s`` seconds or until ``resume``.
+
+        The pause holds over a restart.
+        """
         self._machine.pause(for_s)
         self._changed.set()
 
@@ -210,8 +212,8 @@ class Supervisor(Ending):
         self._changed.set()
 
     def restart_for_pauses(self, frees_memory: Callable[[], bool]) -> None:
-        """Finish with ``resting`` in a pause in which ``frees_memory`` says that this program would
-        keep much memory."""
+        """Finish in a pause if ``frees_memory`` says that a restart frees much memory. ``resting``
+        then describes the node."""
         self._frees_memory = frees_memory
         self._changed.set()
 
@@ -270,7 +272,7 @@ class Supervisor(Ending):
     async def _serve(self) -> None:
         self._is_loading = True
         if self._wake is not None:
-            self._hosting = self._awake(await self._wake())
+            self._hosting = self._with_former_blocks(await self._wake())
             self._wake = None
         node, before = _node(self.dependencies, self._hosting), self._hosting
         self._node, self._reason = node, ""
@@ -347,7 +349,7 @@ class Supervisor(Ending):
         memory = former.memory.after_failure(manifest, asyncio.get_running_loop().time())
         self._hosting, self._former = replace(former, memory=memory), None
 
-    def _awake(self, hosting: "Hosting | ExpertHosting") -> "Hosting | ExpertHosting":
+    def _with_former_blocks(self, hosting: "Hosting | ExpertHosting") -> "Hosting | ExpertHosting":
         """Return ``hosting`` with the blocks that the node hosted before its restart."""
         if not isinstance(hosting, Hosting) or not isinstance(self._hosting, Hosting):
             return hosting
@@ -387,10 +389,10 @@ class Supervisor(Ending):
         return self._finishing_s is not None
 
     def _next_program(self) -> Resting | None:
-        """Return what another program needs to continue the pause. None if this one continues it.
+        """Return the node for the program that continues the pause. None if this program does.
 
-        A node that switched models stays: the command names the former one. A pause for a restart
-        of p2pd takes seconds.
+        A node that switched models stays, because its command names the former model. A pause for a
+        restart of p2pd takes seconds only.
         """
         hosting = self._hosting
         if not isinstance(hosting, Hosting) or hosting.former_model or self._step_aside_reason:

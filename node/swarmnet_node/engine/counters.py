@@ -69,7 +69,7 @@ class EngineCounters:
 
     def __init__(self, given: Given | None = None) -> None:
         self.given = given or Given()
-        """What this machine has given since its data directory exists."""
+        """Totals of the work of this machine since its data directory exists."""
         self.forwards = 0
         """Forwards and passes computed."""
         self.positions = 0

@@ -76,7 +76,7 @@ class _LastStep(NamedTuple):
     """The last step of a sequence that reached this host."""
 
     at_s: float
-    """When the step arrived; for a part of a prompt, when the first part arrived."""
+    """Time at which the step arrived. For a part of a prompt, that of the first part."""
     row: Row
     is_prompt: bool
 

@@ -92,8 +92,7 @@ def resting_hosting(resting: Resting, config: NodeConfig) -> Hosting:
 
 
 def memory_notices(loaded: LoadedModel, config: NodeConfig) -> Iterator[str]:
-    """Yield how many blocks and experts the memory holds, if it is fewer than the owner asked
-    for."""
+    """Yield notices for the owner: the layout of experts, and the share that memory holds."""
     if loaded.layout is not None:
         yield loaded.layout.describe(loaded.model.manifest.blocks)
     elif loaded.num_blocks < (config.num_blocks or 0):

@@ -28,6 +28,7 @@ from swarmnet_protocols.wire.control_pb2 import Empty, FinishRequest, NodeStatus
 
 MAX_GRACE_S = 24 * 3600.0
 MAX_PAUSE_S = 10 * 365 * 24 * 3600.0
+"""Longest pause for a time, ten years. A longer time is probably a typing error."""
 _ANSWER_TIMEOUT_S = 5.0
 _SERVICE = control_pb2.DESCRIPTOR.services_by_name["Control"]
 _REFUSALS = {
@@ -41,7 +42,7 @@ class Watched(Protocol):
 
     @property
     def resources(self) -> ResourceManager:
-        """What other peers hold here."""
+        """Resources that other peers hold here."""
 
     def status(self) -> NodeStatus: ...
 
@@ -88,7 +89,7 @@ async def serve(peer: Watched, data_dir: Path) -> AsyncIterator[None]:
 
 
 async def _refuse(_request: object, context: Any) -> None:
-    reasons = ["this command hosts nothing, so it has no limits and cannot pause", "stop it: swarmnet finish"]
+    reasons = ["this command hosts nothing: it cannot pause or change its limits", "stop it: swarmnet finish"]
     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, json.dumps(reasons))
 
 
@@ -162,15 +163,13 @@ def resume(data_dir: Path) -> None:
     """
     try:
         _call(data_dir, "Resume", Empty())
-    except Unreachable:
+    except Unreachable as error:
         from swarmnet_node.owner.machine import PAUSE_NAME
 
         try:
             (data_dir / PAUSE_NAME).unlink()
-            return
         except OSError:  # there is no pause
-            pass
-        raise
+            raise error from None
 
 
 def get_limits(data_dir: Path) -> OwnerLimits:

@@ -19,7 +19,7 @@ RELAY_BYTES_PER_S = 1_250_000.0
 """Default rate of bytes forwarded for peers that cannot be dialled: 10 Mbit/s."""
 PAUSED_BY_OWNER = "its owner paused it"
 NOT_PAUSED = 0.0
-"""The end of a pause that has not begun, in Unix time."""
+"""Unix time at which a pause ends that nobody asked for."""
 ONE_CLIENT = 0.25
 """Default share of a host's resources that one client may use."""
 
@@ -49,7 +49,7 @@ class OwnerLimits:
     """Bytes per second forwarded for peers that cannot be dialled, if others can dial this node. 0
     for none."""
     preset: str | None = None
-    """The name of the preset from which these limits began. None without one."""
+    """The name of the preset in these limits. None without a preset."""
 
     def __post_init__(self) -> None:
         """Raises ``ConfigError`` for a limit out of range."""
@@ -210,9 +210,9 @@ class Machine(Protocol):
 def reason_to_pause(
     limits: OwnerLimits, observed: Observed, usage: MonthlyUsage, *, paused_until: float
 ) -> str:
-    """Return the reason why a node must not run now, and until when, worded for its owner.
+    """Return the reason why a node must not run now, worded for its owner. Empty if it may run.
 
-    The first limit that forbids it counts. Empty if the node may run.
+    The first limit that forbids it counts. Its reason says until when.
     """
     if observed.now.timestamp() < paused_until:
         return PAUSED_BY_OWNER

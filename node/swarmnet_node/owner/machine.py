@@ -108,8 +108,8 @@ class OwnersMachine:
     def _keep_pause(self, change: Callable[[Path], None]) -> None:
         try:
             change(self._folder / PAUSE_NAME)
-        except OSError as error:  # it holds in this process
-            _log.warning("a restart of the node will not know of this: %s", error)
+        except OSError as error:  # the change holds in this process
+            _log.warning("the pause will not be known after a restart: %s", error)
 
     def observe(self, limits: OwnerLimits) -> Observed:
         now = self._clock()
@@ -201,8 +201,10 @@ def _load_usage(folder: Path) -> MonthlyUsage:
 
 
 def _load_pause(folder: Path) -> float:
-    """Return when the stored pause ends. A damaged file is a pause until ``resume``: the owner did
-    ask for one."""
+    """Return the Unix time at which the stored pause ends.
+
+    A damaged file is a pause until ``resume``: the owner did ask for a pause.
+    """
     text = _read(folder / PAUSE_NAME)
     if text is None:
         return NOT_PAUSED

@@ -59,7 +59,7 @@ class Schedule:
         return any(window.holds(now.weekday(), now.hour * 60 + now.minute) for window in self.windows)
 
     def opens(self, now: datetime) -> datetime:
-        """Return the next local time from ``now`` on at which a node may run, in whole minutes."""
+        """Return ``now`` if a node may run at this local time, else the next start of a window."""
         if self.allows(now):
             return now
         today = now.replace(hour=0, minute=0, second=0, microsecond=0)

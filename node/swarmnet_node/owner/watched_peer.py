@@ -36,7 +36,7 @@ def peer_status(transport: Transport, directory: Directory) -> NodeStatus:
 
 @dataclass(frozen=True)
 class Purpose:
-    """What a command does in a swarm. ``command``: its name, such as ``bootstrap``."""
+    """The purpose of a command in a swarm. ``command``: its name, such as ``bootstrap``."""
 
     command: str
     swarm_name: str
@@ -44,7 +44,7 @@ class Purpose:
     """The data directory, which stores the traffic of the month."""
     link: LinkLimiter
     add: Callable[[NodeStatus], None] = lambda _: None
-    """Adds to a status what only this command knows."""
+    """Adds to a status the facts that only this command knows."""
 
 
 class WatchedPeer:

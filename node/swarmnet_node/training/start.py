@@ -56,11 +56,11 @@ class WorkerConfig:
 async def start(
     config: WorkerConfig, handler: "EventHandler", progress: "Progress" = lambda *_: None
 ) -> "AsyncIterator[tuple[Worker, WatchedPeer]]":
-    """Yield a worker that is ready to ``run``, and its peer as the owner sees it. ``handler``
-    receives the worker's events.
+    """Yield a worker that is ready to ``run``, and its peer for the owner's commands.
 
-    Leaving the context stops a computation at its next inner step. Raises ``Unreachable`` if no
-    peer has the job, and the errors of reading its data and building its model.
+    ``handler`` receives the worker's events. Leaving the context stops a computation at its next
+    inner step. Raises ``Unreachable`` if no peer has the job, and the errors of reading its data
+    and building its model.
     """
     stopped = threading.Event()
 

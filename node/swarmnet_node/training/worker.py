@@ -65,8 +65,8 @@ T = TypeVar("T")
 ANNOUNCE_S = 20.0
 """Seconds between announcements in the directory."""
 LAST_WORD_S = 2.0
-"""Seconds in which a worker announces that it leaves. With more, it ends later in a directory that
-does not answer."""
+"""Seconds in which a worker announces that it leaves. With more, a worker ends later when the
+directory does not answer. With less, a slow directory misses the announcement."""
 UNDECIDED_S = 1.0
 """Seconds until the voters are asked again, after an answer without a majority."""
 RETRY_DOWNLOAD_S = 5.0
@@ -88,7 +88,7 @@ class WorkerDependencies:
     """Signs with the key of the transport's peer id."""
     progress: Progress = lambda *_: None
     given: Given = field(default_factory=Given)
-    """What this machine has given since its data directory exists."""
+    """Totals of the work of this machine since its data directory exists."""
 
 
 @dataclass(frozen=True)

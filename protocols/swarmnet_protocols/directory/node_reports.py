@@ -31,8 +31,8 @@ from swarmnet_protocols.wire.records_pb2 import HOST_STATE_UNSPECIFIED, HostStat
 BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
 """Upper bounds of the buckets of ``Times`` in seconds. A last bucket counts everything slower."""
 ASK_S = 5.0
-"""Seconds that a command waits for a report. Less misses peers behind relays; more keeps a user
-waiting for one that is gone."""
+"""Seconds that a command waits for a report. With less, peers behind relays are missed. With more,
+a user waits longer for a peer that is gone."""
 MAX_FLOWS = 64
 MAX_CONTRIBUTIONS = 256
 MAX_EXPERT_PEERS = 64

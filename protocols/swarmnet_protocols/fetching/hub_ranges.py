@@ -29,9 +29,9 @@ def no_answer() -> tuple[type[Exception], ...]:
 
 
 def commit_of(repository: str, revision: str | None, kind: Literal["model", "dataset"]) -> str:
-    """Return the commit, 40 hexadecimal digits, at which a repository of the hub is now.
+    """Return the present commit of a repository of the hub: 40 hexadecimal digits.
 
-    ``revision`` is a branch or a tag, None for the main branch. Raises ``ConfigError`` if the hub
+    ``revision`` is a branch or a tag; None is the main branch. Raises ``ConfigError`` if the hub
     has no such repository or revision, and ``Unreachable`` if it does not answer.
     """
     from huggingface_hub import HfApi

@@ -47,7 +47,7 @@ class OwnerFiles:
     issued: Path | None = None
     """Folder for the records of an issuer. None: this peer certifies itself only."""
     paths: tuple[Path, ...] = ()
-    """The files that these functions read. They are read again when one has changed."""
+    """The files that these functions read. When one changes, all are read again."""
 
     def read(self) -> tuple[bytes, bytes, bytes] | None:
         """Return the swarm file, the public key and the revocations; None if they cannot be read
@@ -59,7 +59,7 @@ class OwnerFiles:
             return None
 
     def stamps(self) -> tuple[tuple[int, int, int] | None, ...]:
-        """Return what changes with each file: inode, size and time. None for a missing file."""
+        """Return inode, size and time of each file, or None for a missing file."""
         return tuple(map(_stamp, self.paths))
 
     def certify(self, membership: Membership) -> bool:

@@ -25,10 +25,9 @@ def resolve_in_swarm(
 ) -> "LocalModel":
     """Return the model with this name. ``max_disk_bytes`` is as for ``resolve``.
 
-    If the hub does not answer or lacks the model, peers send its outline: of the model that the
-    swarm file names, or else of the one that peers announce under this name. ``enter`` enters the
-    swarm. Do not call this on a thread with a running loop. Raises what ``resolve``, ``enter`` and
-    ``connect`` raise.
+    If the hub does not answer or lacks the model, peers send its outline. The swarm file names the
+    model, or else peers announce a model under this name. ``enter`` enters the swarm. Do not call
+    this on a thread with a running loop. Raises what ``resolve``, ``enter`` and ``connect`` raise.
     """
     from swarmnet_protocols.models import resolve
 

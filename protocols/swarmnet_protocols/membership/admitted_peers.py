@@ -30,7 +30,7 @@ class AdmittedPeer:
         self.member = member
         self.certificate = certificate
         self.name = ""
-        """The name that the peer gives itself; empty without one."""
+        """The name that the peer gives itself. Empty without a name."""
         self.handshake_streams: dict[Stream, None] = {}
         self.streams: dict[Stream, None] = {}
         """Streams of other protocols. They close when the membership ends."""

@@ -36,10 +36,11 @@ Workers publish it every 20 s, so two announcements in a row may be lost.
 """
 HASH_BYTES = 32
 MAX_LOOKUPS = 8
-"""Concurrent lookups in the directory."""
+"""Concurrent lookups in the directory. With more, one list of jobs loads many peers at once. With
+fewer, a long list takes longer."""
 LOOKS = 3
-"""Lookups before a record counts as absent. A single one finds nothing if it asks a peer that has
-just died; with more, a swarm without jobs takes longer to say so."""
+"""Lookups before a record counts as absent. With fewer, a peer that has just died hides a record.
+With more, a list of no jobs takes longer."""
 
 
 def job_announcement(sealed: bytes) -> Announcement:
@@ -121,7 +122,7 @@ async def find_workers(
 ) -> dict[RoundMember, WorkerPosition]:
     """Return the workers with a valid record for the job, ordered by peer id.
 
-    ``also_left``: with those that left in good order, which have no addresses.
+    ``also_left``: include workers that left in good order. These have no addresses.
     """
     found = {}
     for record in await directory.lookup(f"train/{job_id}"):

@@ -80,8 +80,7 @@ def load_job(path: Path) -> JobFile:
 
 
 def job_bytes(path: Path) -> bytes:
-    """Return the bytes of a job file, one more than a job may have at most. Raises
-    ``ConfigError``."""
+    """Read a job file, up to one byte more than a job may have. Raises ``ConfigError``."""
     try:
         with path.open("rb") as stream:
             return stream.read(MAX_JOB_BYTES + 1)
@@ -172,7 +171,7 @@ def open_job(data: bytes) -> SealedJob:
 
 
 def _config_file(path: Path) -> dict[str, Any]:
-    """Return the architecture in a ``config.json``, without what describes a checkpoint's files."""
+    """Return the architecture in a ``config.json``, without the keys about a checkpoint's files."""
     path = path.expanduser()
     path = path / "config.json" if path.is_dir() else path
     try:

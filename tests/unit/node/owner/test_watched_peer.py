@@ -45,7 +45,7 @@ def ask(
     name: str = "bootstrap",
     add: Callable[[NodeStatus], None] = lambda _: None,
 ) -> tuple[int, bool]:
-    """The exit code of a command about the one that runs in ``folder``, and whether that stops."""
+    """The exit code of a command, and whether it stops the peer that runs in ``folder``."""
 
     async def scenario() -> tuple[int, bool]:
         async with watched(folder, name, add) as peer:
@@ -94,7 +94,7 @@ def test_finish_stops_a_command_without_blocks(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "limits"])
-def test_a_command_without_blocks_says_that_it_has_no_limits(
+def test_a_command_without_blocks_refuses_pauses_and_limits(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ask([command], tmp_path) == (3, False)
