@@ -6,7 +6,7 @@ its host. Names begin with ``swarmnet_peer_`` for every peer, ``swarmnet_node_``
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
@@ -18,7 +18,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from swarmnet_node.owner.control import Controlled, Watched
 from swarmnet_protocols.directory.node_reports import experts_of, rows_of
 from swarmnet_protocols.net import ReachKind
 from swarmnet_protocols.net.limits.resource_limits import Rate, Resource
@@ -30,7 +29,7 @@ from swarmnet_protocols.wire.report_pb2 import TrunkReport, WorkerReport
 if TYPE_CHECKING:
     from swarmnet_node.engine.engine import Engine
     from swarmnet_node.hosting.host import Host
-    from swarmnet_node.supervisor import Supervisor
+    from swarmnet_node.owner.control import Watched
 
 F = TypeVar("F", GaugeMetricFamily, CounterMetricFamily)
 
@@ -40,7 +39,7 @@ P2PD = "p2pd"
 REASONS = tuple(name.removeprefix("REASON_").lower() for name, number in refusal_pb2.Reason.items() if number)
 
 
-def registry_of(peer: Watched) -> CollectorRegistry:
+def registry_of(peer: "Watched") -> CollectorRegistry:
     """Return the metrics of ``peer`` and of its process."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -51,7 +50,7 @@ def registry_of(peer: Watched) -> CollectorRegistry:
 class StatusCollector(Collector):
     """Reads the peer of a command at every scrape. Every label has a fixed set of values."""
 
-    def __init__(self, peer: Watched) -> None:
+    def __init__(self, peer: "Watched") -> None:
         self._peer = peer
 
     def collect(self) -> Iterator[Metric]:
@@ -62,12 +61,9 @@ class StatusCollector(Collector):
             yield from _worker_metrics(status.worker)
         if status.HasField("host"):
             yield from _node_metrics(status)
-        if not isinstance(self._peer, Controlled):
-            return
-        node = cast("Supervisor", self._peer)  # only nodes are controlled
-        if (engine := node.engine) is not None:
+        if (engine := getattr(self._peer, "engine", None)) is not None:
             yield from _engine_metrics(engine)
-        if (host := node.host) is not None:
+        if (host := getattr(self._peer, "host", None)) is not None:
             yield from _host_metrics(host)
 
 
