@@ -20,8 +20,8 @@ GAP = 2.5
 def model_chart(
     history: History, model: str, window: str, now_s: float, begun: Sequence[ModelSample] = ()
 ) -> dict[str, list[Any]]:
-    """Return the series of a model, or of the whole swarm for "", over ``window`` (a key of
-    ``WINDOWS_S``). ``begun``: samples that are not in the history yet."""
+    """Return the series of a model over ``window``, a key of ``WINDOWS_S``. The model "" stands for
+    the whole swarm. ``begun``: samples that are not in the history yet."""
     coarse = window != "24h"
     rows = history.model_samples(model, now_s - WINDOWS_S[window], coarse=coarse)
     return _columns(
@@ -73,11 +73,10 @@ def job_chart(points: Sequence[JobPoint]) -> dict[str, list[Any]]:
 def contributions(
     history: History, now_s: float, window: str, begun: Begun = NOTHING
 ) -> list[dict[str, Any]]:
-    """Return the work of each peer in ``window``, and the share of the observed time that the peer
-    was online.
+    """Return each peer's work in ``window``, and the share of the observed time that it was online.
 
-    ``share`` is the peer's share of all positions × blocks or, if larger, of all rows of experts;
-    the peers with the most come first.
+    ``share`` is the peer's part of all positions × blocks, or of all rows of experts if that part
+    is larger. The largest share comes first.
     """
     seconds = WINDOWS_S[window]
     stored = {
@@ -97,7 +96,7 @@ def contributions(
 def _with(
     begun: PeerSample | None, stored: tuple[str | None, Work, float] | None
 ) -> tuple[str | None, Work, float]:
-    """Return name, work and seconds online of a peer, of the history and since its last sample."""
+    """Return name, work and seconds online of a peer: the stored sums plus the begun sample."""
     name, work, online_s = stored or (None, Work(), 0.0)
     return (
         (name, work, online_s)
@@ -116,8 +115,8 @@ def _work_entry(work: Work) -> dict[str, int]:
 
 
 def contribution(history: History, peer: str, now_s: float, begun: Begun = NOTHING) -> dict[str, Any]:
-    """Return the work of one peer in a day and in a month, and the share of the day, as far as it
-    was observed, that the peer was online."""
+    """Return the work of one peer in a day and in a month. ``uptime_24h``: the part of the observed
+    day in which the peer was online."""
     found: dict[str, Any] = {}
     for window, seconds in WINDOWS_S.items():
         stored = [row[1:] for row in history.contributions(now_s, seconds, peer)]

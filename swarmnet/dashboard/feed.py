@@ -133,7 +133,7 @@ class Feed:
         return float(self._state.body["swarm"]["now_s"])
 
     def begun_models(self, model: str) -> list[ModelSample]:
-        """Return the sample of a model that is not in the history yet, if there is one."""
+        """Return a model's sample that is not in the history yet, or nothing."""
         samples = self._sampler.begun_models(self._snapshot, self._state.body)
         return [sample for sample in samples if sample.model == model]
 
@@ -143,8 +143,8 @@ class Feed:
         return {sample.peer: sample for sample in samples}
 
     def given(self, peer: str) -> dict[str, float] | None:
-        """Return what a peer says it has given since its data directory exists, or None if it has
-        never reported."""
+        """Return what a peer says it has given over restarts and updates, or None until it has
+        reported."""
         for seen in self._snapshot.peers:
             if seen.peer == peer and seen.newest is not None:
                 given = seen.newest.report.given

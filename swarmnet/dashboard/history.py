@@ -6,7 +6,7 @@ import logging
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import astuple, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,7 +39,7 @@ ALTER TABLE peer_samples ADD COLUMN samples INTEGER NOT NULL DEFAULT 0;
 {_JOBS}
 PRAGMA user_version = {_VERSION};
 """
-"""Makes a history of version 1 one of this version. Work of that time counts as none."""
+"""Upgrades a history of version 1. Peers then have no work of that time."""
 _SCHEMA = f"""
 CREATE TABLE model_samples (
   step_s INTEGER, model TEXT, at_s INTEGER, seconds REAL, answered INTEGER, peers REAL, weakest INTEGER, sessions INTEGER,
@@ -80,8 +80,8 @@ class History:
     @classmethod
     @contextmanager
     def open(cls, folder: Path) -> Iterator["History"]:
-        """Open the history in ``folder``, or make one. A damaged file is renamed to ``*.damaged``
-        with a warning in the log."""
+        """Open the history in ``folder``, or make one. A file that cannot be used is renamed to
+        ``*.damaged``, with a warning in the log."""
         path = folder / FILE_NAME
         try:
             connection = _open(path)
@@ -172,8 +172,8 @@ class History:
     def contributions(
         self, now_s: float, window_s: int, peer: str | None = None
     ) -> list[tuple[str, str | None, Work, float]]:
-        """Return peer, name, work and seconds online of all peers, or of ``peer``, in a window of a
-        day or a month."""
+        """Return id, name, work and seconds online of each peer, or only of ``peer``. ``window_s``
+        is a day or a month."""
         with self._lock:
             coarse_since_s, fine_since_s = self._since(now_s, window_s)
             sums = ", ".join(f"SUM(s.{each})" for each in _WORK)
@@ -198,7 +198,7 @@ class History:
         return float(seconds or 0.0)
 
     def jobs(self) -> dict[str, dict[str, Any]]:
-        """Return the JSON of each job, as it was stored last."""
+        """Return the stored JSON of each job."""
         with self._lock:
             rows = self._db.execute("SELECT job, entry FROM jobs").fetchall()
         return {job: json.loads(entry) for job, entry in rows}
@@ -320,7 +320,8 @@ class History:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """Raises ``sqlite3.DatabaseError`` for a file that is damaged or of another version."""
+    """Open the history in ``path``, and upgrade it. Raises ``sqlite3.DatabaseError`` for a file
+    that is damaged, has another version, or has other columns: development copies may."""
     connection = sqlite3.connect(path, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
@@ -335,12 +336,28 @@ def _open(path: Path) -> sqlite3.Connection:
             raise sqlite3.DatabaseError(f"its format is {version}, not {_VERSION}")
         if (found := connection.execute("PRAGMA quick_check(1)").fetchone()) != ("ok",):
             raise sqlite3.DatabaseError(str(found[0]))
+        if _columns(connection) != _expected_columns():
+            raise sqlite3.DatabaseError("its tables have other columns")
         connection.create_aggregate("sum_times", 1, _SumOfTimes)  # type: ignore[arg-type]  # SQLite takes text, too
         connection.execute(f"PRAGMA max_page_count = {MAX_BYTES // _PAGE_BYTES}")
     except sqlite3.Error:
         connection.close()
         raise
     return connection
+
+
+def _columns(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Return the tables and their columns in order, as the statements of this module rely on."""
+    return connection.execute(
+        "SELECT t.name, c.name FROM sqlite_master t JOIN pragma_table_info(t.name) c"
+        " WHERE t.type = 'table' ORDER BY t.name, c.cid"
+    ).fetchall()
+
+
+def _expected_columns() -> list[tuple[str, str]]:
+    with closing(sqlite3.connect(":memory:")) as empty:
+        empty.executescript(_SCHEMA)
+        return _columns(empty)
 
 
 def _model_sample(row: Sequence[Any]) -> ModelSample:

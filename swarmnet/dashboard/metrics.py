@@ -11,7 +11,7 @@ from swarmnet_protocols.directory.catalog import MAX_MODELS
 
 PREFIX = "swarmnet_swarm_"
 STATES = ("joining", "online", "paused", "leaving", "incompatible")
-"""States of peers that are here. Those that are gone are not counted."""
+"""States of peers that are counted: every state but "gone"."""
 Body = Mapping[str, Any]
 _OF_MODELS: tuple[tuple[str, str, Callable[[Body], float]], ...] = (
     ("missing_blocks", "Blocks that no host has.", lambda model: model["replicas"].count(0)),
@@ -35,7 +35,7 @@ class SwarmCollector(Collector):
         for each in STATES:
             peers.add_metric([each], counts[each])
         yield peers
-        # Each model costs Prometheus time series, and any peer of an open swarm may host another.
+        # Each model adds time series, and any peer of an open swarm may announce a model.
         most = sorted(state["models"].items(), key=lambda item: (-item[1]["peers"], item[0]))[:MAX_MODELS]
         for name, about, read in _OF_MODELS:
             metric = GaugeMetricFamily(PREFIX + name, about, labels=["model", "manifest"])

@@ -87,9 +87,9 @@ def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
 def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
     """Return the span that a newcomer should host, with the reason and the command.
 
-    Its length is the median of the present hosts' spans. It holds as many of the blocks with the
-    fewest hosts as it can, and leaves the others in the fewest pieces. So it never differs from
-    what the page says about the model.
+    The span is as long as the median of the hosts' spans. It holds as many of the weakest blocks as
+    it can, and leaves the rest of them in the fewest pieces. The page shows the same blocks as the
+    weakest.
     """
     lengths = [entry["blocks"][1] - entry["blocks"][0] for _, entry in hosts]
     length = min(model.blocks, median_low(lengths) if lengths else -(-model.blocks // DEFAULT_SHARE))
@@ -122,8 +122,7 @@ def _command(model: CatalogModel, join: Sequence[str], option: str, value: str) 
 
 
 def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
-    """Return the reason to host ``span``: its blocks with the fewest hosts, and what more hosts
-    change."""
+    """Return the reason to host ``span``: its weakest blocks, and what another host changes."""
     fewest = min(replicas)
     weak = [block for block in range(*span) if replicas[block] == fewest]
     where = block_list(weak)

@@ -43,8 +43,8 @@ def peer_entry(
     previous: Mapping[str, Any] | None,
     endings: Mapping[PeerId, str] = NO_ENDINGS,
 ) -> dict[str, Any]:
-    """Return the JSON of one peer. ``previous`` is its JSON in the last state; None for a new
-    peer. ``endings``: how workers that were not lost ended."""
+    """Return the JSON of one peer. ``previous``: its JSON in the last state, None for a new peer.
+    ``endings``: "finished" or "left" for workers that were not lost."""
     state, silent = state_of(seen)
     report = seen.newest.report if seen.newest else None
     entry: dict[str, Any] = {

@@ -21,7 +21,8 @@ from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observing.observations import SwarmInfo
 from swarmnet.dashboard.observing.observer import Observer
 from swarmnet.dashboard.observing.polling import ObserverDependencies
-from swarmnet.swarm_file.content import SwarmFile
+from swarmnet.swarm_file.entry import Entry
+from swarmnet.swarm_file.household import is_household
 from swarmnet.web.middleware import AccessPolicy, check_exposed, protect
 from swarmnet.web.server import HttpEndpoint, serve_http
 from swarmnet_protocols.errors import ConfigError
@@ -56,27 +57,28 @@ ETag = Annotated[str, Query(max_length=64)]
 @asynccontextmanager
 async def run_dashboard(
     dependencies: ObserverDependencies,
-    file: SwarmFile,
+    entry: Entry,
     history_dir: Path,
     address: tuple[str, int],
     access: AccessPolicy,
     members: Members | None = None,
 ) -> AsyncIterator[tuple[HttpEndpoint, Feed]]:
-    """Observe the swarm of ``file`` and serve its dashboard while the context is open.
+    """Observe the swarm of ``entry`` and serve its dashboard while the context is open.
 
     ``address``: host and port. ``members``: what the owner of the swarm may see of its members;
     None for any other page. Each swarm has its own history, in a folder of ``history_dir``.
+
     Raises ``ConfigError`` if the history cannot be written or the address cannot be bound.
     """
-    folder = history_dir / file.swarm_id.hex()[:16]
+    folder = history_dir / entry.file.swarm_id.hex()[:16]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot keep a history in {folder}: {error.strerror}", hint="choose another --data-dir"
         ) from error
-    model_names = {model.manifest: model.name for model in file.models}
-    info = _swarm_info(file, dependencies.transport.peer_id)
+    model_names = {model.manifest: model.name for model in entry.file.models}
+    info = swarm_info(entry, dependencies.transport.peer_id)
     async with AsyncExitStack() as stack:
         history = stack.enter_context(History.open(folder))
         observer = await stack.enter_async_context(Observer.run(dependencies, info, model_names))
@@ -84,10 +86,14 @@ async def run_dashboard(
         yield await stack.enter_async_context(serve(feed, *address, access, members)), feed
 
 
-def _swarm_info(file: SwarmFile, observer: PeerId) -> SwarmInfo:
-    # The command has placeholders for invite and address, because the page may be public.
+def swarm_info(entry: Entry, observer: PeerId) -> SwarmInfo:
+    """Return what the page says about a swarm. The command to join has placeholders for the invite
+    and the address, because the page may be public. In a household a code is enough."""
+    file = entry.file
     join = ["swarm.toml" if file.is_open else INVITE_PLACEHOLDER]
-    if file.is_open and not file.bootstrap and not file.mdns:
+    if is_household(entry.peer.data_dir, file):
+        join = []
+    elif file.is_open and not file.bootstrap and not file.mdns:
         join += ["--bootstrap", ADDRESS_PLACEHOLDER]
     return SwarmInfo(file.name, file.swarm_id.hex(), str(file.admission), observer, tuple(join))
 

@@ -23,7 +23,7 @@ MAX_CONTRIBUTORS = 64
 JOB_SHOWN_S = 30 * 24 * 3600.0
 """Seconds that a job stays on the page after its last worker left. The history is as long."""
 MAX_JOBS = 64
-"""Most jobs without workers that stay on the page: the ones that ended last."""
+"""Most jobs without workers that stay on the page. The jobs that ended last stay."""
 NO_JOBS: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -121,7 +121,8 @@ def _models(
 
 
 def _jobs(snapshot: Snapshot, before: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the JSON of the jobs of the catalog, and of earlier ones for ``JOB_SHOWN_S``."""
+    """Return the JSON of the jobs in the catalog. Jobs that left the catalog stay for
+    ``JOB_SHOWN_S``."""
     by_id = {seen.peer: seen for seen in snapshot.peers}
     reports: dict[str, list[report_pb2.WorkerReport]] = defaultdict(list)
     for seen in snapshot.peers:
@@ -143,8 +144,10 @@ def _jobs(snapshot: Snapshot, before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _endings(snapshot: Snapshot, jobs: Mapping[str, Any]) -> dict[PeerId, str]:
-    """Return how workers ended that announced their leave, or were in the last round of a job that
-    is done."""
+    """Return "finished" or "left" for each worker that was not lost.
+
+    A worker announces its leave, or its last report is from the last round of a job that is done.
+    """
     rounds = {job.id: job.rounds for job in snapshot.jobs}
     endings = {
         peer: "finished" if round >= job.rounds else "left"
@@ -166,8 +169,9 @@ def _job_entry(
     now_s: float,
     before: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the JSON of one job. ``reports``: the last ones of its workers, those that are gone
-    included. ``before``: its JSON in the last state, whose numbers stay."""
+    """Return the JSON of one job. ``reports``: the last report of each worker, gone or not.
+    ``before``: the job's JSON in the last state. Its numbers stay until a worker reports newer
+    ones."""
     known = before or {}
     there = [
         seen

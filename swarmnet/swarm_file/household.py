@@ -57,6 +57,12 @@ def started_here(data_dir: Path, file: SwarmFile) -> Path | None:
     return folder / FILE_NAME
 
 
+def is_household(data_dir: Path, file: SwarmFile) -> bool:
+    """Return whether this computer started the swarm of ``file`` as a household, or joined it by a
+    code."""
+    return joined_household(data_dir) == file.swarm_id.hex() or started_here(data_dir, file) is not None
+
+
 def invite_newcomer(folder: Path, peer: PeerId, label: str) -> str:
     """Return an invite to the household in ``folder`` for ``peer`` alone, as host and client."""
     from swarmnet_protocols.membership.invites import InviteTerms, make_invite

@@ -113,7 +113,7 @@ async def _show(
         endpoint, feed = await stack.enter_async_context(
             run_dashboard(
                 dependencies,
-                entry.file,
+                entry,
                 directory / HISTORY,
                 address,
                 access,
@@ -221,6 +221,6 @@ async def _serve_page(
         own_report=node.report,
     )
     lists = owners_lists(entry, data_dir, access)
-    page = run_dashboard(dependencies, entry.file, data_dir / HISTORY, address, access, lists)
+    page = run_dashboard(dependencies, entry, data_dir / HISTORY, address, access, lists)
     async with page as (endpoint, _):
         yield endpoint.url

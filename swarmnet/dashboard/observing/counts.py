@@ -56,13 +56,13 @@ class Work:
     """Work of one peer for others."""
 
     positions: int = 0
-    """Positions that it computed: of prompts, answers and drafts."""
+    """Positions of prompts, answers and drafts that the peer computed."""
     block_positions: int = 0
-    """Positions times the blocks that they passed, those of training included."""
+    """Positions times the blocks that they passed, training included."""
     rows: int = 0
-    """Rows that its experts computed for other hosts."""
+    """Rows that the peer's experts computed for other hosts."""
     samples: int = 0
-    """Sequences that it trained on."""
+    """Sequences that the peer trained on."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(*map(int.__add__, astuple(self), astuple(other)))
@@ -113,9 +113,9 @@ def counts_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, 
 
 
 def work_between(before: report_pb2.NodeReport, after: report_pb2.NodeReport, elapsed_s: float) -> Work:
-    """Return the work of a node from one of its reports to a later one, limited as counts are.
+    """Return a node's work between two of its reports, limited as counts are.
 
-    What it has given counts on over restarts; positions and rows do not.
+    Positions and rows begin at 0 after a restart. What the node has given goes on.
     """
     old = work_of(before)
     if not is_same_run(before, after):

@@ -28,7 +28,8 @@ class SwarmInfo:
     admission: str
     observer: PeerId
     join: tuple[str, ...] = ("swarm.toml",)
-    """Arguments of the `swarmnet join` command that the page shows to newcomers."""
+    """Arguments of the `swarmnet join` command that the page shows to newcomers. Empty in a
+    household."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class PeerObservation:
 
     @property
     def is_unasked(self) -> bool:
-        """Whether the peer has neither answered nor failed to."""
+        """Whether no poll of the peer has ended yet, with an answer or without."""
         return self.newest is None and self.failed_at_s is None
 
     @property
@@ -82,7 +83,7 @@ class JobObservation:
     round: int = 0
     """The highest round that a worker announces."""
     left: Mapping[PeerId, int] = field(default_factory=dict)
-    """The last round of each worker that announces that it left in good order."""
+    """The last round of each worker that announces its leave."""
 
 
 @dataclass(frozen=True)

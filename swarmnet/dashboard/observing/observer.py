@@ -96,8 +96,8 @@ class Observer:
             await observer._polls.stop()
 
     async def settled(self, within_s: float) -> None:
-        """Wait until the directory has been read, and every peer has answered or failed; at most
-        ``within_s``."""
+        """Wait until the directory has been read and every peer has answered or failed, for at most
+        ``within_s`` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 async with self._crawled:
@@ -184,7 +184,7 @@ class Observer:
         return _ObservedModel(listed, hosts, ExpertSample(self._directory, model.manifest))
 
     async def _find_job(self, job_id: str) -> JobObservation | None:
-        from swarmnet_protocols.training.job_records import find_job  # with torch, which takes seconds
+        from swarmnet_protocols.training.job_records import find_job  # imports torch, which takes seconds
 
         try:
             job, _ = await find_job(self._directory, job_id)

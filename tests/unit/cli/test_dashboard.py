@@ -4,12 +4,14 @@ from pathlib import Path
 
 from swarmnet.cli.commands import dashboard, swarm_status
 from swarmnet.cli.commands.dashboard import owners_lists
+from swarmnet.dashboard.server import INVITE_PLACEHOLDER, swarm_info
 from swarmnet.swarm_file.entry import enter
-from swarmnet.swarm_file.household import own_household
+from swarmnet.swarm_file.household import own_household, remember_household
 from swarmnet.swarm_file.keys import KEY_NAME
 from swarmnet.swarm_file.writer import NewSwarm, create
 from swarmnet.web.middleware import AccessPolicy, ApiKeys
 from swarmnet_protocols.machine.clock import wall_clock
+from swarmnet_protocols.net import PeerId
 from tests.defences import defence, no, replacing
 from tests.support.dashboard.recorded_swarm import RecordedSwarm
 from tests.support.processes.commands import call
@@ -46,6 +48,19 @@ def test_the_first_computer_of_a_household_sees_its_members(tmp_path: Path) -> N
     own_household(tmp_path / "member", "home")
     entry = enter("home", tmp_path / "member", as_client=True)
     assert owners_lists(entry, tmp_path / "member", AccessPolicy()) is None, "another swarm of that name"
+
+
+def test_the_page_of_a_household_asks_for_no_invite(tmp_path: Path) -> None:
+    def shown(swarm: str, data_dir: Path) -> tuple[str, ...]:
+        return swarm_info(enter(swarm, data_dir, as_client=True), PeerId("observer")).join
+
+    first, member = tmp_path / "first", tmp_path / "member"
+    folder = own_household(first, "home")
+    enter(str(folder), first)
+    assert shown("home", first) == ()
+    assert shown(str(folder), member) == (INVITE_PLACEHOLDER,)
+    remember_household(member, enter(str(folder), member).file.swarm_id)
+    assert shown("home", member) == ()
 
 
 def test_a_swarms_status_counts_peers_by_what_they_do() -> None:

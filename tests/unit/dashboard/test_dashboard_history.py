@@ -162,7 +162,7 @@ def test_a_gap_in_the_samples_is_a_gap_in_the_chart(tmp_path: Path) -> None:
         assert chart["tokens_per_s"] == [2.0, 2.0, None, 2.0]
 
 
-@pytest.mark.parametrize("damage", ["garbage", "torn", "other version"])
+@pytest.mark.parametrize("damage", ["garbage", "torn", "other version", "other columns"])
 def test_a_damaged_file_is_renamed_and_replaced(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -175,8 +175,9 @@ def test_a_damaged_file_is_renamed_and_replaced(
         data = path.read_bytes()
         path.write_bytes(data[:8192] + bytes(len(data) - 8192))
     else:
+        drop = "ALTER TABLE peer_samples DROP COLUMN samples"
         connection = sqlite3.connect(path)
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(drop if damage == "other columns" else "PRAGMA user_version = 99")
         connection.close()
     with History.open(tmp_path) as fresh:
         assert fresh.model_samples("1", 0, coarse=False) == []

@@ -148,8 +148,8 @@ function empty() {
       setText(text, others
         ? `${swarm.name} has ${plural(others, "peer")}, and none of them hosts blocks of a model. This page updates itself when one does.`
         : `No peer of ${swarm.name} has announced itself. This page updates itself when one does.`);
-      join.setCommand(`swarmnet join ${swarm.join} --model smollm2-135m-instruct`);
-      ask.setCommand(`swarmnet run smollm2-135m-instruct "What is the capital of France?" --swarm ${swarm.join}`);
+      join.setCommand(`swarmnet join ${swarm.join && `${swarm.join} `}--model smollm2-135m-instruct`);
+      ask.setCommand(`swarmnet run smollm2-135m-instruct "What is the capital of France?" --swarm ${swarm.join || swarm.name}`);
     },
   };
 }
