@@ -21,8 +21,8 @@ _TITLES = {
 
 
 def model_card(summary: Mapping[str, Any]) -> str:
-    """Return the card of the adapter that ``summary``, the content of ``tune.json``, describes. No
-    path of this machine is in it."""
+    """Return the card of the adapter that ``summary`` describes, the content of ``tune.json``. The
+    card names no path of this machine."""
     from huggingface_hub import ModelCardData
 
     name = name_for_peers(summary["model"])
@@ -78,5 +78,5 @@ def _ends(losses: list[float]) -> str:
 
 
 def _cell(value: object) -> str:
-    """Return a value for a table: a row's label may hold marks of Markdown."""
+    """Return a value as a cell of a table. Labels of rows may contain Markdown."""
     return " ".join(str(value).replace("\\", "\\\\").replace("|", "\\|").split())

@@ -10,8 +10,8 @@ A row is one of:
   and one of the assistant. For a model without a chat template, a prompt in Alpaca's words;
 - for a classifier ``{"text", "label"}``.
 
-Other fields are ignored. Two steps check a row: ``row_of`` its fields, before any model is loaded,
-and ``Encoder`` its tokens.
+Other fields are ignored. Two steps check a row: ``row_of`` checks its fields before any model is
+loaded, and ``Encoder`` checks its tokens.
 """
 
 import hashlib
@@ -139,9 +139,9 @@ def _each_row(path: Path, take: Callable[[int, dict[str, Any]], T]) -> tuple[lis
 class DataRow:
     """A row whose fields are sound.
 
-    - ``text``: of a plain row or a classifier's, whose class is ``label``.
-    - ``prompt``, ``completion``: None in other rows.
-    - ``messages``: a conversation, None in other rows.
+    - ``text``: the text of a plain row, or of a classifier's row with the class ``label``.
+    - ``prompt``, ``completion``: a text that is given, and its continuation that is learned.
+    - ``messages``: a conversation.
 
     Alpaca's rows have both ``prompt`` and ``messages``.
     """
@@ -154,7 +154,7 @@ class DataRow:
 
 
 def row_of(fields: Mapping[str, Any], *, labelled: bool) -> DataRow:
-    """Return the row with these ``fields``. Raises ``BadRow`` if they are not those of a row."""
+    """Return the row with these ``fields``. Raises ``BadRow`` if they make no row, or several."""
     kinds = _LABELLED if labelled else _PLAIN
     found = [kind for kind in kinds if all(name in fields for name in kind)]
     if _INSTRUCTED in found and ("text",) in found:  # Alpaca's own file also has all of it as a text

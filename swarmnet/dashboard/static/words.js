@@ -111,19 +111,19 @@ export function jobState({ state, round }) {
 /** A sentence for each number of the page. */
 export const EXPLANATIONS = {
   Speed: "Tokens per second that all clients of the model receive together, between the last two reports of each host. Rejected drafts do not count.",
-  Peers: "Peers that host blocks or experts of the model now, those included that join, leave or pause.",
+  Peers: "Peers that host blocks or experts of the model now. Peers that join, leave or pause count, too.",
   Sessions: "Conversations that clients have open in the swarm now.",
-  "First token": "Time from the arrival of a prompt to its first token, in the last five minutes: half of the prompts were faster, and 95 % within the second time.",
-  "Each token": "Time from one token of an answer to the next, in the last five minutes: half were faster, and 95 % within the second time.",
+  "First token": "Time from the arrival of a prompt to its first token, in the last five minutes. Half of the prompts took less than the first time, and 95 % less than the second.",
+  "Each token": "Time from one token of an answer to the next, in the last five minutes. Half of the tokens took less than the first time, and 95 % less than the second.",
   "Hosts of a block": "Peers that are online and can compute the block. With none, the model cannot answer.",
   "Ranges such as 4:10": "Blocks 4 to 9: the second number is the first block that is not part of the range. Commands take ranges in this form.",
-  "Positions/s": "Positions that the peer computes in a second: tokens of prompts and of answers, and drafts, of which some are rejected.",
+  "Positions/s": "Positions that the peer computes in a second: tokens of prompts, answers and drafts. Some drafts are rejected.",
   Delay: "Half of a round trip between this dashboard and the peer.",
   Queue: "Time that new work would wait on the peer.",
-  "Free cache": "Memory that the peer has left for the sessions of clients, of what its owner allows.",
-  Uptime: "Time since the peer was started, or from its start to its last sign if it is gone.",
+  "Free cache": "Memory for the sessions of clients that is not in use, and the limit that the owner sets.",
+  Uptime: "Time since the peer started. For a peer that is gone, the time from its start to its last sign.",
   Contributions: "Work in 30 days while this dashboard ran: positions times the blocks that they passed, training included, and rows of experts. A bar is the peer's share of all work of that kind.",
-  "Training jobs": "A job stays here for 30 days after its last worker left. Tokens are those of all workers, the loss is the mean of the workers.",
+  "Training jobs": "A job stays here for 30 days after its last worker left. Tokens count all workers, and the loss is the mean of the workers.",
 };
 
 const ADMISSIONS = { open: "open swarm", certificate: "members only", "allow-list": "listed members" };

@@ -9,7 +9,7 @@ const HEIGHT = 148;
  * A chart. `series` are {label, color: CSS variable, shape: "line" | "sparse" (drawn over gaps) | "dashed" | "area" | "bars", below: bool}; `format` turns a
  * value into text. The horizontal axis is Unix time, or with `alongX: {label, format, tick}` another quantity.
  * The vertical axis begins at 0 unless `fromZero` is false. Charts of one `group` share their cursor.
- * `update(x, columns)` draws, and hides the chart if nothing was measured; null is where nothing was.
+ * `update(x, columns)` draws, and hides the chart if nothing was measured. A column has null where nothing was measured.
  */
 export function chart({ title, series, format, alongX = null, group = null, height = HEIGHT, wholeNumbers = false, fromZero = true }) {
   const when = h("span", { class: "quiet" });

@@ -7,7 +7,7 @@ import { chart } from "./charts.js";
 const EVERY_MS = 30_000;
 const MOST_POINTS = 160;
 
-/** `show(manifest)` loads the history of a model, and loads it again every minute. */
+/** `show(manifest)` loads the history of a model, and loads it again every half a minute. */
 export function history() {
   let manifest = null;
   let window_ = "24h";
@@ -39,7 +39,7 @@ export function history() {
       });
       setText(status, folded.length ? `Nothing measured in this time: ${folded.map(({ name }) => name).join(", ")}. A chart appears with its first measurement.` : "");
     } catch {
-      if (turn === asked) setText(status, "The history could not be loaded. The next attempt is in a minute.");
+      if (turn === asked) setText(status, "The history could not be loaded. The next attempt is in half a minute.");
     }
   }
 

@@ -60,7 +60,7 @@ function eventNode(event) {
 const CURVES = 3; // jobs whose loss is drawn; further jobs have no chart
 const CURVE_EVERY_MS = 30_000;
 
-/** `update(jobs, now_s)`: the progress of each job, those with workers first, and a chart of the loss of the first few. Jobs have an `id`. */
+/** `update(jobs, now_s)`: the progress of each job, and a chart of the loss of the first few. Jobs with workers come first. Jobs have an `id`. */
 export function jobList() {
   const curves = new Map();
 

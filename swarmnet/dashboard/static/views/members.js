@@ -9,7 +9,7 @@ const at = (iso) => dateTime(Date.parse(iso) / 1000);
 /** Loads the lists every half a minute. `onFound(found)` is told whether this page has them. */
 export function memberLists(onFound) {
   const members = h("ol", { class: "shares" });
-  const none = h("p", { class: "quiet" }, "No member yet, except this computer, which admits them.");
+  const none = h("p", { class: "quiet" }, "No members yet. This computer admits them.");
   const invites = h("ol", { class: "shares" });
   const title = h("h3", { class: "list-title" }, "Open invites");
 
