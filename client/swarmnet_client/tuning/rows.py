@@ -213,7 +213,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, max_length: int, *, labelled: bool = False) -> None:
         self.has_chats = False
-        """Whether a row so far was a conversation in the chat template."""
+        """True once a row was a conversation in the chat template."""
         self._tokenizer = tokenizer
         self._max_length = max_length
         self._labelled = labelled

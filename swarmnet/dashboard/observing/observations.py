@@ -63,7 +63,7 @@ class PeerObservation:
 
     @property
     def is_unasked(self) -> bool:
-        """Whether no poll of the peer has ended yet, with an answer or without."""
+        """Return True until a poll of the peer has ended, with or without an answer."""
         return self.newest is None and self.failed_at_s is None
 
     @property

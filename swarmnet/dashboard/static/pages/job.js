@@ -36,13 +36,10 @@ export function jobPage(id) {
 
   let peers = {};
 
-  let chosen = "tokens";
-
   function choose(name) {
-    chosen = name;
-    for (const [each, { node: figure }] of Object.entries(curves)) figure.parentElement.hidden = each !== chosen;
+    for (const [each, { node: figure }] of Object.entries(curves)) figure.parentElement.hidden = each !== name;
   }
-  choose(chosen);
+  choose("tokens");
 
   const more = poll(`/api/v1/jobs/${encodeURIComponent(id)}`, (data) => {
     show(data);

@@ -83,7 +83,7 @@ export function chart({ title, series, format, alongX = null, group = null, heig
 
 const value = (v, { below }) => (v === null || v === undefined ? NaN : below ? -v : v);
 
-/** Labels of an axis without those that repeat the one before: ticks may lie closer than the digits shown. */
+/** Labels of an axis without repetitions: ticks may lie closer than the digits that labels show. */
 const once = (labels) => labels.map((label, i) => (label === labels[i - 1] ? "" : label));
 
 /** The mark of a series in the legend: its colour and shape. */
