@@ -58,7 +58,7 @@ class Commands(LazyGroup):
             SHARE,
             "Find what is wrong on this machine, and how to fix it.",
         ),
-        LazyCommand("swarm", "commands.swarm:app", OWN, "Create swarms and manage their members."),
+        LazyCommand("swarm", "commands.swarm.swarm:app", OWN, "Create swarms and manage their members."),
         LazyCommand("dashboard", "commands.dashboard:dashboard", OWN, "Show a swarm on a web page."),
         LazyCommand("tune", "training.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
         LazyCommand("train", "training.train:app", TRAIN, "Train a model together with others."),

@@ -136,7 +136,7 @@ def publish(
     its name. Otherwise the hosts of the model announce the name.
     """
     from swarmnet import swarm_file
-    from swarmnet.cli.commands.swarm import listed_model
+    from swarmnet.cli.commands.swarm.swarm import listed_model
     from swarmnet.swarm_file import writer
     from swarmnet.swarm_file.keys import KEY_NAME
     from swarmnet_protocols.machine.clock import wall_clock
@@ -146,7 +146,7 @@ def publish(
     listed = listed_model(model, cache_dir, quiet=as_json)
     if not signs and name not in {None, listed.name}:
         raise ConfigError(
-            f"without the authority's key the name is that of the folder: {listed.name}",
+            f"without the authority's key, the model has the name of its folder: {listed.name}",
             hint=f"rename the folder to {name}, or run this where authority.key is",
         )
     listed = replace(listed, name=name or listed.name)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarmnet.cli.commands.swarm_status import model_rows, peer_row, swarm_state
+from swarmnet.cli.commands.swarm.status import model_rows, peer_row, swarm_state
 from swarmnet.dashboard.feed import Feed
 from swarmnet.dashboard.history import History
 from swarmnet.dashboard.observing import observer as observer_module

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from swarmnet.cli.commands import dashboard, swarm_status
+from swarmnet.cli.commands import dashboard
 from swarmnet.cli.commands.dashboard import owners_lists
+from swarmnet.cli.commands.swarm import status
 from swarmnet.dashboard.server import INVITE_PLACEHOLDER, swarm_info
 from swarmnet.swarm_file.entry import enter
 from swarmnet.swarm_file.household import own_household, remember_household
@@ -65,6 +66,5 @@ def test_the_page_of_a_household_asks_for_no_invite(tmp_path: Path) -> None:
 
 def test_a_swarms_status_counts_peers_by_what_they_do() -> None:
     swarm = RecordedSwarm("broken", lambda: 1_800_000_000.0)
-    assert swarm_status._who(swarm_status.swarm_state(swarm.snapshot(), [])["peers"]) == (
-        "11 hosts (9 online), 1 worker"
-    )
+    peers = status.swarm_state(swarm.snapshot(), [])["peers"]
+    assert status._who(peers) == "11 hosts (9 online), 1 worker"

@@ -177,7 +177,7 @@ def test_old_revocations_leave_the_list_at_the_next_one(
     bob = Identity.from_seed(b"bob").peer_id
     owner.swarm("revoke", ALICE)
     owner.swarm("revoke", "ab" * 16)
-    monkeypatch.setattr("swarmnet.cli.commands.swarm_members.wall_clock", lambda: wall_clock() + KEPT_S)
+    monkeypatch.setattr("swarmnet.cli.commands.swarm.members.wall_clock", lambda: wall_clock() + KEPT_S)
     owner.swarm("revoke", bob)
     owner.swarm("revoke", ALICE)
     file = swarm_file.load(owner.directory)
@@ -340,7 +340,7 @@ def test_a_model_is_published_by_whoever_has_the_key(
         assert listed == ({} if is_open else {"talk": made["manifest"]}), "one model has the name"
     if is_open:
         refused = owner.run("model", "publish", str(models[0]), "--name", "chat", *where, code=3)
-        assert "the name is that of the folder: talk" in refused["message"]
+        assert "the name of its folder: talk" in refused["message"]
     else:
         owner.run("model", "publish", str(models[0]), "--name", "chat", *where)
         assert swarm_file.load(owner.directory).rules().names.keys() == {"talk", "chat"}

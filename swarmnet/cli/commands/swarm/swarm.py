@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from swarmnet import swarm_file
-from swarmnet.cli.commands import swarm_members, swarm_status
+from swarmnet.cli.commands.swarm import members, status
 from swarmnet.cli.lazy import command_group
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import CacheDirOption, FileBootstrapOption, JsonFlag, OwnSwarm, SwarmPath
@@ -141,11 +141,11 @@ def listed_model(name: str, cache_dir: Path, *, quiet: bool) -> ListedModel:
     return ListedModel(name_for_peers(name), local.manifest.hash, local.pieces_hash)
 
 
-app.command("status")(swarm_status.status)
-app.command("invite")(swarm_members.invite)
-app.command("members")(swarm_members.members)
-app.command("approve")(swarm_members.approve)
-app.command("revoke")(swarm_members.revoke)
+app.command("status")(status.status)
+app.command("invite")(members.invite)
+app.command("members")(members.members)
+app.command("approve")(members.approve)
+app.command("revoke")(members.revoke)
 
 
 @app.command("show")
@@ -258,13 +258,13 @@ def rotate_key(
         overlap_s = swarm_file.load(swarm).policy.certificate_lifetime_s
     now = wall_clock()
     file, key = swarm_writer.rotate_key(swarm, now=now, overlap_s=overlap_s)
-    swarm_members.sign_revocations_anew(swarm, file, key, now)
+    members.sign_revocations_anew(swarm, file, key, now)
     if as_json:
         print_json(_summary(file))
     else:
         print_text(f"{file.name} has a new authority key, serial {file.serial}: give the file out again")
         note(
-            "an issuer that runs on this machine with this file takes it over, and members take it from each other"
+            "issuers that run on this machine with this file load the new one, and members pass it to each other"
         )
         note("issuers elsewhere need the new file, and the new key unless they have one of their own")
 

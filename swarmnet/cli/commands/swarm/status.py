@@ -36,7 +36,7 @@ def status(
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     data_dir: DataDirOption,
     live: Annotated[
-        bool, typer.Option("--live", "--watch", help="Show it again every 2 seconds, until Ctrl-C.")
+        bool, typer.Option("--live", "--watch", help="Show the state again every 2 seconds, until Ctrl-C.")
     ] = False,
     as_json: JsonFlag = False,
 ) -> None:
