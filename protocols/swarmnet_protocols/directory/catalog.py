@@ -4,6 +4,7 @@ All entries are under one topic, which has room for some thousands. So a peer an
 hosts only while a sample shows that few others announce the same.
 """
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,8 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.manifest import MAX_BLOCKS
 from swarmnet_protocols.wire import records_pb2 as pb
+
+_log = logging.getLogger(__name__)
 
 TOPIC = "catalog"
 MAX_NAME_CHARS = 128
@@ -118,7 +121,8 @@ async def read_catalog(directory: Directory) -> Catalog:
 async def announced_model(directory: Directory, name: str) -> bytes | None:
     """Return the manifest hash of the model that peers announce under ``name``, or None.
 
-    Raises ``ConfigError`` if they announce several models, because any of them may be meant.
+    Warns the user, because nobody signed the name. Raises ``ConfigError`` if peers announce several
+    models, because any of them may be meant.
     """
     found = [model.manifest for model in (await read_catalog(directory)).models if model.name == name]
     if len(found) > 1:
@@ -127,7 +131,13 @@ async def announced_model(directory: Directory, name: str) -> bytes | None:
             f"peers of this swarm announce {len(found)} models as {name!r}: {listed}",
             hint="the owner of the swarm lists the right one: swarmnet model publish",
         )
-    return found[0] if found else None
+    if not found:
+        return None
+    _log.warning(
+        "nobody signed the name of this model: its hosts chose the name",
+        extra={"model": name, "manifest": found[0].hex()[:16]},
+    )
+    return found[0]
 
 
 def merge(bodies: Iterable[bytes]) -> Catalog:

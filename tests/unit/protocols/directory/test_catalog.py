@@ -84,8 +84,9 @@ def test_every_one_of_a_few_hosts_announces() -> None:
     assert not is_enough([b"a"] * ENOUGH, b"b", is_full=False)
 
 
-def test_a_name_that_several_models_have_is_refused() -> None:
-    """Any peer may announce a model under the name of another."""
+def test_a_name_that_several_models_have_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Any peer may announce a model under the name of another. So a user hears that nobody signed a
+    name."""
 
     async def scenario() -> None:
         network = MemoryNetwork(random.Random(0), LinkProfile())
@@ -102,8 +103,10 @@ def test_a_name_that_several_models_have_is_refused() -> None:
             for host in ("one", "two", "three"):
                 await online.enter_async_context(network.transport(peer(host).peer_id))
             directory = await announce("one", 1)
-            assert await announced_model(directory, "talk") == bytes([1]) * 32
             assert await announced_model(directory, "chat") is None
+            assert not caplog.records
+            assert await announced_model(directory, "talk") == bytes([1]) * 32
+            assert "nobody signed the name" in caplog.text
             await announce("two", 1)
             assert await announced_model(directory, "talk") == bytes([1]) * 32
             await announce("three", 2)
