@@ -96,7 +96,7 @@ def find_here(job: str, data_dir: Path) -> str | None:
 
     Raises ``ConfigError`` if it names several, or a job file from which this machine made none.
     """
-    if re.fullmatch("[0-9a-f]{64}", job):
+    if _is_id(job):
         return job
     names = jobs_here(data_dir)
     if not is_path(job):
@@ -129,8 +129,10 @@ def job_here(job: str | None, data_dir: Path) -> str:
 
 
 async def job_in_swarm(job: str, directory: "Directory") -> str:
-    """Return the id of the job of the swarm that ``job`` names. Raises ``ConfigError`` if there is
-    none, or several."""
+    """Return the id of the job of the swarm that ``job`` names. A whole id is returned unchecked.
+    Raises ``ConfigError`` if there is none, or several."""
+    if _is_id(job):
+        return job
     from swarmnet_protocols.training.job_records import find_jobs
 
     found = only(job, {each.id: each.job.job.name for each in await find_jobs(directory)})
@@ -140,6 +142,10 @@ async def job_in_swarm(job: str, directory: "Directory") -> str:
             hint="`swarmnet train list --swarm SWARM` shows the jobs; the whole id finds a job that is not listed",
         )
     return found
+
+
+def _is_id(job: str) -> bool:
+    return re.fullmatch("[0-9a-f]{64}", job) is not None
 
 
 def is_path(job: str) -> bool:

@@ -54,7 +54,7 @@ def plot_histories(runs: Mapping[str, Iterable[Mapping[str, float]]], out: Path)
     """Write ``tokens.png``, ``bytes.png`` and ``time.png`` of workers' histories into ``out``.
     Returns their paths. ``runs``: label → points.
 
-    Of several runs, the curves of one have one colour. Validation is dashed.
+    With several runs, each run has one colour, and its validation is dashed.
     """
     histories = {label: list(points) for label, points in runs.items()}
     axes = (

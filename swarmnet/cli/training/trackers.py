@@ -47,8 +47,8 @@ _CURVES = (
 def trackers(
     run: str, settings: Mapping[str, Any], tensorboard: Path | None, wandb: str | None
 ) -> Iterator[Log]:
-    """Yield a function that logs a run's events under the name ``run``. It does nothing if neither
-    program is wanted.
+    """Yield a function that logs a run's events under the name ``run``. The function does nothing
+    if neither program is wanted.
 
     Raises ``ConfigError`` that says what to install.
     """
@@ -68,8 +68,8 @@ def trackers(
 
 
 def curves_of(event: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
-    """Return the points that an event adds to the curves, and how many steps of a tuning run, or
-    rounds of a training job, are done by then."""
+    """Return the position of an event on the curves, and the values that it adds. The position
+    counts finished steps of a tuning run, or finished rounds of a training job."""
     if event["event"] not in {"round", "eval", "step"}:
         return 0, {}
     step = event["step"] if "step" in event else event["round"] + 1

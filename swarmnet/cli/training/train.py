@@ -1,4 +1,4 @@
-"""``swarmnet train``: creates, joins, plots and exports training jobs."""
+"""``swarmnet train``: creates and joins training jobs."""
 
 import asyncio
 import hashlib
@@ -31,26 +31,21 @@ from swarmnet.cli.options import (
     device_option,
 )
 from swarmnet.cli.output import note, print_json, print_text, progress
-from swarmnet.cli.training import train_status
+from swarmnet.cli.training import train_results, train_status
 from swarmnet.cli.training.displays import Display, display
 from swarmnet.cli.training.job_names import (
     SHOWN_DIGITS,
     JobArgument,
-    JobArguments,
-    OptionalJobArgument,
     find_here,
-    job_here,
     job_in_swarm,
-    jobs_here,
-    short_ids,
 )
-from swarmnet.cli.training.record import TrainingRecord, newest_job, read_history
+from swarmnet.cli.training.record import TrainingRecord
 from swarmnet.cli.training.trackers import Log, TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_protocols.errors import ConfigError, Unreachable
+from swarmnet_protocols.errors import Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.lean_imports import import_transformers
@@ -60,9 +55,6 @@ if TYPE_CHECKING:
     from swarmnet_protocols.training.jobs import JobFile
 
 app = command_group("Train a model together with others, over slow links.")
-app.command("status")(train_status.status)
-app.command("list")(train_status.list_jobs)
-
 
 MethodFileOption = Annotated[
     Path | None,
@@ -313,8 +305,8 @@ def _find_here(entry: Entry, data_dir: Path, job: str) -> str | None:
 
 
 async def _fetch(network: Network, data_dir: Path, job: str, found: str | None) -> str:
-    """Return the id of the job that ``job`` names, ``found`` if it is known. Fetch the job from the
-    swarm unless the data directory has it."""
+    """Return the id of the job that ``job`` names. Fetch the job from the swarm unless the data
+    directory has it. ``found``: the id, or None until the swarm is asked."""
     from swarmnet_node.training.job_store import fetch_job, has_job
 
     if found is not None and has_job(data_dir, found):
@@ -368,66 +360,7 @@ async def _work(
             await worker.run()
 
 
-@app.command("export")
-def export(
-    job: OptionalJobArgument = None,
-    *,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the model to this new directory.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing model.")] = False,
-    data_dir: DataDirOption,
-    cache_dir: CacheDirOption,
-    as_json: JsonFlag = False,
-) -> None:
-    """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
-    loads it."""
-    job = job_here(job, data_dir)
-
-    import_transformers()
-    from swarmnet_node.training.checkpoint import export_model
-    from swarmnet_protocols.training.job_settings import BYTES
-
-    with progress(quiet=as_json) as report:
-        tokenizer = export_model(
-            data_dir,
-            job,
-            out,
-            cache_dir=cache_dir,
-            overwrite=force,
-            progress=report,
-        )
-    if as_json:
-        print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
-        return
-    print_text(f"the model is in {out}")
-    if tokenizer == BYTES:
-        note("it reads bytes: token N is byte N, and 0 ends a document")
-
-
-@app.command("plot")
-def plot(
-    jobs: JobArguments = [],  # noqa: B006 - typer copies it
-    *,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write the PNG files to this folder.")],
-    data_dir: DataDirOption,
-    as_json: JsonFlag = False,
-) -> None:
-    """Draw the loss of the worker on this machine against tokens, bytes sent and time. Several jobs
-    are drawn together, to compare them."""
-    from swarmnet.cli.training.plots import plot_histories
-
-    ids = list(dict.fromkeys(job_here(job, data_dir) for job in jobs)) or [newest_job(data_dir)]
-    names, short = jobs_here(data_dir), short_ids(ids)
-    runs = {}
-    for id in ids:
-        points = list(read_history(data_dir / "training" / id))
-        if not points:
-            raise ConfigError(
-                f"the worker of job {short[id]} has no round yet", hint="try again after its first round"
-            )
-        name = names.get(id) or short[id]
-        runs[name if name not in runs else f"{name} {short[id]}"] = points
-    paths = plot_histories(runs, out)
-    if as_json:
-        print_json({"jobs": ids, "paths": [str(path) for path in paths]})
-    else:
-        print_text("\n".join(str(path) for path in paths))
+app.command("status")(train_status.status)
+app.command("list")(train_status.list_jobs)
+app.command("export")(train_results.export)
+app.command("plot")(train_results.plot)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 WATCH_EVERY_S = 1.0
 LOOK_EVERY_S = 5.0
 JOBS_AT_ONCE = 8
-"""Jobs whose workers are asked at the same time. Fewer, and workers that do not answer keep the
-list waiting for each job; more open hundreds of streams at once."""
+"""Jobs whose workers are asked at the same time. With fewer, the list waits longer for workers that
+do not answer. With more, hundreds of streams are open at once."""
 
 
 def status(
@@ -92,8 +92,8 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
 
 
 async def _workers(transport: "Transport", directory: "Directory", job: "SealedJob") -> list[dict[str, Any]]:
-    """Return the workers of a job, each with what it reports about itself. A worker that gives no
-    report has nulls there, and the round that it announced last."""
+    """Return the workers of a job with their own reports. A worker that gives no report has nulls,
+    and the round that it announced last."""
     from swarmnet_protocols.directory.node_reports import ask_report
     from swarmnet_protocols.machine.aio import all_of
     from swarmnet_protocols.training import MAX_MEMBERS
@@ -192,7 +192,7 @@ async def _jobs_of(network: Network) -> list[dict[str, Any]]:
 
 
 def _progress(workers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the highest round of the workers, and the losses that its worker reports."""
+    """Return the highest round of the workers, and the losses that the worker in it reports."""
     ahead = max(workers, key=lambda each: (each["round"], each["loss"] is not None), default=None)
     values = {name: ahead[name] if ahead else None for name in ("round", "loss", "val_loss")}
     return values | {"workers": len(workers)}

@@ -45,8 +45,8 @@ def facts_of(
 
 
 def code_facts(job: "Job", method: Path | None) -> dict[str, str]:
-    """Return what a job runs on this machine besides swarmnet: nothing, or the method from outside
-    that this machine's user chose."""
+    """Return the foreign code that a job runs on this machine: the method from outside that this
+    machine's user chose, or nothing."""
     if job.method.code is None:
         return {}
     source = f"{method}, as you chose" if method else "an installed package"

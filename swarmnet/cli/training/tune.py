@@ -265,8 +265,8 @@ def _save(tuner: "Tuner", folder: "RunDir") -> dict[str, Any]:
 
 
 def _run_command(model: str, swarm: str, out: Path, dataset: "Dataset") -> str:
-    """Return the command that asks the tuned model a question; of a classifier, the Python that
-    loads it."""
+    """Return the command that asks the tuned model a question. For a classifier, return the Python
+    that loads it."""
     if dataset.labels:
         return (
             f"AutoSwarmModelForSequenceClassification.from_pretrained({model!r}, "

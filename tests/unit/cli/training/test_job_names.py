@@ -134,6 +134,7 @@ def test_a_strangers_job_of_the_same_name_is_listed(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match="names 2 jobs"):
                 await job_in_swarm("tiny", directory)
             assert await job_in_swarm(open_job(mine).id[:10], directory) == open_job(mine).id
+            assert await job_in_swarm("00" * 32, directory) == "00" * 32, "a whole id needs no list"
             with pytest.raises(ConfigError, match="no job in this swarm"):
                 await job_in_swarm("huge", directory)
 
