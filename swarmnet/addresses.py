@@ -77,10 +77,10 @@ async def follow_addresses(data_dir: Path, current: Callable[[], Sequence[str]])
 
 
 def usual_listen(data_dir: Path, listen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return ``listen``, by default every address of this machine, with the ports of the last run
-    in this data directory where any port would do, as far as they are free.
+    """Return ``listen``, or by default every address of this machine.
 
-    After a restart, the addresses that other peers know remain valid.
+    Port 0 becomes the port of the last run in this data directory, if that port is free. So the
+    addresses that other peers know stay valid after a restart.
     """
     from swarmnet_protocols.joining.network import any_port
 

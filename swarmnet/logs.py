@@ -39,7 +39,7 @@ _NOISY = (
 )
 """Loggers of libraries whose debug and info records are for the developers of the library."""
 _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
-"""Attributes that are no field of ``extra``."""
+"""Attributes that do not come from ``extra``."""
 _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(-----END[A-Z -]*)?")
 
 
@@ -47,7 +47,7 @@ def configure(*, log_format: LogFormat, level: LogLevel) -> None:
     """Write log records from ``level`` upwards to stderr. A later call replaces this
     configuration."""
     root = logging.getLogger()
-    for handler in root.handlers:
+    for handler in [*root.handlers]:
         if isinstance(handler, _Stderr):
             root.removeHandler(handler)
     ours = _Stderr()
@@ -60,10 +60,10 @@ def configure(*, log_format: LogFormat, level: LogLevel) -> None:
 
 
 class _Stderr(logging.Handler):
-    """Writes to ``sys.stderr`` as it is at the time of the record: tests and bars replace it."""
+    """Writes to the current ``sys.stderr``, because tests and progress bars replace it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the reader has closed the pipe
+        with contextlib.suppress(OSError):  # the pipe or the terminal was closed, or the disk is full
             sys.stderr.write(f"{shown(self.format(record))}\n")
 
 
@@ -105,7 +105,8 @@ class _Formatter(logging.Formatter):
 
 
 def _level(record: logging.LogRecord) -> LogLevel:
-    """Return the level as the option names it: hivemind renames the levels of the whole process."""
+    """Return the level by the name of the option. hivemind renames the levels of the whole
+    process."""
     levels: dict[int, LogLevel] = {logging.DEBUG: "debug", logging.INFO: "info", logging.WARNING: "warning"}
     return levels.get(record.levelno, "error")
 

@@ -1,7 +1,7 @@
-"""`swarmnet run` finds a `serve` of the same user that runs on this machine.
+"""`swarmnet run` finds an endpoint of the same user on this machine: `serve` or `join --serve`.
 
-1. ``serve`` writes its address and a secret into a file that only this user reads, and locks the
-   file while it runs.
+1. The endpoint writes its address and a secret into a file that only this user reads, and locks
+   the file while it runs.
 2. ``run`` takes the newest locked file of the same swarm and model, and asks there. It neither
    joins the swarm nor loads the model.
 """

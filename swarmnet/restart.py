@@ -22,7 +22,8 @@ VARIABLE = "SWARMNET_RESTING"
 
 
 def take_resting() -> Resting | None:
-    """Return what the program before this one hosted, once. None if this is the first."""
+    """Return what the previous program hosted, and forget it. None unless this program replaced
+    another."""
     text = os.environ.pop(VARIABLE, "")
     return Resting(**json.loads(text)) if text else None
 
@@ -36,6 +37,9 @@ def restart(resting: Resting) -> NoReturn:
 
 
 def may_restart() -> bool:
-    """Return whether a restart frees memory here: torch is in this process. On Windows, another
-    process would take the place of this one, and whoever started it would miss it."""
+    """Return whether a restart frees memory here, because this process has imported torch.
+
+    On Windows it may not restart: the command would go on in another process, and the program that
+    started this one would take it for ended.
+    """
     return os.name == "posix" and "torch" in sys.modules

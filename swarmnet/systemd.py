@@ -47,8 +47,9 @@ class Service:
     def install(self, text: str) -> None:
         """Write the unit, start it, and have systemd start it with the machine.
 
-        If this fails, nothing is left behind. Raises ``ConfigError`` if another program wrote a
-        unit of that name or the file cannot be written, and ``SwarmnetError`` if systemd refuses.
+        If this fails, the former unit is back, or nothing is left behind. Raises ``ConfigError`` if
+        another program wrote a unit of that name or the file cannot be written, and
+        ``SwarmnetError`` if systemd refuses.
         """
         _require_systemd()
         self._check_ours()
@@ -69,8 +70,8 @@ class Service:
 
     @contextmanager
     def _restored_on_failure(self) -> Iterator[None]:
-        """Leave systemd as it was if the body fails: the former unit, or no file, link and
-        folder."""
+        """Restore the former unit if the body fails. Without a former unit, remove the file, its
+        link and its new folders."""
         former = self.path.read_text() if self.path.exists() else None
         made = [each for each in self.path.parents if not each.exists()]
         try:

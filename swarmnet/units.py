@@ -23,7 +23,7 @@ def parse_size_bytes(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)\s*(|[kmgt]i?)b?", text.strip().lower())
     if match is None or float(match[1]) == 0:
         raise ValueError("write a size as 512MiB or 2GB")
-    if not match[2]:  # nobody means 8 bytes of memory, and a guess may be wrong by a thousand
+    if not match[2]:  # nobody means 8 bytes of memory, and a guess may be a thousand times too large
         raise ValueError(f"write the unit of the size: {match[1]}GiB or {match[1]}MiB")
     return int(float(match[1]) * _SIZES[match[2]])
 

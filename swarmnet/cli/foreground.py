@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 DASHBOARD_FOLDER = "dashboard"
-"""The folder of a dashboard in the data directory, where its control socket is, too."""
+"""Folder in the data directory with a dashboard's history and control socket."""
 DEFAULT_GRACE_S = 30.0
 """Seconds that running sessions have to move to other hosts before a node stops."""
 
@@ -79,13 +79,13 @@ class Foreground:
     services: Mapping[str, Callable[["Supervisor"], AbstractAsyncContextManager[str]]] = field(
         default_factory=dict
     )
-    """What the node's process serves besides: name → a context that yields its URL."""
+    """Further services of the node's process: name → a context that yields the URL."""
     is_resting: bool = False  # whether the node continues a pause that another program began
 
     def run(self) -> None:
         """Serve until the node has finished. Raises ``KeyboardInterrupt`` if a second signal stops
-        it before. In a pause, the command may start again in place of this program, without the
-        memory that this one cannot free."""
+        it before. For a pause, the same command may replace this process, to free memory that the
+        process cannot give back."""
         resting = run_until_stopped(self._serve())
         if resting is not None:
             restart(resting)
@@ -225,7 +225,7 @@ def describe_pause(status: "NodeStatus") -> str:
 
 
 def note_if_alone(status: "NodeStatus", *, mdns: bool) -> None:
-    """Tell the user if this peer has found no other one. ``mdns``: whether it looked in the local
+    """Tell the user if this peer has found no other peer. ``mdns``: whether it searched the local
     network."""
     if status.known_peers:
         return

@@ -272,15 +272,22 @@ HostDtypeOption = Annotated[
         callback=_number_format("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
     ),
 ]
+
+
+def endpoint_option(name: str, about: str) -> Any:
+    """Return an option that takes ``[HOST:]PORT`` and serves something there. ``about``: its help
+    text."""
+    return typer.Option(name, metavar="[HOST:]PORT", help=about, show_default=False)
+
+
+ENDPOINT = From(str, parse_endpoint)
 MetricsOption = Annotated[
     tuple[str, int] | None,
-    typer.Option(
+    endpoint_option(
         "--metrics",
-        metavar="[HOST:]PORT",
-        help="Serve Prometheus metrics (/metrics) and health checks (/livez, /readyz) on this port; 0 takes a free one.",
-        show_default=False,
+        "Serve Prometheus metrics (/metrics) and health checks (/livez, /readyz) on this port; 0 takes a free one.",
     ),
-    From(str, parse_endpoint),
+    ENDPOINT,
 ]
 AllowHostOption = Annotated[
     list[str],

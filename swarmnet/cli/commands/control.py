@@ -1,6 +1,6 @@
 """``swarmnet status``, ``limits``, ``pause``, ``resume`` and ``finish``: observe and control the
-node on this machine, or another command that runs for long, over the socket in its data
-directory."""
+node on this machine. They use the socket in its data directory. ``status`` and ``finish`` also work
+for other commands that run for long."""
 
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def status(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
-    """Print what the node on this machine is doing; or a bootstrap peer, a training worker or a
-    dashboard."""
+    """Print what runs on this machine and what it does: a node, a bootstrap peer, a training worker
+    or a dashboard."""
     _, running = _running(data_dir)
     if as_json:
         print_json(_fields(running))
@@ -79,7 +79,7 @@ def pause(
     data_dir: DataDirOption,
     as_json: JsonFlag = False,
 ) -> None:
-    """Pause the node on this machine. Its memory is free within 5 seconds. The pause holds over a
+    """Pause the node on this machine. Its memory is free within 5 seconds. The pause outlasts a
     restart of the node."""
     from swarmnet_node.owner import control
 
@@ -131,8 +131,8 @@ def finish(
 
 
 def _running(data_dir: Path) -> "tuple[Path, NodeStatus]":
-    """Return the folder and the status of the command that runs with ``data_dir``: the peer in it,
-    else the dashboard below it. Raises ``Unreachable`` without either."""
+    """Return the folder and the status of the command that runs with ``data_dir``. A dashboard is
+    looked for last, in a folder of its own. Raises ``Unreachable`` if nothing runs."""
     from swarmnet_node.owner import control
 
     try:
@@ -174,8 +174,8 @@ def _fields(node: "NodeStatus") -> dict[str, object]:
 
 
 def _plain(message: "Message") -> dict[str, object]:
-    """Return the fields of a message by name, as JSON has them: bytes in hexadecimal digits, null
-    for what is not set."""
+    """Return the fields of a message by name, for JSON: bytes in hexadecimal digits, null for unset
+    fields."""
 
     def plain(value: object) -> object:
         return _plain(value) if hasattr(value, "DESCRIPTOR") else value  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def _rows(host: "HostReport") -> int:
 
 
 def headline(running: "NodeStatus") -> str:
-    """Return the name of what runs and what it does, in one sentence."""
+    """Return one sentence that names the running command and says what it does."""
     if running.HasField("worker"):
         return f"this worker trains {running.worker.name}, {_progress(running.worker)}"
     if running.command == "dashboard":
@@ -243,12 +243,12 @@ def _progress(worker: "WorkerReport") -> str:
 
 
 def _print(running: "NodeStatus") -> None:
-    rows = _node_rows(running) if running.HasField("host") else {}
-    print_table(headline(running), rows | _peer_rows(running))
+    of_node = _node_rows(running) if running.HasField("host") else {}
+    print_table(headline(running), of_node | _peer_rows(running))
 
 
 def _node_rows(node: "NodeStatus") -> dict[str, object]:
-    """Return what only a node has."""
+    """Return the rows that only a node has."""
     mebibyte = 1 << 20
     host, record = node.host, node.host.record
     moving_to = _moving_to(record)
@@ -287,8 +287,8 @@ def _node_rows(node: "NodeStatus") -> dict[str, object]:
 
 
 def _peer_rows(peer: "NodeStatus") -> dict[str, object]:
-    """Return what every command that runs for long has: its swarm, how others reach it, what it
-    uses."""
+    """Return the rows of every command that runs for long: its swarm, its reach, its use of this
+    machine."""
     limits = rows(OwnerLimits.from_json(peer.limits.json)) if peer.limits.json else {}
     found = {
         "warning": peer.warning,
@@ -338,6 +338,6 @@ def _experts(node: "NodeStatus") -> dict[str, str]:
 
 
 def _of(limit: str) -> str:
-    """Return a limit as it follows the amount that is used. ``limit``: empty if there cannot be
-    one."""
+    """Return the text of a limit, to follow the amount in use. ``limit``: empty for a command
+    without limits."""
     return f", {limit if limit == NO_LIMIT else f'limit {limit}'}" if limit else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet import units
-from swarmnet.addresses import parse_endpoint, usual_listen
+from swarmnet.addresses import usual_listen
 from swarmnet.cli.commands.dashboard import node_page
 from swarmnet.cli.commands.serve import node_endpoint
 from swarmnet.cli.consent import ask_once
@@ -20,6 +20,7 @@ from swarmnet.cli.foreground import Foreground
 from swarmnet.cli.limit_options import PANEL, LimitOptions, rows
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
+    ENDPOINT,
     AnnounceOption,
     BootstrapOption,
     CacheDirOption,
@@ -37,6 +38,7 @@ from swarmnet.cli.options import (
     StopOnEofFlag,
     TransportOption,
     devices_option,
+    endpoint_option,
 )
 from swarmnet.cli.output import note, say
 from swarmnet.cli.pairing import enter_household
@@ -197,13 +199,11 @@ class ForegroundOptions:
 
     serve: Annotated[
         tuple[str, int] | None,
-        typer.Option(
+        endpoint_option(
             "--serve",
-            metavar="[HOST:]PORT",
-            help="Also serve an endpoint for OpenAI's clients, as `swarmnet serve` does. `swarmnet run` on this machine then answers within a second.",
-            show_default=False,
+            "Also serve an endpoint for OpenAI's clients, as `swarmnet serve` does. `swarmnet run` on this machine then answers within a second.",
         ),
-        From(str, parse_endpoint),
+        ENDPOINT,
     ] = None
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Share this machine without asking first.")] = False
     as_json: JsonFlag = False
@@ -218,13 +218,8 @@ def join(
     metrics: MetricsOption = None,
     dashboard: Annotated[
         tuple[str, int] | None,
-        typer.Option(
-            "--dashboard",
-            metavar="[HOST:]PORT",
-            help="Serve the swarm's dashboard on this port; 0 takes a free one.",
-            show_default=False,
-        ),
-        From(str, parse_endpoint),
+        endpoint_option("--dashboard", "Serve the swarm's dashboard on this port; 0 takes a free one."),
+        ENDPOINT,
     ] = None,
     dashboard_key_file: Annotated[
         Path | None,
@@ -289,7 +284,7 @@ def host(
 
         resting = take_resting()
         listen = options.listen
-        if resting is not None or not listen:
+        if resting is not None or not listen:  # a node that restarts for a pause keeps its ports
             listen = list(usual_listen(directory, listen))
         network = entry.network(listen, options.announce, options.issuer)
         peer = replace(network.peer, max_daemon_bytes=options.max_p2pd_bytes)

@@ -49,7 +49,7 @@ def install(
     """Let systemd run `swarmnet COMMAND` now and whenever this machine starts. Options of install
     come before COMMAND.
 
-    Relative paths refer to the current directory. If it fails, nothing is left behind.
+    Relative paths refer to the current directory. If the install fails, nothing is changed.
 
     \b
     Examples:

@@ -17,8 +17,8 @@ def stats(*, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
     """Print what this machine has given: work for models, clients served, training, traffic, time
     and energy.
 
-    A running node says its totals of this moment. Otherwise they are those of the last minute in
-    which a node or a worker ran.
+    A running node or worker tells its totals of now. Otherwise they come from a file, which lacks
+    the last minute of a process that was killed.
     """
     from swarmnet_node.owner.given import CORE_WATTS, GPU_WATTS
 
