@@ -165,10 +165,11 @@ def enter(swarm: str, data_dir: Path, bootstrap: Sequence[str] = (), *, as_clien
 
 
 def check_known(swarm: str, data_dir: Path) -> None:
-    """Raise ``ConfigError`` unless ``swarm`` is an existing path, or the name of a swarm that a
-    peer of this machine has entered."""
+    """Raise ``ConfigError`` unless ``swarm`` is a swarm file, its directory, or the name of a swarm
+    that a peer of this machine has entered."""
     peer = LocalPeer(data_dir, False)
-    if not Path(swarm).exists() and not any(find_swarm(each.folder, swarm) for each in (peer, peer.other)):
+    is_given = swarm_file.file_in(Path(swarm)).exists()
+    if not is_given and not any(find_swarm(each.folder, swarm) for each in (peer, peer.other)):
         raise _unknown(swarm)
 
 

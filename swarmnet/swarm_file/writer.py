@@ -169,7 +169,7 @@ def sign(path: Path, *, now: float, key_path: Path | None = None, bootstrap: Seq
 
 
 def list_model(path: Path, model: ListedModel, *, now: float) -> SwarmFile:
-    """List ``model`` in the swarm file, in place of one of its name, and sign the file.
+    """List ``model`` in the swarm file, in place of a model of the same name, and sign the file.
 
     Raises ``ConfigError`` without an authority or its key.
     """

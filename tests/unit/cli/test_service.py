@@ -24,6 +24,7 @@ def swarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The directory of the swarm in which a user types the commands."""
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "swarm.toml").touch()
+    (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path)
 
 
@@ -98,6 +99,7 @@ def test_a_dry_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
         (["join", "lab", "--no-such-option"], 2, "--no-such-option"),
         (["join", "lab", "--num-blocks", "many"], 2, "--num-blocks"),
         (["join", "no-such-swarm"], 3, "neither a swarm file"),
+        (["join", "empty"], 3, "neither a swarm file"),
         (["train", "join", "a" * 64, "--swarm", "lab"], 2, "--yes"),
         (["train", "status"], 2, "is not a service"),
         (["status"], 2, "is not a service"),
