@@ -23,10 +23,10 @@ IDLE_CORE_SHARE = 0.003
 
 def estimate(config: "NodeConfig") -> str:
     """Return what the node will use, as far as it is known before the model is read."""
-    rest = f"{IDLE_CORE_SHARE:.1%} of a core when idle; sessions of clients add up to {show_memory(config.max_cache_bytes)}"
+    rest = f"{IDLE_CORE_SHARE:.1%} of a core when idle; clients' sessions take up to {show_memory(config.max_cache_bytes)} more"
     files = weight_bytes(config.model, config.cache_dir)
     if files is None:
-        return f"about {show_size(PROGRAM_BYTES)} of memory and the weights of its blocks, which take disk, too; {rest}"
+        return f"about {show_size(PROGRAM_BYTES)} of memory, and memory and disk for the weights of its blocks; {rest}"
     if config.dtype != "auto":
         return f"about {show_size(PROGRAM_BYTES)} of memory and the weights as {config.dtype}, {show_size(files)} of disk, {rest}"
     part = "at most" if config.blocks or config.num_blocks else "about"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 DASHBOARD_FOLDER = "dashboard"
 """Folder in the data directory with a dashboard's history and control socket."""
+HOW_TO_STOP = "stop with Ctrl-C, or with `swarmnet finish` from another terminal"
 DEFAULT_GRACE_S = 30.0
 """Seconds that running sessions have to move to other hosts before a node stops."""
 
@@ -208,7 +209,7 @@ class Foreground:
             print_text("others enter the swarm through it with one of")
             for address in addresses:
                 print_text(f"  --bootstrap {address}")
-        note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
+        note(HOW_TO_STOP)
 
     def _say(self, event: dict[str, object], text: str) -> None:
         say(event, text, as_json=self.as_json)

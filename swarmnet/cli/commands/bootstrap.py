@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.addresses import follow_addresses, usual_listen, write_addresses
-from swarmnet.cli.foreground import controlled, monitoring
+from swarmnet.cli.foreground import HOW_TO_STOP, controlled, monitoring
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import read_relay_rate
 from swarmnet.cli.option_groups import From
@@ -118,4 +118,4 @@ def _announce(transport: "Transport", data_dir: "Path", *, as_json: bool) -> Non
     note("other peers enter the swarm here with one of")
     for address in addresses:
         print_text(f"  --bootstrap {address}")
-    note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
+    note(HOW_TO_STOP)

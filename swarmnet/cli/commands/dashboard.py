@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet import swarm_file
-from swarmnet.cli.foreground import DASHBOARD_FOLDER, controlled, monitoring
+from swarmnet.cli.foreground import DASHBOARD_FOLDER, HOW_TO_STOP, controlled, monitoring
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.options import (
     AllowHostOption,
@@ -134,7 +134,7 @@ async def _show(
             print_json({"event": "ready", "url": endpoint.url})
         else:
             print_text(f"the swarm {entry.file.name}: {endpoint.url}")
-            note("stop with Ctrl-C, or with `swarmnet finish` from another terminal")
+            note(HOW_TO_STOP)
         await race(peer.stopping.wait(), transport.died(), endpoint.failed())
         notify_stopping()
         if not peer.stopping.is_set():

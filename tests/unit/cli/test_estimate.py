@@ -36,10 +36,10 @@ def test_all_files_of_a_model_count(tmp_path: Path) -> None:
         ),
         (
             _config("org/never-read-here"),
-            "about 480 MB of memory and the weights of its blocks, which take disk, too; ",
+            "about 480 MB of memory, and memory and disk for the weights of its blocks; ",
         ),
     ],
 )
 def test_an_estimate_says_only_what_is_known(config: Any, told: str) -> None:
     assert estimate(config).startswith(told)
-    assert estimate(config).endswith("sessions of clients add up to 1 GiB")
+    assert estimate(config).endswith("clients' sessions take up to 1 GiB more")
