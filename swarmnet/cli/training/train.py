@@ -45,7 +45,7 @@ from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
-from swarmnet_protocols.errors import Unreachable
+from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.lean_imports import import_transformers
