@@ -1,4 +1,4 @@
-/* What follows attention in a block: activations, gates, and mixtures of experts (Shazeer et al. 2017). All sums have
+/* The part of a block after attention: activations, gates, and mixtures of experts (Shazeer et al. 2017). All sums have
  * one order, so a row has the same bits alone or among others, on every processor. */
 
 #ifndef SWARMNET_MLP_H
@@ -39,8 +39,8 @@ static void activate(int64_t activation, range values, float *x) {
     }
 }
 
-/* Chooses experts for a row by its logits: highest score first, of equal ones the first expert. Writes their numbers and
- * weights. scores: scratch memory, [2][count]. */
+/* Chooses different experts for a row by its logits: highest score first, the first expert among equals. A score that is
+ * NaN counts as the lowest. Writes numbers and weights of the experts. scores: scratch memory, [2][count]. */
 static void choose(const mixture *m, const float *logits, float *scores, int32_t *experts, float *weights) {
     float *keys = scores + m->count, total = 1, sum = 0;
     memcpy(scores, logits, m->count * sizeof *scores);
@@ -48,12 +48,14 @@ static void choose(const mixture *m, const float *logits, float *scores, int32_t
         for (int64_t e = 0; e < m->count; e++) scores[e] = sigmoid(scores[e]);
     else
         total = exponentials(scores, m->count);
-    for (int64_t e = 0; e < m->count; e++) keys[e] = m->correction ? scores[e] / total + m->correction[e] : logits[e];
+    for (int64_t e = 0; e < m->count; e++) {
+        keys[e] = m->correction ? scores[e] / total + m->correction[e] : logits[e];
+        if (keys[e] != keys[e]) keys[e] = -INFINITY; /* NaN marks an expert that is chosen */
+    }
     for (int64_t i = 0; i < m->chosen; i++) {
         int64_t best = -1;
         for (int64_t e = 0; e < m->count; e++)
             if (keys[e] == keys[e] && (best < 0 || keys[e] > keys[best])) best = e;
-        best = best < 0 ? i : best; /* all keys that are left are NaN */
         keys[best] = NAN;
         experts[i] = (int32_t)best;
         weights[i] = scores[best];
@@ -62,7 +64,7 @@ static void choose(const mixture *m, const float *logits, float *scores, int32_t
     for (int64_t i = 0; i < m->chosen; i++) weights[i] = weights[i] / (m->normalised ? sum : total) * m->scale;
 }
 
-/* What a thread keeps of a mixture for some rows. */
+/* A thread's memory for the experts of some rows. */
 typedef struct {
     packed_function *packed; /* as in step */
     int32_t *experts; /* [rows][chosen] */
@@ -73,7 +75,7 @@ typedef struct {
     float *out;       /* [ROWS][outputs of a product] */
 } routed;
 
-/* The parts of a thread's memory: experts_floats() of native_layers.py adds up their sizes. */
+/* Divides a thread's memory. experts_floats() of native_layers.py adds up the sizes of the parts. */
 static routed routed_at(packed_function *packed, const mixture *m, int64_t rows, int64_t inputs, float *memory) {
     int64_t all = rows * m->chosen, widest = least(rows, ROWS) * most(inputs, m->inner);
     float *weights = memory + all, *scores = weights + all, *x = scores + 2 * m->count, *parts = x + widest;
@@ -87,9 +89,9 @@ static int experts_take_split(const mixture *m, int64_t which) {
     return 0;
 }
 
-/* Multiplies the next rows of an expert, at most ROWS, with one of its matrices. places[i] is the place of row i among all
- * [rows][chosen]; a row of x belongs to `sharers` of them. Outputs in the range mine go to r->out [..][stride]. Returns
- * the number of rows, and leaves in *next the place to go on from. */
+/* Multiplies the next rows of an expert, at most ROWS, with one of its matrices. Row i goes to places[i] of the `all`
+ * places [rows][chosen]. Each row of x has `sharers` places. Outputs in the ranges mine and others go to
+ * r->out [..][stride]. Returns the number of rows. *next is the first place to look at, here and in the next call. */
 static int64_t expert_product(const routed *r, int64_t all, int64_t expert, linear of, const float *x, const activations *parts,
                               int64_t sharers, range mine, range others, int64_t stride, int64_t *next, int64_t *places) {
     int64_t count = 0, blocks = of.inputs / 32;

@@ -158,6 +158,8 @@ class NativeBackend:
         cannot compile or load the code.
         """
         products = load_products(cache_dir, target)
+        if not products.packed_address:
+            return None  # decode.c calls it
         library = native_code.load(SOURCE, cache_dir, headers=INCLUDED, target=target or products.target)
         return None if library is None else cls(library, products)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from swarmnet.paths import default_cache_dir
 from swarmnet_node.engine.caches.kv_cache import GROWTH_POSITIONS, SequenceCache
 from swarmnet_node.engine.kernels import native_backend
 from swarmnet_node.engine.kernels.backend import DecodeRow, Linear
@@ -22,6 +23,7 @@ from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TORCH
 from swarmnet_protocols.machine import native_code
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.quantization.products import Products
 from tests.support.compiled import compiled_backend
 from tests.support.models.peft_oracle import random_tensors
 from tests.support.models.rounding import assert_near
@@ -448,6 +450,34 @@ def test_of_equal_experts_the_first_are_chosen(native: NativeBackend, tmp_path: 
     for layer in stage.method.layers:
         layer.experts.gate_up[1].weight.zero_()
     assert not torch.equal(one_by_one(stage, stage.new_sequence(), rows), expected)
+
+
+def test_a_row_goes_to_different_experts_if_numbers_are_nan(native: NativeBackend, tmp_path: Path) -> None:
+    """A damaged file has no number for any expert but the second: the first comes next. A thread
+    has no memory for an expert that a row chooses twice."""
+    stage = load(tmp_path, "glm4-moe, sigmoids, an MLP in the first layer", native)
+    rows = inputs(stage, 3)
+    outputs = []
+    for wrong in (-1e30, torch.nan):
+        for layer in stage.method.layers[1:]:
+            layer.experts.correction.fill_(wrong)
+            layer.experts.correction[1] = 0
+        outputs.append(one_by_one(stage, stage.new_sequence(), rows))
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
+
+
+def test_a_row_cannot_have_more_experts_than_there_are(native: NativeBackend, tmp_path: Path) -> None:
+    layers = load(tmp_path, "mixtral, all experts", native).method.layers
+    assert native.decode_step(layers) is not None
+    layers[2] = replace(layers[2], shape=replace(layers[2].shape, chosen=5))
+    assert native.decode_step(layers) is None
+
+
+def test_a_step_without_packed_products_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step calls them by their address, which is 0 then."""
+    monkeypatch.setattr(native_backend, "load_products", lambda *_: Products(None))
+    assert NativeBackend.load(default_cache_dir()) is None
 
 
 def test_other_precisions_are_left_to_torch(native: NativeBackend, tmp_path: Path) -> None:
