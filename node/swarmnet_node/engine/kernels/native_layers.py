@@ -73,20 +73,19 @@ class NativeLayers:
         self.shared_floats = self.angle_floats + max(map(_shared_floats, layers))
         """Floats of scratch memory for one position that all threads share."""
         self._hidden_size = layers[0].output.outputs
-        self._layers_with_experts = [layer for layer in layers if layer.experts is not None]
+        self._experts = [(layer.experts, layer.shape.chosen) for layer in layers if layer.experts is not None]
 
     def experts_floats(self, rows: int) -> int:
         """Return the floats of scratch memory of each thread for the experts of ``rows``
         positions.
 
-        ``routed_at`` in mlp.h divides them.
+        ``routed_at`` in mlp.h divides this memory.
         """
         most = 0
-        for layer in self._layers_with_experts:
-            assert layer.experts is not None  # noqa: S101 - they were chosen so
-            inner, count = layer.experts.inner, layer.experts.router.outputs
+        for experts, chosen in self._experts:
+            inner, count = experts.inner, experts.router.outputs
             of_row = 2 * max(self._hidden_size, inner) + max(self._hidden_size, 2 * inner)
-            most = max(most, 2 * rows * layer.shape.chosen + 2 * count + min(rows, ROWS) * of_row)
+            most = max(most, 2 * rows * chosen + 2 * count + min(rows, ROWS) * of_row)
         return most
 
     def _layer(self, layer: DecoderLayer) -> _Layer:

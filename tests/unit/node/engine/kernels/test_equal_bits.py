@@ -1,9 +1,12 @@
 """The decode step gives the same bits for every target, batch, chunk and number of threads."""
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -30,15 +33,16 @@ ODD_SIZES = {
     "num_key_value_heads": 2,
 }
 EXPERTS = {**SIZES, "num_local_experts": 5, "num_experts_per_tok": 3}
+ALL_EXPERTS = {**EXPERTS, "num_local_experts": 3}
 POSITIONS = 40
 
 
 def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stage:
     native = compiled_backend(target)
     directory = folder / "model"
-    family = "mixtral" if sizes is EXPERTS else "llama-tied"
+    has_experts = "num_local_experts" in sizes
     if not directory.exists():
-        save_tiny(family, directory, **sizes)
+        save_tiny("mixtral" if has_experts else "llama-tied", directory, **sizes)
     model = resolve(str(directory), cache_dir=folder / "cache")
     stage = load_stage(
         model,
@@ -50,7 +54,7 @@ def load(folder: Path, sizes: dict[str, int], weights: str, target: str) -> Stag
         quantized=PRECISIONS.get(weights),
     )
     assert stage.is_exact
-    assert isinstance(stage, ExactStage) == (weights in PRECISIONS and sizes is not EXPERTS)
+    assert isinstance(stage, ExactStage) == (weights in PRECISIONS and not has_experts)
     return stage
 
 
@@ -132,6 +136,37 @@ def test_an_expert_computes_any_number_of_rows(weights: str, tmp_path: Path) -> 
         with threads(count):
             found = stage.forward([(stage.new_sequence(), row[None]) for row in rows])
         assert torch.equal(torch.cat(list(map(as_tensor, found))), expected), count
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights"),
+    [(SIZES, "int8"), (ODD_SIZES, "float32"), (ALL_EXPERTS, "float32"), (ALL_EXPERTS, "int8")],
+    ids=["int8", "odd sizes", "experts in float32", "experts in int8"],
+)
+def test_a_step_stays_within_its_scratch_memory(
+    sizes: dict[str, int], weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python computes the sizes of the parts that C divides. Here a guard follows each part."""
+    monkeypatch.setattr(native_backend, "_whole_cache_lines", lambda floats: floats)
+    stage: Any = load(tmp_path, sizes, weights, TARGETS[0])
+    backend = (stage._step if isinstance(stage, ExactStage) else stage.method.decode_step)._backend
+    guard, untouched, decode, parts = 64, np.float32(7e30), backend.decode, []
+
+    def guarded(step: Any, layers: Any, positions: Any, _: int, hidden: int) -> None:
+        wider = type(step._obj).from_buffer_copy(step._obj)
+        wider.shared_floats += guard
+        wider.thread_floats += guard
+        memory = np.full(wider.shared_floats + wider.threads * wider.thread_floats, untouched)
+        decode(ctypes.byref(wider), layers, positions, memory.ctypes.data, hidden)
+        parts.extend([memory[: wider.shared_floats], *np.split(memory[wider.shared_floats :], wider.threads)])
+
+    monkeypatch.setattr(backend, "decode", guarded)
+    rows = torch.randn(70, stage.hidden_size, generator=torch.Generator().manual_seed(0))
+    for count in (1, 3):
+        with threads(count):
+            stage.forward([(stage.new_sequence(), rows)])
+    assert len(parts) == 2 + 4
+    assert all((part[-guard:] == untouched).all() for part in parts)
 
 
 def test_adapters_have_the_same_bits_for_every_target(tmp_path: Path) -> None:
