@@ -90,7 +90,10 @@ def measure(
     if not (times := parsed(done, shape)):
         _log.warning("%s: targets cannot be measured: %s", source.name, done[-500:])
         return {}
-    write_whole(kept, done.encode(), durable=False)
+    try:
+        write_whole(kept, done.encode(), durable=False)
+    except OSError as error:
+        _log.warning("%s: targets are measured again at the next start: %s", source.name, error)
     return times
 
 

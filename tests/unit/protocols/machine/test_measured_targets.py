@@ -1,5 +1,6 @@
 """Of targets with the same bits, a backend uses the fastest one here, and measures them once."""
 
+import errno
 import logging
 import subprocess
 from pathlib import Path
@@ -70,6 +71,17 @@ def test_targets_are_measured_once(source: Path, monkeypatch: pytest.MonkeyPatch
 def test_other_cases_are_measured_again(source: Path) -> None:
     measured(source)
     assert measured(source, (4,)) == {"best": [12.0], "simple": [8.0]}
+
+
+def test_a_full_disk_keeps_nothing_and_chooses(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(measured_targets, "write_whole", fail)
+    assert measured(source) == {"best": [3.0, 6.0], "simple": [2.0, 4.0]}
+    assert "no space left" in caplog.text
 
 
 def _without_check(text: str, shape: dict[str, int]) -> Times:
@@ -144,7 +156,7 @@ def test_a_backend_computes_with_the_fastest_target(monkeypatch: pytest.MonkeyPa
 
 
 def test_products_of_all_formats_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's own times: none of its targets is ten times as fast as another in all."""
+    """This machine's own times. No target is ten times as fast as another."""
     monkeypatch.setattr(measured_targets, "measure", measure)
     monkeypatch.setattr(measured_targets, "MEASURE_S", 0.0)
     names = [each.name for each in native_code.targets() if each.features]
