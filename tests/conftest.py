@@ -54,7 +54,8 @@ def watched() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a file's lock, which other processes wait for. Windows has no such locks."""
+    """Hold a file's lock, for which other processes wait. On Windows nobody waits, and some code
+    is compiled twice."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("w") as file:
         if sys.platform != "win32":

@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def model_file(name: str, folder: Path) -> str:
-    """The name of a model, or the random model of the format ``name``, written to ``folder``."""
+    """Return the name of a model. Write a random model to ``folder`` if ``name`` is a format."""
     if name not in Format.__members__:
         return name
     return str(write_random_llama(folder / f"{name}.gguf", Format[name]))

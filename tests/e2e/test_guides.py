@@ -28,7 +28,7 @@ GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 SOURCES = [*ROOT.glob("protocols/**/*.c"), *ROOT.glob("node/**/*.c")]
 LIBRARIES = "swarmnet_protocols/machine/compiled"
 PROGRAMS = ("bash", "cat", "curl", "env", "grep", "head", "ip", "tar")
-"""What guides use besides swarmnet and Python, and ``ip``, which makes the network of two
+"""Programs that guides use besides swarmnet and Python, and ``ip``, which makes the network of two
 computers."""
 
 
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh virtual environment with the wheel. Its dependencies are those of this one."""
+    """A fresh virtual environment with the wheel. Dependencies come from the tests' environment."""
     place = tmp_path_factory.mktemp("installed")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
     pip = (sys.executable, "-m", "pip", "--python", str(place / "bin" / "python"))

@@ -24,7 +24,7 @@ class Members:
     files."""
 
     def __init__(self, model: Path, folder: Path, *how: str) -> None:
-        """``how``: options of `swarm create`, instead of the model; then the model is published."""
+        """``how``: options of `swarm create`, not ``--model``. The model is published later."""
         newest_ns = max(path.stat().st_ctime_ns for path in (model, *model.glob("*")))
         # The hash of a file is remembered once its times are old enough to show a later change.
         time.sleep(max(0, newest_ns + SETTLED_NS - time.time_ns()) / 1e9 + 0.1)

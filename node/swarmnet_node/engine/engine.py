@@ -346,8 +346,9 @@ class Engine:
         blocks: int | None = None,
         max_delay_s: float = Timing.pass_wait_s,
     ) -> T:
-        """Compute a pass of ``positions`` positions through ``blocks`` blocks, or all, on the torch
-        thread, in order of arrival.
+        """Compute a pass of ``positions`` positions on the torch thread, in order of arrival.
+
+        It goes through ``blocks`` blocks, by default all of the stage.
 
         1. The pass waits until no session has work, or until sessions have had priority for
            ``max_delay_s`` since it arrived or since the last pass, whichever was later.

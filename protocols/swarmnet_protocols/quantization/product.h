@@ -210,7 +210,7 @@ static void dense_product(const float *weights, const float *x, int64_t size, in
         float_product(&of, x + row * size, size, least(ROWS, rows - row), mine, out + row * stride, stride);
 }
 
-/* packed_product in packed_product.h. Its code takes seconds to compile, so that one library has it, and others call it. */
+/* packed_product in packed_product.h. Its code takes seconds to compile, so only the library of products.c has it. */
 typedef void packed_function(const segment *s, const activations *x, int64_t size, int64_t rows, range mine, float *out,
                              int64_t stride);
 

@@ -322,8 +322,8 @@ class Products:
 
 
 def paces(cache_dir: Path) -> measured_targets.Times:
-    """Return seconds of products on this machine, as ``measured_targets.measure``: for each format
-    those of ``PACED_ROWS``."""
+    """Return the times of products on this machine, as ``measured_targets.measure`` does. Cases are
+    each format with each of ``PACED_ROWS``."""
     cases = [
         (int(format), PACED_COLUMNS // weights * size, rows)
         for format, (weights, size) in BLOCKS.items()
@@ -352,8 +352,8 @@ def times_by_format(cache_dir: Path) -> dict[str, dict[str, float]]:
 def load_products(cache_dir: Path, target: str | None = None) -> Products:
     """The products of this machine; the compiled code is kept in ``cache_dir``.
 
-    ``target``: the best one to compile it for (``native_code.targets``). The default is the fastest
-    one here.
+    ``target``: the best target to compile the code for (``native_code.targets``). The default is
+    the fastest target on this machine.
     """
     if target is None and (times := paces(cache_dir)):
         target = measured_targets.fastest(times)

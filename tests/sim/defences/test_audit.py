@@ -304,7 +304,7 @@ def exact(reference: Reference) -> Callable[[int, int], Stage]:
 
 
 def exact_stages(model: LocalModel) -> Callable[[int, int], Stage]:
-    """Return what loads stages of exact arithmetic, one for all hosts of a span."""
+    """Return a function that loads stages of exact arithmetic. Hosts of one span share a stage."""
     native = compiled_backend()
 
     @cache

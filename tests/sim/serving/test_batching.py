@@ -123,7 +123,6 @@ def test_speculation_needs_fewer_trips_for_the_same_answers(reference: Reference
     plain = simulate(reference, lambda lab: scenario(lab, speculate=False))
     fewer = simulate(reference, lambda lab: scenario(lab, speculate=True))
     tokens = sum(len(tokens) for tokens, _ in plain)
-    print(tokens, counted)
     assert counted[False] == tokens
     assert 0.95 * tokens < counted[True] <= tokens, "hosts count what clients keep of their drafts"
     assert [tokens for tokens, _ in plain] == [tokens for tokens, _ in fewer]

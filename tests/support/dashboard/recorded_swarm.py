@@ -103,7 +103,7 @@ class RecordedSwarm:
         self._chains: list[Chain] = []
         self._numbers = iter(range(1_000_000))
         self.done_s: float | None = None
-        """When the job was done; None while it is trained."""
+        """The time at which the job was done. None until then."""
         for _ in range(self.shape.hosts):
             self._join(self.large, age_s=self._rng.expovariate(1 / 90_000))
         for _ in range(self.shape.small_hosts):

@@ -42,7 +42,8 @@ def assert_product(
 def assert_sum(found: torch.Tensor, terms: torch.Tensor, others: int = 1) -> None:
     """Assert that ``found``, in float32, is the sum of ``terms`` [n, ...] over the first dimension.
 
-    ``others`` is the number of operations that make a term, and of those that follow. Each rounds.
+    ``others`` counts the operations that make a term, and the operations after the sum. Each of
+    them rounds.
     """
     values = terms.double()
     rounding = (len(terms) + others) * UNIT

@@ -11,7 +11,7 @@ from tests.support.processes.commands import Place
 
 
 def why_not() -> str:
-    """Why this machine cannot run the lab; empty if it can."""
+    """Return why this machine cannot run the lab, or an empty text if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     return "" if shutil.which("ip") else "the ip command is not installed"

@@ -38,7 +38,7 @@ class MixedTargets(Reference):
     """
 
     def __init__(self, local: LocalModel, precision: str = "float32") -> None:
-        """``precision``: that of the weights, ``float32`` or one of ``PRECISIONS``."""
+        """``precision``: the format of the weights, ``float32`` or one of ``PRECISIONS``."""
         super().__init__(local)
         self._precision = precision
         self._loaded: dict[tuple[str, bool, int, int], Stage] = {}

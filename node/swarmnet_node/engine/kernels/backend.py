@@ -74,14 +74,15 @@ class Norm:
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of one layer, all of them."""
+    """All routed experts of one layer."""
 
     router: Linear
     gate_up: tuple[Linear, ...]
     """For each expert: the outputs of its gate, then of its up projection."""
     down: tuple[Linear, ...]
     correction: Any = None
-    """Added to the scores of experts where they are chosen: [experts]."""
+    """Numbers added to the scores that choose experts, not to their weights: [experts]. None if a
+    family has no such numbers."""
 
     @property
     def inner(self) -> int:
@@ -130,8 +131,8 @@ class DecoderLayer:
 
     - ``index`` counts from the first layer of the whole stage.
     - ``qkv`` has the outputs of all query heads, then of the key heads, then of the value heads.
-    - ``gate_up`` has the gate's outputs, if there is a gate, then the up projection's, then the one
-      of the MLP's share, if it has one. Layers with experts may have no MLP.
+    - ``gate_up`` has the outputs of the gate, then of the up projection, and last the logit of the
+      MLP's share. A layer may lack gate and share. With experts, it may lack the whole MLP.
     - Norms of heads have the size of one head, or that of all heads together.
     - ``modules`` has the linear modules whose outputs each product concatenates: paths, and numbers
       of outputs.

@@ -25,27 +25,27 @@ ACTIVATIONS = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """How a family mixes experts: modules by their paths in a block, and settings by their
+    """A family's mixture of experts: modules by their paths in a block, and settings by their
     names."""
 
     router: str = "mlp.gate"
-    """The module with a weight for each expert."""
+    """The module whose outputs are a logit of each expert."""
     experts: str = "mlp.experts"
     correction: str = ""
-    """The buffer that is added to the scores of experts where they are chosen."""
+    """The buffer that is added to the scores that choose experts. Empty without one."""
     is_sigmoid: bool = False
-    """Whether scores are sigmoids of the router's outputs. Otherwise they are their softmax."""
+    """Whether scores are sigmoids of the router's outputs. Otherwise scores are the softmax."""
     normalises: str = ""
-    """The setting for whether weights of a position are divided by their sum. Without one, they
-    are."""
+    """The setting that divides the weights of a position by their sum. Empty if a family always
+    divides."""
     scale: str = ""
-    """The factor of the weights."""
+    """The setting with the factor of the weights. Empty for a factor of 1."""
     shared_gate_up: tuple[str, ...] = ()
-    """The MLP that computes every position, if there is one."""
+    """Modules of the MLP that computes every position. Empty without one."""
     shared_down: str = ""
     has_share: bool = False
-    """Whether the last of ``shared_gate_up`` has one output, whose sigmoid multiplies the MLP's
-    outputs."""
+    """Whether the last module of ``shared_gate_up`` has one output. Its sigmoid multiplies the
+    outputs of the MLP."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Family:
     scale: str = ""
     """A number by which a block multiplies its outputs."""
     mixture: Mixture | None = None
-    """Routed experts. Blocks without a router have an MLP instead."""
+    """Routed experts of blocks with a router. Other blocks have an MLP instead."""
 
     def of_block(self, *, has_router: bool) -> "Family":
         """Return the modules of a block with or without routed experts."""
@@ -133,8 +133,8 @@ _COHERE: dict[str, Any] = {
 }
 
 _LACKS: tuple[tuple[str, tuple[Any, ...]], ...] = (("clip_qkv", (None,)), ("n_group", (None, 1)))
-"""Settings that change a block in a way that decode.c lacks, and values with which they do not:
-bounds of queries, keys and values, and groups of experts of which some are left out."""
+"""Settings that decode.c lacks, and the values that switch them off: bounds of queries, keys and
+values, and experts in groups."""
 _SHARED_EXPERT = tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up"))
 _GRANITE_EXPERTS = Mixture(router="block_sparse_moe.router", experts="block_sparse_moe.experts")
 

@@ -336,8 +336,8 @@ static void add_mixture(const step *s, const layer *l, const float *gates_ups, c
 }
 
 /* Replaces hidden [rows][hidden_size] by the output of all layers, and writes keys and values to the
- * caches. Each thread's scratch memory has room for [rows][hidden_size] floats, and then for either
- * [QUERIES][largest position + 1 + 2 * head_size] or what routed_at() has. */
+ * caches. Each thread's scratch memory begins with [rows][hidden_size] floats. Attention, with
+ * [QUERIES][largest position + 1 + 2 * head_size] floats, and then the parts of routed_at() use the rest. */
 void decode(const step *s, const layer *layers, const new_position *positions, float *scratch, float *hidden) {
 #pragma omp parallel num_threads(s->threads)
     {

@@ -113,7 +113,6 @@ import swarmnet_protocols.directory.dht.directory, swarmnet_protocols.directory.
 assert "torch" not in sys.modules
 from hivemind.dht import DHT
 from hivemind.utils import MPFuture
-from tests.support.models.rounding import assert_near
 """
 
 

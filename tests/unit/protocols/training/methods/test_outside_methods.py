@@ -92,7 +92,7 @@ def test_a_foreign_job_opens_without_its_code(tmp_path: Path) -> None:
 
 
 def with_entry_point(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
-    """Install the example as the entry point half-way; a file that shows that it was imported."""
+    """Install the example as the entry point half-way. Return a file that an import writes."""
     marker = folder / "imported"
     (folder / "lab_half_way.py").write_text(f"open({str(marker)!r}, 'w').close()\n{EXAMPLE}")
     monkeypatch.syspath_prepend(str(folder))
