@@ -69,8 +69,8 @@ Every row was tested in each layout against `generate` of the class that the che
 
 - Greedy tokens are equal through one, two and three hops, for sequences alone and for several in
   one batch that enter in chunks.
-- Logits after 16, 150 and 1,000 positions differ by less than 1.2e-4 of their norm. That is a quarter
-  of the rounding of float16, so a step in half precision would show.
+- Logits after 16, 150 and 1,000 positions differ by less than 1.2e-4 of their norm. That is a
+  quarter of the rounding of float16, so a step in half precision would show.
 - A sequence that is rewound continues as if the rest had never been.
 - Multimodal models run as text-only models: tensors of towers for images and sound are neither in
   the manifest nor read.
