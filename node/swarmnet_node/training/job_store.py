@@ -44,13 +44,13 @@ class LocalFiles:
     def applied_to(self, job: "Job") -> "Job":
         """Return ``job`` with these paths. Raises ``ConfigError`` if a path is missing or not
         needed, or if the method's file is not the job's."""
-        from swarmnet_protocols.training.methods.outside import find_outside, read_file
+        from swarmnet_protocols.training.methods.outside import checked_source, find_outside
 
         code = job.method.code
         if self.method is not None:
             if code is None:
                 raise ConfigError("this job's method is part of swarmnet", hint="leave out --method-file")
-            read_file(self.method, code)
+            checked_source(self.method, code)
         elif code is not None and find_outside(job.method.name, code) is None:
             raise ConfigError(
                 f"this job trains with code of its owner: the method {job.method.name}",

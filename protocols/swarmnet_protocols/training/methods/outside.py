@@ -57,7 +57,7 @@ _loaded: dict[str, OutsideMethod] = {}
 """The methods that this process has loaded, by the SHA-256 of their files."""
 
 
-def read_file(path: Path, code: str | None = None) -> bytes:
+def checked_source(path: Path, code: str | None = None) -> bytes:
     """Return the source of a method without running it.
 
     Raises ``ConfigError`` if it cannot be read, or if its SHA-256 is not ``code``.
@@ -81,9 +81,9 @@ def load_file(path: Path, code: str | None = None) -> OutsideMethod:
     """Load the method in a file that the user of this machine named. Its code may do whatever the
     user may.
 
-    Raises the errors of ``read_file``, and ``ConfigError`` for a file without a method.
+    Raises the errors of ``checked_source``, and ``ConfigError`` for a file without a method.
     """
-    source = read_file(path, code)
+    source = checked_source(path, code)
     module = ModuleType(f"swarmnet_method_{hashlib.sha256(source).hexdigest()[:16]}")
     with _blaming(str(path)):
         # The bytes that were hashed are run, not the file again, which may change meanwhile.
@@ -128,7 +128,7 @@ def _load_installed(entry: EntryPoint, code: str | None) -> OutsideMethod:
         path = Path((spec and spec.origin) or "")
         if entry.attr or not path.is_file():
             raise ConfigError(f"{GROUP}: {entry.value} is not a module in a file", hint=_HINT)
-        source = read_file(path, code)
+        source = checked_source(path, code)
         return _take(entry.load(), source, entry.value)
 
 

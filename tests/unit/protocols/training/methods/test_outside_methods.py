@@ -55,7 +55,7 @@ def test_a_job_names_its_method_and_the_hash_of_the_file(tmp_path: Path) -> None
 
 @defence(
     "other code than the job names is not run",
-    off=replacing(outside, "read_file", lambda path, code=None: path.read_bytes()),
+    off=replacing(outside, "checked_source", lambda path, code=None: path.read_bytes()),
 )
 def test_other_code_than_the_job_names_is_not_run(tmp_path: Path) -> None:
     job = open_job(sealed_by_owner(tmp_path)).job
@@ -113,7 +113,7 @@ def test_an_installed_method_needs_no_file(tmp_path: Path, monkeypatch: pytest.M
 
 @defence(
     "other installed code than the job names is not run",
-    off=replacing(outside, "read_file", lambda path, code=None: path.read_bytes()),
+    off=replacing(outside, "checked_source", lambda path, code=None: path.read_bytes()),
 )
 def test_other_installed_code_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = open_job(sealed_by_owner(tmp_path)).job
