@@ -292,7 +292,8 @@ class ChainRepair:
     async def _look_again(self, failures: Sequence[Unfilled]) -> None:
         pause_s, directory_s = before_attempt(failures)
         if failures[-1] is Unfilled.NO_ROUTE and len(failures) == QUICK_ATTEMPTS:
-            _log.warning("%s: waiting up to %g s for one", self.last_error, self.hosts.timing.recover_s)
+            # Text: whoever keeps the record would keep the frames of the error, too.
+            _log.warning("%s: waiting up to %g s for one", str(self.last_error), self.hosts.timing.recover_s)
         reason = _short(self.last_error)
         self._log("a chain is not filled", failure=failures[-1].name, attempts=len(failures), reason=reason)
         if pause_s:
