@@ -92,7 +92,7 @@ class _Sequences:
 
         A step is part of a prompt if it begins a sequence, continues a part of a prompt, or wants
         fewer outputs than it has positions. Any other step carries the newest token of an answer
-        and perhaps a draft, of which it wants all outputs.
+        and perhaps a draft, and wants all outputs.
         """
         last = self._last.get(row.sequence)
         goes_on = last is not None and last.row.outputs == 0

@@ -1,4 +1,4 @@
-"""What an owner is told that a node will use, before the model is read."""
+"""Consent shows what a node will use, before the model is read."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -111,13 +111,13 @@ class NativeLayers:
         )
 
     def _mixture(self, experts: Experts | None, shape: BlockShape) -> _Mixture:
-        if experts is None:
+        mixture = shape.family.mixture
+        if experts is None or mixture is None:
             return _Mixture()
         pairs = zip(experts.gate_up, experts.down, strict=True)
         linears = [self._linear(linear) for pair in pairs for linear in pair]
         native = (NativeLinear * len(linears))(*linears)
         self._kept.append(native)
-        assert shape.family.mixture is not None  # noqa: S101 - a layer with experts
         return _Mixture(
             router=self._linear(experts.router),
             experts=ctypes.addressof(native),
@@ -125,7 +125,7 @@ class NativeLayers:
             count=experts.router.outputs,
             chosen=shape.chosen,
             inner=experts.inner,
-            sigmoid=shape.family.mixture.is_sigmoid,
+            sigmoid=mixture.is_sigmoid,
             normalised=shape.is_normalised,
             scale=shape.mixed_scale,
         )

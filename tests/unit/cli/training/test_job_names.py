@@ -111,7 +111,7 @@ def test_fewer_than_four_digits_name_no_job() -> None:
 
 
 def test_a_strangers_job_of_the_same_name_is_listed(tmp_path: Path) -> None:
-    """It takes the place of no job: whoever joins by this name must choose between the two."""
+    """The stranger's job replaces none: whoever joins by this name must choose."""
     mine, foreign = sealed_job(tmp_path / "a", 1), sealed_job(tmp_path / "b", 2, Identity.from_seed(b"other"))
 
     async def scenario() -> None:

@@ -1,4 +1,4 @@
-"""Of targets with the same bits, a backend uses the fastest one here, and measures them once."""
+"""A machine measures its targets once, and a backend uses the fastest."""
 
 import errno
 import logging
