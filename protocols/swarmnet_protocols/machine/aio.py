@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from swarmnet_protocols.errors import SwarmnetError
+
 T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
@@ -65,17 +67,21 @@ async def persist(name: str, loop: Callable[[], Awaitable[T]]) -> T:
     """Run ``loop`` until it returns. After an error, log it under ``name`` and run the loop again.
 
     For loops that must never stop: announcements, reservations, checks of limits. An unforeseen
-    error, for example from a peer's data, ends neither the loop nor the process.
+    error, for example from a peer's data, ends neither the loop nor the process. Only such an error
+    has a traceback in the log.
     """
     clock, pause_s = asyncio.get_running_loop().time, RESTART_S
     while True:
         began = clock()
         try:
             return await loop()
-        except Exception:  # noqa: BLE001 - the supervisor of the loop
+        except Exception as error:  # noqa: BLE001 - the supervisor of the loop
             if clock() - began > MAX_RESTART_S:
                 pause_s = RESTART_S
-            _log.exception("%s failed and begins again in %g s", name, pause_s)
+            unforeseen = None if isinstance(error, SwarmnetError) else error
+            _log.error(
+                "%s failed and begins again in %g s: %s", name, pause_s, str(error), exc_info=unforeseen
+            )
         await asyncio.sleep(pause_s)
         pause_s = min(2 * pause_s, MAX_RESTART_S)
 

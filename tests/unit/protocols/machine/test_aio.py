@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import pytest
 
+from swarmnet_protocols.errors import PeerUnreachable
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, until
 from tests.defences import defence, replacing
 from tests.support.network.virtual_time import VirtualLoop, run
@@ -65,8 +66,15 @@ def test_a_loop_that_fails_begins_again_ever_later() -> None:
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
 
 
-def test_the_error_of_a_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    errors = [ValueError("²")]
+@pytest.mark.parametrize(
+    ("error", "has_traceback"),
+    [(ValueError("²"), True), (PeerUnreachable("²"), False)],
+    ids=["unforeseen", "known"],
+)
+def test_the_error_of_a_loop_is_logged(
+    error: Exception, has_traceback: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors = [error]
 
     async def loop() -> None:
         if errors:
@@ -77,8 +85,8 @@ def test_the_error_of_a_loop_is_logged(caplog: pytest.LogCaptureFixture) -> None
 
     run(main())
     [logged] = caplog.records
-    assert "the loop failed" in logged.message
-    assert "²" in (logged.exc_text or "")
+    assert logged.message == "the loop failed and begins again in 1 s: ²"
+    assert (logged.exc_text is not None) == has_traceback
 
 
 def test_a_loop_ends_when_it_is_cancelled() -> None:
