@@ -47,34 +47,19 @@ GPU_WATTS = 250.0
 
 _COUNTS = ("block_positions", "samples", "sent_bytes", "received_bytes")
 _TIMES = ("active_s", "cpu_s", "gpu_s", "since")
-_MILESTONES: tuple[tuple[str, tuple[tuple[float, str], ...]], ...] = (
-    (
-        "clients",
-        (
-            (1, "its first client"),
-            *((number, f"{number:,} clients") for number in (10, 100, 1000, 10_000)),
-        ),
-    ),
-    (
-        "block_positions",
-        (
-            (1e6, "a million positions × blocks"),
-            (1e9, "a billion positions × blocks"),
-            (1e12, "a trillion positions × blocks"),
-        ),
-    ),
-    ("samples", tuple((number, f"{number:,} training samples") for number in (1000, 100_000, 10_000_000))),
-    (
-        "hours",
-        (
-            (24, "a day of its time"),
-            (168, "a week of its time"),
-            (1000, "1,000 hours"),
-            (10_000, "10,000 hours"),
-        ),
-    ),
+_MILESTONES = (
+    ("clients", 1, "served its first client"),
+    *(("clients", number, f"served {number:,} clients") for number in (10, 100, 1000, 10_000)),
+    ("block_positions", 1e6, "computed a million positions × blocks"),
+    ("block_positions", 1e9, "computed a billion positions × blocks"),
+    ("block_positions", 1e12, "computed a trillion positions × blocks"),
+    *(("samples", number, f"computed {number:,} training samples") for number in (1000, 100_000, 10_000_000)),
+    ("hours", 24, "given a day of its time"),
+    ("hours", 168, "given a week of its time"),
+    ("hours", 1000, "given 1,000 hours"),
+    ("hours", 10_000, "given 10,000 hours"),
 )
-_VERBS = {"clients": "served", "block_positions": "computed", "samples": "computed", "hours": "given"}
+"""Names of counts, their bounds in rising order, and the words of thanks."""
 
 
 @dataclass
@@ -132,13 +117,12 @@ class Given:
             "samples": self.samples,
             "hours": self.active_s / 3600,
         }
-        thanks = []
-        for name, milestones in _MILESTONES:
-            passed = [(f"{name} {bound:g}", what) for bound, what in milestones if reached[name] >= bound]
-            if passed and passed[-1][0] not in self.thanked:
-                thanks.append(f"thank you! this machine has {_VERBS[name]} {passed[-1][1]}")
-            self.thanked |= {key for key, _ in passed}
-        return thanks
+        highest = {
+            name: (f"{name} {bound:g}", words) for name, bound, words in _MILESTONES if reached[name] >= bound
+        }
+        thanks = [words for key, words in highest.values() if key not in self.thanked]
+        self.thanked |= {key for key, _ in highest.values()}
+        return [f"thank you! this machine has {words}" for words in thanks]
 
     def message(self) -> pb.Given:
         """Return the totals as others see them."""
