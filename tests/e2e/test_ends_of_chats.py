@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from swarmnet.cli.chat.answering import ModelAnswerer
 from swarmnet.cli.chat.generation import SamplingOptions, Screen, generate
 from swarmnet_protocols.models import resolve
-from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
 from tests.support.models.tiny import VOCABULARY, save_tiny_llama
 from tests.support.swarm.gateway import Caller, completion_body, served
@@ -156,7 +155,7 @@ def test_an_answer_ends_where_generate_ends(
     place = next(place for place in range(3, TOKENS) if unended.index(unended[place]) == place)
     end = unended[place]
     path = write_model(tmp_path / "model.gguf", source, chosen, end)
-    tokenizer = read_tokenizer(path, read_header(path)[0], VOCABULARY)
+    tokenizer = read_tokenizer(path, VOCABULARY)
     ends = [id for id in {tokenizer.eos_token_id, end} if chosen.ends or id != end]
     expected = answer_of(source, ends)
     assert (len(expected) == place + 1) is chosen.ends

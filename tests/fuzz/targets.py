@@ -419,9 +419,7 @@ def from_file(read: Callable[[Path], object], suffix: str, data: bytes) -> None:
 
 
 def read_gguf_tokenizer(path: Path) -> None:
-    """Headers come to it only after they were checked."""
-    fields, _ = gguf_header.read_header(path)
-    gguf_tokenizer.read_tokenizer(path, fields, None)
+    gguf_tokenizer.read_tokenizer(path, None)
 
 
 @cache

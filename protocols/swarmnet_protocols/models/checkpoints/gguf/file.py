@@ -259,7 +259,7 @@ class GgufCheckpoint:
         embeddings = self._tensors.get("token_embd.weight")
         rows = None if embeddings is None else embeddings.shape[0]
         return AutoTokenizer.from_pretrained(
-            self._cached("tokenizer", lambda: read_tokenizer(self.path, self._fields, rows)),
+            self._cached("tokenizer", lambda: read_tokenizer(self.path, rows)),
             local_files_only=True,
         )
 

@@ -3,7 +3,7 @@
 import math
 import mmap
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from struct import Struct
@@ -15,9 +15,9 @@ from swarmnet_protocols.models.checkpoints.file_kinds import HEAD_BYTES, misfit_
 from swarmnet_protocols.models.checkpoints.model_folder import MAX_SIZE, file_of
 
 Scalar = int | float | bool | str
-Field = Scalar | tuple[int | float | bool, ...]
-"""A value of the metadata. Short arrays of numbers are tuples. All other arrays become the empty
-tuple."""
+Field = Scalar | tuple[Scalar, ...]
+"""A value of the metadata. Short arrays of numbers are tuples. Other arrays become the empty tuple
+unless they are asked for."""
 
 MAX_TENSORS = 1_000_000
 MAX_FIELDS = 10_000
@@ -89,18 +89,20 @@ class _Cursor:
             raise ValueError(f"a name of {size} bytes")
         return self.read(size).decode()
 
-    def value(self, kind: int) -> Field:
-        """Read a metadata value."""
+    def value(self, kind: int, *, is_whole: bool = False) -> Field:
+        """Read a metadata value. ``is_whole``: read all elements of an array, whatever they are."""
         if kind == _STRING:
             return self.read(self.integer(8)).decode(errors="replace")
         if kind == _ARRAY:
             element, count = self.integer(4), self.integer(8)
+            if element == _STRING and is_whole:
+                return tuple(self.read(self.integer(8)).decode(errors="replace") for _ in range(count))
             if element == _STRING:
                 for _ in range(count):
                     self.skip(self.integer(8))
                 return ()
             one = _scalar(element)
-            if count > MAX_LISTED:
+            if count > MAX_LISTED and not is_whole:
                 self.skip(one.size * count)
                 return ()
             return tuple(value for (value,) in one.iter_unpack(self.read(one.size * count)))
@@ -120,8 +122,11 @@ def _scalar(kind: int) -> Struct:
     return _SCALARS[kind]
 
 
-def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
-    """Return the metadata without its long arrays, and the tensors, all within the file.
+def read_header(path: Path, arrays: Container[str] = ()) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
+    """Return the metadata, and the tensors, all within the file.
+
+    ``arrays``: keys of long arrays to return. Other long arrays are left out.
+
 
     Raises ``IntegrityError`` for a damaged file, and ``ConfigError`` for a file of another format
     or with an unknown type of tensors.
@@ -131,7 +136,7 @@ def read_header(path: Path) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
             misfit = misfit_of(path, file.read(HEAD_BYTES))
             if misfit is None:
                 with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    return _parse(_Cursor(data), len(data))
+                    return _parse(_Cursor(data), len(data), arrays)
     except OSError as error:
         raise IntegrityError(f"{path} cannot be read: {error.strerror}") from error
     except EOFError as error:
@@ -158,7 +163,9 @@ def gguf_head_bytes(path: Path) -> int:
     return layout_of(path).head_bytes
 
 
-def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
+def _parse(
+    cursor: _Cursor, file_bytes: int, arrays: Container[str]
+) -> tuple[dict[str, Field], dict[str, GgufTensor]]:
     cursor.skip(8)  # the magic number and the version
     tensor_count, field_count = cursor.integer(8), cursor.integer(8)
     if tensor_count > MAX_TENSORS or field_count > MAX_FIELDS:
@@ -168,7 +175,7 @@ def _parse(cursor: _Cursor, file_bytes: int) -> tuple[dict[str, Field], dict[str
         key = cursor.string(MAX_NAME_BYTES)
         if key in fields:
             raise ValueError(f"field {key} twice")
-        fields[key] = cursor.value(cursor.integer(4))
+        fields[key] = cursor.value(cursor.integer(4), is_whole=key in arrays)
     entries = [_entry(cursor) for _ in range(tensor_count)]
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:

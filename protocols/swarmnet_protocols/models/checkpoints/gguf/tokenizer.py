@@ -1,12 +1,13 @@
 """Tokenizers in gguf files, as llama.cpp reads them: the same ids for the same text, or a
 refusal."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS
+from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.words import SPLITTINGS, WordSplitting
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ element."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 """Types of tokens in ``tokenizer.ggml.token_type``. All but normal ones are matched in a text
 before it is split."""
+_PREFIX = "tokenizer.ggml."
+_ARRAYS = frozenset({f"{_PREFIX}{each}" for each in ("tokens", "scores", "token_type", "merges")})
 _HINT = "use the model's Hugging Face layout"
 _SPACE = "\u2581"
 """The character that sentencepiece writes for a space."""
@@ -57,42 +60,43 @@ def check_tokenizer(fields: Mapping[str, Any]) -> None:
         )
 
 
-def read_tokenizer(path: Path, header: Mapping[str, Any], rows: int | None) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a gguf file whose header was checked.
+def read_tokenizer(path: Path, rows: int | None) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a gguf file.
 
-    ``header``: its keys. ``rows``: number of tokens with embeddings; None if unknown. Raises
-    ``ConfigError`` if the file has no tokenizer, or one whose ids would differ from llama.cpp's.
+    ``rows``: number of tokens with embeddings; None if unknown. Raises ``ConfigError`` if the file
+    has no tokenizer, or one whose ids would differ from llama.cpp's, and ``IntegrityError`` if the
+    file is damaged.
     """
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import get_gguf_tokenizer
-
     try:
+        header, _ = read_header(path, _ARRAYS)
         check_tokenizer(header)
-        architecture, fields, settings = get_gguf_tokenizer(str(path))
-        fields |= {"architecture": architecture, "name": str(header.get("general.name", "")).lower()}
+        fields: dict[str, Any] = {key.removeprefix(_PREFIX): value for key, value in header.items()}
         fields["tokens"] = _distinct(fields["tokens"], rows)
-        return _built(fields, settings)
+        return _built(fields)
     except CONFIG_FAULTS as error:
         raise ConfigError(f"{path} has no tokenizer that gguf support reads: {error}", hint=_HINT) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}", hint=_HINT) from error
 
 
-def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTokenizerBase":
+def _built(fields: Mapping[str, Any]) -> "PreTrainedTokenizerBase":
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    kind, tokens, splitting = fields["tokenizer_type"], fields["tokens"], _splitting(fields)
+    kind, tokens, splitting = fields["model"], fields["tokens"], _splitting(fields)
     backend = _KINDS[kind](fields)
-    if kind == "llama":  # llama.cpp's defaults for files that name no such token
-        for side, token in zip(("bos", "eos"), tokens[1:3], strict=True):
-            settings[f"{side}_token"] = settings.get(f"{side}_token") or token
-    elif kind == "gemma4":  # whatever the file says, as llama.cpp does
-        settings["add_bos_token"] = True
+    # llama.cpp has these defaults for sentencepiece files that do not name such a token.
+    ids = {"bos": 1, "eos": 2} if kind == "llama" else {}
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        ids[name] = fields.get(f"{key}_token_id", ids.get(name))
+    named = {f"{name}_token": None if id is None else tokens[id] for name, id in ids.items()}
     _add_special(backend, fields)
     ends = [
-        settings[f"{side}_token"] if settings.get(f"add_{side}_token", default) else ""
+        named[f"{side}_token"] if fields.get(f"add_{side}_token", default) else ""
         for side, default in (("bos", splitting.adds_bos), ("eos", False))
     ]
+    if kind == "gemma4":  # whatever the file says, as llama.cpp does
+        ends[0] = named["bos_token"]
     if None in ends:
         raise ConfigError("prompts begin or end with a token that it does not name")
     first, last = ([end] if end else [] for end in ends)
@@ -104,8 +108,8 @@ def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTo
     # Some files name an ordinary token here. It must stay part of the text.
     own = {
         key: token
-        for key in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (token := settings.get(key)) and (types[token] != _NORMAL or token in first or key == "eos_token")
+        for key, token in named.items()
+        if token and (types[token] != _NORMAL or token in first or key == "eos_token")
     }
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -114,12 +118,12 @@ def _built(fields: Mapping[str, Any], settings: dict[str, Any]) -> "PreTrainedTo
         **own,
     )
     _check_ids(tokenizer, len(tokens))
-    tokenizer.chat_template = settings.get("chat_template")
+    tokenizer.chat_template = fields.get("tokenizer.chat_template")
     found: PreTrainedTokenizerBase = tokenizer
     return found
 
 
-def _distinct(tokens: list[str], rows: int | None) -> list[str]:
+def _distinct(tokens: Sequence[str], rows: int | None) -> list[str]:
     """Return the tokens, with made-up names for tokens without a name of their own."""
     named = [token or f"[EMPTY_{id}]" for id, token in enumerate(tokens)]
     if len(set(named)) < len(named):
@@ -154,9 +158,9 @@ def _merges(fields: Mapping[str, Any], vocabulary: Mapping[str, int]) -> list[tu
 
 
 def _splitting(fields: Mapping[str, Any]) -> WordSplitting:
-    if fields["tokenizer_type"] != "gpt2":
+    if fields["model"] != "gpt2":
         return WordSplitting((), adds_bos=True)
-    return SPLITTINGS[fields.get("pre_tokenizer_type") or "default"]
+    return SPLITTINGS[fields.get("pre") or "default"]
 
 
 def _byte_level(fields: Mapping[str, Any]) -> "Tokenizer":
@@ -184,14 +188,14 @@ def _sentencepiece(fields: Mapping[str, Any]) -> "Tokenizer":
     """Return a tokenizer whose merges are derived from the vocabulary."""
     from transformers.tokenization_utils_base import generate_merges
 
-    tokens, is_gemma = fields["tokens"], fields["architecture"].startswith("gemma")
+    tokens, is_gemma = fields["tokens"], fields["general.architecture"].startswith("gemma")
     if is_gemma:  # in this vocabulary, tokens of several spaces contain real spaces
         tokens = [_SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     # Gemma's scores do not give the order of its merges. The order of the vocabulary does.
     order = [-id for id in range(len(tokens))] if is_gemma else fields["scores"]
     merges = generate_merges(vocabulary, dict(zip(tokens, order, strict=True)))
-    return _with_spaces(fields, vocabulary, merges, has_prefix=bool(fields.get("add_prefix_space", True)))
+    return _with_spaces(fields, vocabulary, merges, has_prefix=bool(fields.get("add_space_prefix", True)))
 
 
 def _gemma4(fields: Mapping[str, Any]) -> "Tokenizer":
@@ -218,7 +222,7 @@ def _with_spaces(
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    unknown = fields["tokens"][fields.get("unk_token_id", 0)]
+    unknown = fields["tokens"][fields.get("unknown_token_id", 0)]
     model = models.BPE(vocabulary, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
     tokenizer = Tokenizer(model)
     prefix = [normalizers.Prepend(_SPACE)] if has_prefix else []
@@ -245,8 +249,10 @@ def _add_special(backend: "Tokenizer", fields: Mapping[str, Any]) -> None:
 
     # Marked tokens of Phi-3 include the spaces after them. llama.cpp recognises Phi-3 only by the
     # name of the model, and the hub has several spellings.
-    name, is_sentencepiece = fields["name"], fields["tokenizer_type"] == "llama"
-    strips = "phi-3" in name or "phi3" in name or (fields["architecture"] == "phi3" and is_sentencepiece)
+    name, is_sentencepiece = str(fields.get("general.name", "")).lower(), fields["model"] == "llama"
+    strips = (
+        "phi-3" in name or "phi3" in name or (fields["general.architecture"] == "phi3" and is_sentencepiece)
+    )
     vocabulary = backend.get_vocab()
     entries: dict[bool, list[AddedToken]] = {True: [], False: []}
     for token, kind in _types(fields).items():

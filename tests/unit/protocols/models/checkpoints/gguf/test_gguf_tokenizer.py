@@ -13,7 +13,6 @@ from transformers.tokenization_utils_base import generate_merges
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.checkpoints.gguf import tokenizer as gguf_tokenizer
-from swarmnet_protocols.models.checkpoints.gguf.header import read_header
 from swarmnet_protocols.models.checkpoints.gguf.tokenizer import read_tokenizer
 from swarmnet_protocols.models.checkpoints.gguf.words import SPLITTINGS
 from tests.defences import defence, nothing, replacing
@@ -56,7 +55,7 @@ def write_vocabulary(
 
 
 def tokenizer_of(path: Path, rows: int | None = None) -> Any:
-    return read_tokenizer(path, read_header(path)[0], rows)
+    return read_tokenizer(path, rows)
 
 
 def byte_level(
