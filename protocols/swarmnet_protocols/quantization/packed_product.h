@@ -112,7 +112,8 @@ ALWAYS void product_of_format(const int64_t format, const segment *s, const acti
             step = s->interleaved ? least(BLOCK_WEIGHTS, size - first) : of->weights;
             const uint8_t *its = in + first / of->weights * GROUP * of->bytes;
             if (s->interleaved)
-                for (int i = 0; i < step / of->weights * GROUP * of->bytes; i += 64) __builtin_prefetch(its + AHEAD + i);
+                /* Formats read a block's fields in orders of their own, and processors fetch ahead of an ascending one. */
+                for (int i = 0; i < step / of->weights * GROUP * of->bytes; i += 64) __builtin_prefetch(its + i);
             else {
                 interleave_block(of, in, s->row_bytes, s->outputs - group, first / of->weights, blocks);
                 its = blocks;

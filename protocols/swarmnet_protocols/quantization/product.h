@@ -44,9 +44,8 @@ typedef struct {
     int32_t high[2], low[2], unused;
 } activations;
 
-/* Rows that are multiplied with packed weights while these are in the cache, and the number of bytes from the weights
- * that are multiplied to those that are fetched from memory meanwhile. */
-enum { ROWS = 64, AHEAD = 8192 };
+/* Rows that are multiplied with packed weights while these are in the cache. */
+enum { ROWS = 64 };
 /* Registers hold sums of OUTPUTS outputs for TILE_ROWS rows of a product of float32. COLUMNS of its weights, a multiple of
  * every format's block, stay in the nearest cache while they are multiplied with all rows. */
 enum { OUTPUTS = 4, TILE_ROWS = WIDTH == 16 ? 4 : 2, COLUMNS = 1024 };
