@@ -34,7 +34,7 @@ def is_fused(query: torch.Tensor, values: torch.Tensor, rule: AttentionRule) -> 
         and size % 8 == 0
         and rule.softcap is None
         and rule.sinks is None
-        and _varlen() is not None
+        and varlen_attention() is not None
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
     )
 
@@ -52,7 +52,7 @@ def fused_attention(
 
     A sequence's output is the same to the bit whatever other sequences are in the batch.
     """
-    varlen_attn = _varlen()
+    varlen_attn = varlen_attention()
     if varlen_attn is None:
         raise RuntimeError("this version of torch has no variable-length attention over a cache")
     outputs: torch.Tensor = varlen_attn(
@@ -139,7 +139,7 @@ def _own_positions(positions: torch.Tensor, lengths: torch.Tensor) -> torch.Tens
 
 
 @cache
-def _varlen() -> Any:
+def varlen_attention() -> Any:
     """Return torch's variable-length attention over a cache. None if this version of torch lacks
     it."""
     try:

@@ -272,7 +272,7 @@ def test_the_fused_kernel_is_asked_for_the_whole_batch(
         return reference_varlen(*arguments, **options)
 
     monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)
-    monkeypatch.setattr(ranged_attention, "_varlen", lambda: counted)
+    monkeypatch.setattr(ranged_attention, "varlen_attention", lambda: counted)
     both = Both(*two_stages(family, tmp_path, RecordingBackend()), len(PROMPTS))
     calls["fused"] = 0
     both.forward(dict(enumerate(PROMPTS)))
@@ -301,7 +301,7 @@ def test_a_fused_kernel_that_fails_or_errs_is_not_used(
     wrong: Callable[..., torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch_backend, "is_fused", lambda query, values, rule: True)
-    monkeypatch.setattr(ranged_attention, "_varlen", lambda: wrong)
+    monkeypatch.setattr(ranged_attention, "varlen_attention", lambda: wrong)
     mine, _ = two_stages("llama-tied", tmp_path, TorchBackend())
     assert not mine.method.is_fused
 
