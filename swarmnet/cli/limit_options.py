@@ -42,8 +42,11 @@ Up = Annotated[
     float | None, _limit("--up", metavar="RATE", about="Send at most this fast, such as 20mbit."), _RATE
 ]
 Down = Annotated[float | None, _limit("--down", metavar="RATE", about="Receive at most this fast."), _RATE]
-
-
+MaxRam = Annotated[
+    int | None,
+    _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
+    _SIZE,
+]
 PresetOption = Annotated[
     str | None,
     _limit(
@@ -60,11 +63,7 @@ class LimitOptions:
     """An option for each field of ``OwnerLimits``; None where the stored limit stays in force."""
 
     preset: PresetOption = None
-    max_ram_bytes: Annotated[
-        int | None,
-        _limit("--max-ram", metavar="SIZE", about="Use at most this much memory, such as 8GiB."),
-        _SIZE,
-    ] = None
+    max_ram_bytes: MaxRam = None
     max_gpu_mem: Annotated[
         float | None,
         _limit("--max-gpu-mem", metavar="SIZE|N%", about="Use at most this much GPU memory."),

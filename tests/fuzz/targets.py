@@ -398,9 +398,9 @@ def state_seeds() -> list[bytes]:
 
 
 def job_seeds() -> list[bytes]:
-    from swarmnet_protocols.training.job_templates import METHODS, template
+    from swarmnet_protocols.training.job_templates import TEMPLATES, template
 
-    return [template(method).encode() for method in METHODS]
+    return [template(method).encode() for method in TEMPLATES]
 
 
 def sealed_job_seeds() -> list[bytes]:

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, replacing
-from swarmnet_client.tuning.methods import quiet_peft, require_peft
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
+from swarmnet_protocols.models.peft_adapters import CONFIG_FILE, WEIGHTS_FILE, quiet_peft, require_peft
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
 SUMMARY_FILE = "tune.json"
 _PICKLE = "adapter_model.bin"
 _METHODS = ("LORA", "PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING")

@@ -1,14 +1,12 @@
 """The methods of ``swarmnet tune``, each a PEFT configuration, and the settings of a run."""
 
-import importlib.util
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from swarmnet_protocols.errors import ConfigError, how_to_add
+from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models import peft_adapters
+from swarmnet_protocols.models.peft_adapters import linear_names, lora_config
 
 
 class TuneMethod(StrEnum):
@@ -67,21 +65,6 @@ class TuneSettings:
         return {name: value for name, value in fields.items() if name not in unused}
 
 
-def require_peft() -> None:
-    """Raise ``ConfigError`` where PEFT is not installed."""
-    if importlib.util.find_spec("peft") is None:
-        raise ConfigError("fine-tuning needs peft", hint=how_to_add("peft"))
-
-
-@contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Suppress warnings between PEFT and transformers that a user can do nothing about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "Position ids are not supported", UserWarning)
-        yield
-
-
 def attach(model: Any, name: str, settings: TuneSettings) -> Any:
     """Return a PEFT model around ``model``, called ``name``. The seed determines its initial
     parameters.
@@ -89,46 +72,35 @@ def attach(model: Any, name: str, settings: TuneSettings) -> Any:
     Raises ``ConfigError`` for settings that do not fit the model.
     """
     import torch
-    from peft import get_peft_model
 
-    with torch.random.fork_rng(), quiet_peft():
-        torch.manual_seed(settings.seed)
-        if settings.method == TuneMethod.CLASSIFIER:
+    if settings.method == TuneMethod.CLASSIFIER:
+        with torch.random.fork_rng():
+            torch.manual_seed(settings.seed)
             model.score.reset_parameters()
-        try:
-            tuned = get_peft_model(model, _config(settings))
-        except ValueError as error:
-            raise ConfigError(f"PEFT: {error}", hint=f"--target-modules: {_linear_names(model)}") from error
-    tuned.peft_config["default"].base_model_name_or_path = name
-    return tuned
+    try:
+        return peft_adapters.attach(model, name, _config(settings), seed=settings.seed)
+    except ValueError as error:
+        raise ConfigError(f"PEFT: {error}", hint=f"--target-modules: {linear_names(model)}") from error
 
 
 def _config(settings: TuneSettings) -> Any:
     import peft
 
-    task = peft.TaskType.SEQ_CLS if settings.method == TuneMethod.CLASSIFIER else peft.TaskType.CAUSAL_LM
     match settings.method:
         case TuneMethod.PROMPT:
             return peft.PromptTuningConfig(
-                task_type=task,
+                task_type=peft.TaskType.CAUSAL_LM,
                 num_virtual_tokens=settings.virtual_tokens,
                 prompt_tuning_init=peft.PromptTuningInit.SAMPLE_VOCAB,
             )
         case TuneMethod.DEEP_PROMPT:
-            return peft.PrefixTuningConfig(task_type=task, num_virtual_tokens=settings.virtual_tokens)
-        case _:
-            return peft.LoraConfig(
-                task_type=task,
-                r=settings.rank,
-                lora_alpha=settings.alpha,
-                lora_dropout=0.0,
-                target_modules=list(settings.target_modules) or None,
+            return peft.PrefixTuningConfig(
+                task_type=peft.TaskType.CAUSAL_LM, num_virtual_tokens=settings.virtual_tokens
             )
-
-
-def _linear_names(model: Any) -> str:
-    from torch import nn
-
-    layers = [(name, module) for name, module in model.named_modules() if ".layers." in name]
-    names = sorted({name.rpartition(".")[2] for name, module in layers if isinstance(module, nn.Linear)})
-    return "choose among " + ", ".join(names)
+        case _:
+            return lora_config(
+                rank=settings.rank,
+                alpha=settings.alpha,
+                targets=settings.target_modules,
+                task="SEQ_CLS" if settings.method == TuneMethod.CLASSIFIER else "CAUSAL_LM",
+            )

@@ -9,18 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from swarmnet_client.tuning.adapter_dir import (
-    CONFIG_FILE,
-    SUMMARY_FILE,
-    WEIGHTS_FILE,
-    hashes_of,
-    save_adapter,
-)
+from swarmnet_client.tuning.adapter_dir import SUMMARY_FILE, hashes_of, save_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE, UNFINISHED, TuneCheckpoint, replacing
 from swarmnet_client.tuning.model_card import CARD_FILE, model_card
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.platform import FOLDER_LOCK, folder_descriptor, lock
+from swarmnet_protocols.models.peft_adapters import CONFIG_FILE, WEIGHTS_FILE
 
 CURVE_FILE = "loss.png"
 

@@ -1,8 +1,9 @@
 """A worker's checkpoints: written atomically, verified by hash, and exported for transformers.
 
 A checkpoint is a folder in Hugging Face layout (``config.json``, ``model.safetensors``), which
-transformers loads. It also has ``state/optimizer.safetensors``, ``state/outer.safetensors``, and
-``progress.json``, which has the hashes of all other files and of its own contents.
+transformers loads, or an adapter, which PEFT loads. It also has ``state/optimizer.safetensors``,
+``state/outer.safetensors``, and ``progress.json``, which has the hashes of all other files and of
+its own contents.
 
 1. **Saved.** The store writes a checkpoint under a temporary name, syncs it and renames it.
 2. **Loaded.** A worker resumes from the newest checkpoint whose hashes match. A checkpoint does not
@@ -33,8 +34,9 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResource
 from swarmnet_protocols.machine.files import UNFINISHED, creating
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
+from swarmnet_protocols.models.peft_adapters import CONFIG_FILE
 from swarmnet_protocols.net import PeerId
-from swarmnet_protocols.training.job_settings import BYTES, is_published
+from swarmnet_protocols.training.job_settings import BYTES, Job, is_published
 
 _PROGRESS = "progress.json"
 _MAX_PROGRESS_BYTES = 64 << 10
@@ -168,32 +170,36 @@ class CheckpointStore:
 
 def export_model(
     data_dir: Path, job_id: str, target: Path, *, cache_dir: Path, overwrite: bool, progress: Progress
-) -> str:
-    """Write the newest model of a job and its tokenizer into ``target``.
+) -> Job:
+    """Write the newest model of a job and its tokenizer into ``target``, or its adapter for PEFT.
 
-    Returns the tokenizer's name. Raises ``ConfigError`` if there is no checkpoint, or if ``target``
-    exists, unless it is the folder of a model and ``overwrite`` is true. Raises ``OutOfResources``
-    if the disk is full.
+    Returns the job with the local paths of its files. Raises ``ConfigError`` if there is no
+    checkpoint, or if ``target`` exists, unless it is the folder of a model and ``overwrite`` is
+    true. Raises ``OutOfResources`` if the disk is full.
     """
     if target.exists() and not overwrite:
         raise ConfigError(f"{target} already exists", hint="choose another --out, or replace it with --force")
-    if target.exists() and not (target / "config.json").is_file():
+    if target.exists() and not any((target / name).is_file() for name in ("config.json", CONFIG_FILE)):
         raise ConfigError(
             f"{target} is not the folder of a model: it is not replaced", hint="choose another --out"
         )
-    job, _ = load_stored_job(data_dir, job_id)
-    tokenizer = load_local_files(data_dir, job_id).applied_to(job.job).data.tokenizer
+    sealed, _ = load_stored_job(data_dir, job_id)
+    job = load_local_files(data_dir, job_id).applied_to(sealed.job)
     with _disk_errors(target, "choose another --out"):
         target.parent.mkdir(parents=True, exist_ok=True)
         with creating(target, mode=0o755, overwrite=overwrite) as folder:
             CheckpointStore(job_folder(data_dir, job_id)).copy_model(folder)
-            if tokenizer == BYTES:
-                _write_byte_tokenizer(folder)
-            else:
-                published = is_published(tokenizer)
-                model = resolve(tokenizer, cache_dir=cache_dir, progress=progress, published=published)
-                model.tokenizer().save_pretrained(folder)
-    return tokenizer
+            if not job.model.is_lora:  # else the frozen model has the tokenizer
+                _write_tokenizer(job.data.tokenizer, folder, cache_dir, progress)
+    return job
+
+
+def _write_tokenizer(name: str, folder: Path, cache_dir: Path, progress: Progress) -> None:
+    if name == BYTES:
+        _write_byte_tokenizer(folder)
+        return
+    model = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
+    model.tokenizer().save_pretrained(folder)
 
 
 def _write_byte_tokenizer(folder: Path) -> None:

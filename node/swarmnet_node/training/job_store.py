@@ -3,6 +3,7 @@ folders."""
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.training.job_settings import Job
     from swarmnet_protocols.training.jobs import SealedJob
+    from swarmnet_protocols.training.memory_needs import MemoryNeeds
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,17 @@ def pinned(job: "Job") -> "Job":
     )
 
 
-def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
+def check_job(
+    job: "Job",
+    cache_dir: Path,
+    progress: "Progress",
+    tell: "Callable[[MemoryNeeds], None]" = lambda needs: None,
+) -> "Job":
     """Return the job in its published form: with hashes, without local paths.
 
-    Reads the data and the checkpoint to hash them. Raises ``JobError`` if this machine could not
-    train the job, or if others could not get its data or checkpoint.
+    Reads the data and the checkpoint to hash them. ``tell`` hears of a worker's memory. Raises
+    ``JobError`` if this machine could not train the job, or if others could not get its data or
+    checkpoint.
     """
     import psutil
 
@@ -118,11 +126,13 @@ def check_job(job: "Job", cache_dir: Path, progress: "Progress") -> "Job":
     from swarmnet_node.training.model import check_model, checkpoint_of
 
     corpus = open_corpus(job.data, cache_dir, progress)
-    check_model(
-        job,
-        vocab_size=corpus.vocab_size,
-        available_bytes=psutil.virtual_memory().total,
-        cache_dir=cache_dir,
+    tell(
+        check_model(
+            job,
+            vocab_size=corpus.vocab_size,
+            available_bytes=psutil.virtual_memory().total,
+            cache_dir=cache_dir,
+        )
     )
     manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
     return job.about(corpus.digest, corpus.size_bytes, manifest)

@@ -2,36 +2,46 @@
 layout."""
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 from transformers.utils import logging
 
 from swarmnet_node.training.expert_balance import share_biases
-from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
 from swarmnet_protocols.models.checkpoints.safetensors_file import SafetensorsCheckpoint
+from swarmnet_protocols.models.outline import fetch_outline
 from swarmnet_protocols.models.partial_model import build_whole, causal_class, decoder_stack
+from swarmnet_protocols.models.peft_adapters import (
+    WEIGHTS_FILE,
+    attach,
+    linear_names,
+    lora_config,
+    require_peft,
+    stored_name,
+    write_adapter,
+)
+from swarmnet_protocols.models.public_names import name_for_peers
+from swarmnet_protocols.quantization.precisions import PRECISIONS, UNQUANTIZED
 from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
+from swarmnet_protocols.training.memory_needs import MemoryNeeds
 
-_KEPT_BYTES = 5 * 4
-"""Bytes of memory per parameter: the parameter in float32, AdamW's two moments, the agreed
-parameter and the outer momentum."""
-_EXCHANGE_BYTES = 5 * 4
-"""Bytes of memory per parameter that an exchange adds, as measured. The gradients of the inner
-steps are freed before."""
-_FORWARDS_BYTES = 4 * 4
-"""Bytes of memory per parameter if scalars are exchanged: the parameter, the agreed parameter, the
-next agreed parameter, and a copy for the loss."""
+if TYPE_CHECKING:
+    from swarmnet_protocols.fetching.peers import SwarmPeers
 
+_CPU = torch.device("cpu")
 _CORRECT = "compare [model.config] with the config.json of a model of this kind"
 _MISSPELT = 0.9
 """An unknown key counts as misspelt if it is at least this similar, in [0, 1], to a known key. A
@@ -41,16 +51,31 @@ _MAX_LAYERS = 4096
 "meta"."""
 
 
-def checkpoint_of(section: ModelSection, cache_dir: Path, progress: Progress | None = None) -> LocalModel:
-    """Return the checkpoint that the job starts from.
+def checkpoint_of(
+    section: ModelSection,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    peers: "SwarmPeers | None" = None,
+) -> LocalModel:
+    """Return the checkpoint that the job starts from. ``peers`` provide what it lacks, first of
+    all.
 
     Raises ``JobError`` for an unknown name, or for other files than the job's.
     """
     name = str(section.checkpoint)
+    find = partial(resolve, name, cache_dir=cache_dir, progress=progress, published=is_published(name))
     try:
-        local = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
-    except ConfigError as error:
-        raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
+        local = find()
+    except (ConfigError, Unreachable) as error:
+        if peers is not None and section.manifest is not None and is_published(name) and peers.wait():
+            manifest = bytes.fromhex(section.manifest)
+            peers.run(lambda: fetch_outline(peers, name, manifest, cache_dir))
+            local = find()
+        elif isinstance(error, ConfigError):
+            raise JobError("model", "checkpoint", f"is wrong: {error}", hint=error.hint) from error
+        else:
+            raise
+    local.parts.peers = peers
     if section.manifest not in (None, local.manifest.hash.hex()):
         raise JobError(
             "model",
@@ -136,12 +161,10 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> int:
-    """Raise ``JobError`` if the model does not fit the data or the memory.
+def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> MemoryNeeds:
+    """Return the memory that a worker needs, from headers alone.
 
-    Returns its parameter count. The estimate multiplies the parameter count by the bytes of
-    weights, AdamW, outer state and an exchange. If scalars are exchanged, it counts weights only.
-    It leaves out activations.
+    Raises ``JobError`` if the model does not fit the data or the memory.
     """
     config = model_config(job.model, cache_dir)
     where = "checkpoint" if job.model.is_checkpoint else "config"
@@ -160,33 +183,105 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             f"is more than the {positions} positions of the model",
             hint="shorten it, or raise max_position_embeddings",
         )
-    count = parameter_count(config)
-    forwards_only = job.make_method().kind == "scalars"
-    needed = count * (_FORWARDS_BYTES if forwards_only else _KEPT_BYTES + _EXCHANGE_BYTES)
-    if needed > available_bytes:
+    count = trained = parameter_count(config)
+    frozen_bytes = 0
+    if job.model.is_lora:
+        local, quantized = checkpoint_of(job.model, cache_dir), PRECISIONS.get(job.model.weights)
+        if quantized is not None and local.precision.upper() not in {each.name for each in UNQUANTIZED}:
+            raise JobError(
+                "model",
+                "weights",
+                f"is {quantized.name!r}, but {local.name} is quantised already: {local.precision}",
+                hint='use weights = "stored"',
+            )
+        trained = adapter_parameters(job.model, config)
+        frozen_bytes = local.whole_bytes(quantized)
+    needs = MemoryNeeds.of(job, count, trained, frozen_bytes)
+    if needs.total_bytes > available_bytes:
         raise JobError(
             "model",
             where,
-            f"has {count:,} parameters: training takes {needed / 2**30:.1f} GiB of memory, "
-            f"and {available_bytes / 2**30:.1f} GiB are available",
-            hint="train a smaller model, or use a machine with more memory",
+            f"has {needs}, and {available_bytes / 2**30:.1f} GiB are available",
+            hint='train a smaller model, or an adapter (train = "lora"), or allow more memory',
         )
-    return count
+    return needs
+
+
+def adapter_parameters(section: ModelSection, config: PretrainedConfig) -> int:
+    """Count the parameters of the job's adapter without allocating the model.
+
+    Raises ``JobError`` for targets that the model does not have.
+    """
+    model = with_adapter(build_whole(config).empty(), section, 0)
+    return sum(parameter.numel() for _, parameter in trained_parameters(model))
+
+
+def with_adapter(model: Any, section: ModelSection, seed: int) -> Any:
+    """Return a PEFT model around ``model`` with a new adapter, whose parameters are float32 and
+    drawn from ``seed``: the same on every device.
+
+    Raises ``JobError`` for targets that the model does not have.
+    """
+    require_peft()
+    name, _, revision = name_for_peers(section.checkpoint or "").partition("@")
+    made = lora_config(rank=section.rank, alpha=section.alpha, targets=section.targets)
+    made.revision = revision or None
+    try:
+        tuned = attach(model, name, made, seed=seed)
+    except ValueError as error:
+        raise JobError("model", "targets", f"is wrong: {error}", hint=linear_names(model)) from error
+    generator = torch.Generator().manual_seed(seed)
+    for path, parameter in trained_parameters(tuned):
+        drawn = torch.empty(parameter.shape)
+        if "lora_A" in path:
+            torch.nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        else:
+            drawn.zero_()
+        if not parameter.is_meta:
+            parameter.data = drawn.to(parameter.device)
+    return tuned
+
+
+def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters that a job trains, with their names, in the order of its vectors.
+
+    An adapter's are in the order of their names, as its file has no other.
+    """
+    found = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    return sorted(found) if is_adapted(model) else found
+
+
+def is_adapted(model: torch.nn.Module) -> bool:
+    """Return whether ``model`` has an adapter."""
+    return hasattr(model, "peft_config")
 
 
 def build_model(
-    section: ModelSection, seed: int, cache_dir: Path, progress: Progress = lambda *_: None
+    section: ModelSection,
+    seed: int,
+    cache_dir: Path,
+    progress: Progress = lambda *_: None,
+    *,
+    device: torch.device = _CPU,
+    local: LocalModel | None = None,
 ) -> PreTrainedModel:
-    """Return the job's model in float32 on the CPU.
+    """Return the job's model in float32 on the CPU. With an adapter, it is on ``device``, and its
+    frozen weights stay packed.
 
     Without a checkpoint, its weights are drawn from ``seed``, bit-identical with the same torch
-    build. torch's global generator is left unchanged.
+    build. torch's global generator is left unchanged. ``local``: the checkpoint, if it is open.
     """
     model: Any
     if section.checkpoint is not None:
-        local = checkpoint_of(section, cache_dir, progress)
+        local = local or checkpoint_of(section, cache_dir, progress)
         progress(f"loading {section.checkpoint}", 0, None)
-        model = local.load_whole(dtype=torch.float32, device=torch.device("cpu"))
+        if section.is_lora:
+            quantized = PRECISIONS.get(section.weights)
+            frozen = local.load_whole(dtype=torch.float32, device=device, packed=True, quantized=quantized)
+            model = with_adapter(frozen, section, seed)
+            model.train()
+            return model
+        model = local.load_whole(dtype=torch.float32, device=_CPU)
     else:
         config = model_config(section, cache_dir)
         cls: Any = causal_class(config)
@@ -199,15 +294,18 @@ def build_model(
 
 
 def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) -> None:
-    """Write a checkpoint in Hugging Face layout.
+    """Write a checkpoint in Hugging Face layout, or an adapter in PEFT's.
 
     It has the architecture of ``model`` and the values of ``parameters``, flat ``[n]``.
     """
     named, done = {}, 0
-    for name, parameter in model.named_parameters():
+    for name, parameter in trained_parameters(model):
         part = parameters[done : done + parameter.numel()]
         named[name] = part.detach().to("cpu", copy=True).view(parameter.shape)
         done += parameter.numel()
+    if is_adapted(model):
+        write_adapter(model, {stored_name(name): each for name, each in named.items()}, folder)
+        return
     with _no_progress_bar():
         model.save_pretrained(folder, state_dict=named)
 
@@ -228,6 +326,8 @@ def read_model(folder: Path) -> torch.Tensor:
 
     Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
+    if (folder / WEIGHTS_FILE).is_file():
+        return torch.cat([each.reshape(-1) for _, each in sorted(load_file(folder / WEIGHTS_FILE).items())])
     checkpoint = SafetensorsCheckpoint(folder)
     cpu = torch.device("cpu")
     model = build_whole(checkpoint.config()).load(

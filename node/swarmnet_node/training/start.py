@@ -9,10 +9,10 @@ import asyncio
 import os
 import random
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from swarmnet_node.training.events import EventHandler
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_node.training.worker import Worker
+    from swarmnet_protocols.fetching.peers import SwarmPeers
     from swarmnet_protocols.models import Progress
     from swarmnet_protocols.net import Transport
+    from swarmnet_protocols.training.memory_needs import MemoryNeeds
     from swarmnet_protocols.wire.control_pb2 import NodeStatus
 
 
@@ -49,7 +51,7 @@ class WorkerConfig:
     """Name of this worker that everybody sees. Empty: none."""
     swarm_name: str = ""
     limits: OwnerLimits = field(default_factory=OwnerLimits)
-    """The limits on the link apply. The others are for a node."""
+    """The limits on the link and on memory apply. The others are for a node."""
 
 
 @asynccontextmanager
@@ -84,16 +86,35 @@ async def start(
         from swarmnet_node.training.worker import Worker, WorkerDependencies
         from swarmnet_protocols.directory.catalog import job_announcer
         from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
+        from swarmnet_protocols.directory.host_announcements import read_hosts
+        from swarmnet_protocols.fetching.peers import SwarmPeers, WeightHost
+        from swarmnet_protocols.fetching.server import WeightServer
         from swarmnet_protocols.machine.threads import compute_on
         from swarmnet_protocols.net.identity import Identity
-        from swarmnet_protocols.net.protocol_ids import REPORT
+        from swarmnet_protocols.net.protocol_ids import REPORT, WEIGHTS
         from swarmnet_protocols.timing import Timing
+        from swarmnet_protocols.training.job_records import find_workers
+        from swarmnet_protocols.training.job_settings import is_published
         from swarmnet_protocols.training.jobs import open_job
 
         await compute_on(executor, codec_executor, threads=config.threads)
         loop = asyncio.get_running_loop()
         identity = Identity.load_or_create(config.network.peer.identity_path)
-        trainer = await loop.run_in_executor(executor, _open_trainer, config, sealed, progress_unless_stopped)
+        peers = SwarmPeers(config.network.rules.pieces_hashes, Timing(), config.network.rules.models)
+
+        async def holders(model: bytes) -> Sequence[WeightHost]:
+            """Return peers that may have the weights: hosts, and workers of the job."""
+            return [*await read_hosts(directory, model), *await find_workers(directory, config.job)]
+
+        def tell(needs: "MemoryNeeds") -> None:
+            loop.call_soon_threadsafe(
+                handler, {"event": "memory", **asdict(needs), "bytes": needs.total_bytes}
+            )
+
+        peers.attach(transport, holders)
+        stack.callback(peers.detach)
+        opening = partial(_open_trainer, config, sealed, progress_unless_stopped, peers, tell)
+        trainer = await loop.run_in_executor(executor, opening)
         keeper = GivenKeeper(config.data_dir, config.network.peer.link)
         stack.callback(keeper.close)
         dependencies = WorkerDependencies(
@@ -117,6 +138,9 @@ async def start(
         checkpoints = CheckpointStore(job_folder(config.data_dir, config.job))
         worker = Worker(dependencies, sealed, trainer, checkpoints, reporter.handle)
         await REPORT.serve(transport, Reporter(reporter.report).handle)
+        if trainer.local is not None and is_published(trainer.local.name):
+            server = WeightServer(trainer.local.shared(), lambda: False)
+            await WEIGHTS.serve(transport, server.handle, Timing())
 
         def warn(warning: str) -> None:
             reporter.handle({"event": "identity", "warning": warning})
@@ -167,8 +191,13 @@ class _Stopped(Exception):
     """Raised on the computing thread to end the computation of a stopped worker."""
 
 
-def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> "Trainer":
-    import psutil
+def _open_trainer(
+    config: WorkerConfig,
+    sealed: bytes,
+    progress: "Progress",
+    peers: "SwarmPeers",
+    tell: "Callable[[MemoryNeeds], None]",
+) -> "Trainer":
 
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_protocols.machine.devices import pick_device
@@ -180,7 +209,20 @@ def _open_trainer(config: WorkerConfig, sealed: bytes, progress: "Progress") -> 
         return Trainer.open(
             config.files.applied_to(opened.job),
             cache_dir=config.cache_dir,
-            available_bytes=psutil.virtual_memory().available,
+            available_bytes=_available_bytes(config.limits),
             device=pick_device(config.device),
             progress=progress,
+            peers=peers,
+            tell=tell,
         )
+
+
+def _available_bytes(limits: OwnerLimits) -> int:
+    """Return the memory that this process may still take, without swapping and within its owner's
+    limit."""
+    import psutil
+
+    free = int(psutil.virtual_memory().available)
+    if limits.max_ram_bytes is None:
+        return free
+    return min(free, limits.max_ram_bytes - int(psutil.Process().memory_info().rss))

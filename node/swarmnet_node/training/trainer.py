@@ -6,9 +6,10 @@ replacing them is one copy, and clipping and AdamW are one operation each.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,10 +18,22 @@ from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data import BatchSampler, Corpus, Sequences, open_corpus
 from swarmnet_node.training.expert_balance import ExpertBalance
-from swarmnet_node.training.model import build_model, check_flat, check_model, flat_copy, write_model
+from swarmnet_node.training.model import (
+    build_model,
+    check_flat,
+    check_model,
+    checkpoint_of,
+    flat_copy,
+    trained_parameters,
+    write_model,
+)
 from swarmnet_protocols.errors import IntegrityError
-from swarmnet_protocols.models import Progress
+from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, TrainingSection
+from swarmnet_protocols.training.memory_needs import MemoryNeeds
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.fetching.peers import SwarmPeers
 
 _FINAL_RATE = 0.1
 """The last learning rate of the cosine schedule, as a fraction of the peak."""
@@ -67,6 +80,8 @@ class Trainer:
     ) -> None:
         """``progress`` is called at every inner step. An exception from it ends the computation."""
         self.corpus = corpus
+        self.local: LocalModel | None = None
+        """The checkpoint that the job starts from, or None."""
         self._progress = progress
         self._training = job.training
         self._steps_per_round = steps_per_round
@@ -80,7 +95,8 @@ class Trainer:
             slots=job.exchange.max_workers,
         )
         self._model = model.to(device)
-        self._flat = torch.nn.Parameter(flat_copy(model))
+        self._trained = [parameter for _, parameter in trained_parameters(model)]
+        self._flat = torch.nn.Parameter(flat_copy(torch.nn.ParameterList(self._trained)))
         for parameter, part in self._parts(self._flat.data):
             parameter.data = part
         self._balance = ExpertBalance(model, device)
@@ -93,7 +109,7 @@ class Trainer:
         )
 
     @classmethod
-    def open(
+    def open(  # noqa: PLR0913 - a job, and the machine that trains it
         cls,
         job: Job,
         *,
@@ -101,16 +117,26 @@ class Trainer:
         available_bytes: int,
         device: torch.device,
         progress: Progress = lambda *_: None,
+        peers: "SwarmPeers | None" = None,
+        tell: Callable[[MemoryNeeds], None] = lambda needs: None,
     ) -> "Trainer":
         """Return a trainer with the job's initial parameters.
 
+        ``peers`` provide missing weights. ``tell`` hears of the memory before any weight is loaded.
         Raises ``JobError`` for data or a model that this machine cannot train.
         """
         steps = job.make_method().steps_per_round
+        local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
-        check_model(job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir)
-        model = build_model(job.model, job.job.seed, cache_dir, progress)
-        return cls(job, corpus, model, steps_per_round=steps, device=device, progress=progress)
+        needs = check_model(
+            job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir
+        )
+        tell(needs)
+        seed = job.job.seed
+        model = build_model(job.model, seed, cache_dir, progress, device=device, local=local)
+        trainer = cls(job, corpus, model, steps_per_round=steps, device=device, progress=progress)
+        trainer.local = local
+        return trainer
 
     @property
     def parameter_count(self) -> int:
@@ -243,9 +269,8 @@ class Trainer:
         return self._training.microbatch or self._training.batch_size
 
     def _parts(self, flat: Tensor) -> list[tuple[torch.nn.Parameter, Tensor]]:
-        parameters = list(self._model.parameters())
-        parts = torch.split_with_sizes(flat, [parameter.numel() for parameter in parameters])
-        return [(p, part.view(p.shape)) for p, part in zip(parameters, parts, strict=True)]
+        parts = torch.split_with_sizes(flat, [parameter.numel() for parameter in self._trained])
+        return [(p, part.view(p.shape)) for p, part in zip(self._trained, parts, strict=True)]
 
     def _gradients(self) -> Tensor:
         """Return the flat gradient, allocated on first use: zeroth-order methods never need one."""
@@ -258,7 +283,7 @@ class Trainer:
     def _free_gradients(self) -> None:
         """Free the gradients, because the next exchange needs the memory."""
         self._flat.grad = None
-        for parameter in self._model.parameters():
+        for parameter in self._trained:
             parameter.grad = None
 
     def _backward(self, round: int, step: int, slot: int) -> tuple[Tensor, int]:

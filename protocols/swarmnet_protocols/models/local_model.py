@@ -422,14 +422,36 @@ class LocalModel:
         self._set_generation_config(model)
         return model
 
-    def load_whole(self, *, dtype: "torch.dtype", device: "torch.device") -> "PreTrainedModel":
-        """Return the whole CausalLM, as transformers loads it."""
+    def load_whole(
+        self,
+        *,
+        dtype: "torch.dtype",
+        device: "torch.device",
+        packed: bool = False,
+        quantized: "Precision | None" = None,
+    ) -> "PreTrainedModel":
+        """Return the whole CausalLM, as transformers loads it. ``packed`` and ``quantized`` are as
+        in ``load_span``."""
         from swarmnet_protocols.models.partial_model import build_whole
 
-        names = self._checkpoint.tensor_names
-        model = self._load(build_whole(self.config), lambda _: names, 0, WeightForm(device), dtype)
+        names, form = self._checkpoint.tensor_names, WeightForm(device, packed, quantized)
+        model = self._load(build_whole(self.config), lambda _: names, 0, form, dtype)
         self._set_generation_config(model)
         return model
+
+    def whole_bytes(self, quantized: "Precision | None" = None) -> int:
+        """Return the bytes of the whole packed model on a CPU, before any weight is read.
+
+        ``quantized`` is as in ``load_span``.
+        """
+        from swarmnet_protocols.models.partial_model import build_whole
+
+        if quantized is None:
+            stored = sum(file.size for file in self.manifest.files if file.name in self._weight_files)
+            sizes = self._checkpoint.sizes(self._checkpoint.tensor_names)
+            return stored + sizes.in_memory(4) - sizes.stored_bytes
+        weights = build_whole(self.config).empty().named_parameters()
+        return sum(quantized.bytes_of(name, weight.shape) for name, weight in weights)
 
     def _load(
         self,

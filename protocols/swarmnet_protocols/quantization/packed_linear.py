@@ -49,6 +49,11 @@ class PackedLinear(nn.Linear):
         self.packed = packed
         self._products = products
 
+    @property
+    def qweight(self) -> torch.Tensor:
+        """An empty tensor on the device of the weight: PEFT puts adapters there."""
+        return torch.empty(0, dtype=torch.uint8, device=self.packed.device)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., columns] to [..., rows]."""
         return linear(self._products, input, self.packed, self.bias)

@@ -1,9 +1,10 @@
 """The precisions that a host can quantise weights to when it loads them."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swarmnet_protocols.quantization.formats import Format
+from swarmnet_protocols.quantization.formats import BLOCKS, Format
 
 GROUP = 32
 """Weights of a row that share a scale in most formats. Rows whose length is not a multiple of it
@@ -27,6 +28,14 @@ class Precision:
         part of its name, without ``.weight``, is its module."""
         wanted = self.finer.get(weight.removesuffix(".weight").rpartition(".")[2], self.format)
         return wanted if columns % _K_BLOCK == 0 else _FOR_OTHER_ROWS.get(wanted, wanted)
+
+    def bytes_of(self, weight: str, shape: Sequence[int]) -> int:
+        """Return the bytes of a weight of this shape, in 32 bits if it is not quantised."""
+        count = math.prod(shape)
+        if len(shape) == 1 or shape[-1] % GROUP:
+            return 4 * count
+        weights, size = BLOCKS[self.format_of(weight, shape[-1])]
+        return count // weights * size
 
 
 _FOR_OTHER_ROWS: Mapping[Format, Format] = {

@@ -2,3 +2,6 @@
 
 It covers steps, activation logs, links, adapters and passes.
 """
+
+MAX_RANK = 256
+"""Highest rank of a LoRA adapter that hosts apply."""

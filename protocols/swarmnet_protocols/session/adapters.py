@@ -24,8 +24,8 @@ from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
+from swarmnet_protocols.session import MAX_RANK
 
-MAX_RANK = 256
 MAX_PREFIX_POSITIONS = 512
 MAX_HEADER_BYTES = 1 << 20
 """Most bytes of a part's safetensors header. Enough for the tensors of a few hundred blocks."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.session import MAX_RANK
 from swarmnet_protocols.training import MAX_MEMBERS
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _PUBLISHED = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}@[0-9
 _FIX = 'write it as "org/name@REVISION", with the 40 hexadecimal digits of a commit'
 
 Name = Annotated[str, Field(min_length=1, max_length=512)]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,100}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -68,14 +70,36 @@ class ModelSection(_Section):
     checkpoint: Name | None = None
     manifest: Digest | None = None
     """SHA-256 of the checkpoint's manifest, set by `train create`."""
+    train: Literal["all", "lora"] = "all"
+    """What is trained: all weights, or a LoRA adapter to a checkpoint whose weights are frozen."""
+    weights: Literal["stored", "int8", "int4"] = "stored"
+    """The form of frozen weights in memory: as their file stores them, or rounded when they are
+    loaded."""
+    rank: int = Field(default=8, ge=1, le=MAX_RANK)
+    alpha: int = Field(default=16, ge=1, le=65_536)
+    """LoRA adds ``alpha / rank`` times the product of its two matrices."""
+    targets: Annotated[tuple[ModuleName, ...], Field(strict=False, max_length=64)] = ()
+    """Names of the linear modules that get LoRA. Empty for PEFT's choice."""
 
     @property
     def is_checkpoint(self) -> bool:
         """Whether training starts from the weights of a checkpoint."""
         return self.config is None
 
+    @property
+    def is_lora(self) -> bool:
+        """Whether an adapter is trained, and the weights of the checkpoint are frozen."""
+        return self.train == "lora"
+
     @model_validator(mode="after")
     def _check(self) -> "ModelSection":
+        for key in ("weights", "rank", "alpha", "targets"):
+            if not self.is_lora and getattr(self, key) != type(self).model_fields[key].default:
+                raise JobError("model", key, "is for adapters only", hint='add train = "lora", or remove it')
+        if self.is_lora and not self.is_checkpoint:
+            raise JobError(
+                "model", "train", "is 'lora', which needs a 'checkpoint'", hint="name one instead of a config"
+            )
         if (self.config is None) == (self.checkpoint is None and self.manifest is None):
             raise JobError("model", "", "needs 'config' or 'checkpoint'")
         if self.config is not None:

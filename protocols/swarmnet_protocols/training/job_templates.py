@@ -1,4 +1,5 @@
-"""Templates of job files, one for each method. They run unchanged on a small standard task."""
+"""Templates of job files, one for each method and one for adapters. They run unchanged on a small
+standard task."""
 
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ class _Template:
     )
     sequence_length: int = 256
     batch_size: int = 8
+    method: str = ""
+    """The method, if the template has another name."""
 
 
 _SMALL_LLAMA = """\
@@ -37,6 +40,17 @@ _SMOLLM2 = """\
 [model]
 checkpoint = "smollm2-135m-instruct"   # fine-tuned; or "org/name@REVISION" of the hub, or a directory in Hugging Face layout
 """
+
+_LORA = (
+    _SMOLLM2
+    + """\
+train = "lora"                         # its weights are frozen and stay as their file stores them; workers exchange an adapter
+weights = "stored"                     # of 16 and 32 bits: "int8" or "int4" rounds them when they are loaded
+rank = 8
+alpha = 16
+targets = ["q_proj", "v_proj"]         # linear modules with an adapter; without targets, PEFT chooses
+"""
+)
 
 _TEXT = """\
 # A training job. `swarmnet train create FILE` checks and signs it; every worker that joins trains on samples of its own.
@@ -157,23 +171,35 @@ learning_rate = 5e-5                   # replaces the learning rate in [training
             batch_size=2,
         ),
     ),
+    (
+        "lora",
+        _Template(
+            10,
+            _DILOCO,
+            model=_LORA,
+            tokenizer='"smollm2-135m-instruct"    # the checkpoint\'s',
+            sequence_length=128,
+            batch_size=2,
+            method="diloco",
+        ),
+    ),
 )
 
-METHODS = tuple(name for name, _ in _TEMPLATES)
+TEMPLATES = tuple(name for name, _ in _TEMPLATES)
 
 
 def template(method: str) -> str:
     """Return a commented job file for the standard task.
 
-    The task trains a byte-level Llama of 1.3 million parameters, or SmolLM2 for ``zo``. Raises
-    ``ConfigError`` for an unknown method.
+    The task trains a byte-level Llama of 1.3 million parameters, or SmolLM2 for ``zo`` and
+    ``lora``. Raises ``ConfigError`` for an unknown method.
     """
     chosen = dict(_TEMPLATES).get(method)
     if chosen is None:
-        raise ConfigError(f"there is no method {method!r}", hint=f"one of: {', '.join(METHODS)}")
+        raise ConfigError(f"there is no method {method!r}", hint=f"one of: {', '.join(TEMPLATES)}")
     return _TEXT.format(
         name=f"stdlib-{method}",
-        method=method,
+        method=chosen.method or method,
         rounds=f"rounds = {chosen.rounds}",
         model=chosen.model or _SMALL_LLAMA,
         tokenizer=chosen.tokenizer,

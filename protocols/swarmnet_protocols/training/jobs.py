@@ -27,7 +27,7 @@ from swarmnet_protocols.net.identity import KEY_BYTES, SIGNATURE_BYTES, Identity
 from swarmnet_protocols.training.job_settings import Job, JobError
 from swarmnet_protocols.wire.canonical_json import canonical_json
 
-FORMAT = 3
+FORMAT = 4
 MAX_JOB_BYTES = 64 << 10
 _OF_FILES = {"architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"}
 """Keys of a ``config.json`` that describe a checkpoint's files or code rather than its

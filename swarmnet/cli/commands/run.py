@@ -269,7 +269,7 @@ def _open_model(
         answering: Any = model
         if adapter is not None:
             from swarmnet_client.tuning.adapter_dir import load_adapter
-            from swarmnet_client.tuning.methods import quiet_peft
+            from swarmnet_protocols.models.peft_adapters import quiet_peft
 
             stack.enter_context(quiet_peft())
             answering = load_adapter(model, adapter)

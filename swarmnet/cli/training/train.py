@@ -16,7 +16,7 @@ from swarmnet.cli.consent import TRAINING, ask_once
 from swarmnet.cli.foreground import controlled, monitoring, note_if_alone
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.lazy import command_group
-from swarmnet.cli.limit_options import Down, LimitOptions, PresetOption, Up
+from swarmnet.cli.limit_options import Down, LimitOptions, MaxRam, PresetOption, Up
 from swarmnet.cli.options import (
     AnnounceOption,
     BootstrapOption,
@@ -53,6 +53,7 @@ from swarmnet_protocols.machine.lean_imports import import_transformers
 if TYPE_CHECKING:
     from swarmnet_node.training.start import WorkerConfig
     from swarmnet_protocols.training.jobs import JobFile
+    from swarmnet_protocols.training.memory_needs import MemoryNeeds
 
 app = command_group("Train a model together with others, over slow links.")
 
@@ -72,7 +73,7 @@ def template(
         str,
         typer.Argument(
             metavar="METHOD",
-            help="How workers combine what they learned: allreduce, diloco, streaming, eager, noloco, sparseloco, co2 or zo.",
+            help="How workers combine what they learned: allreduce, diloco, streaming, eager, noloco, sparseloco, co2 or zo. Or lora: train an adapter by diloco.",
         ),
     ],
 ) -> None:
@@ -116,7 +117,8 @@ def create(  # noqa: PLR0913 - a command line, not an interface
             from swarmnet_node.training.model import obstacle_to_hosts
 
             pinned_job = pinned(written.job)
-            checked = check_job(pinned_job, cache_dir, report)
+            needs: list[MemoryNeeds] = []
+            checked = check_job(pinned_job, cache_dir, report, needs.append)
             obstacle = obstacle_to_hosts(pinned_job.model, cache_dir)
         sealed = seal_job(checked, Identity.load_or_create(directory / "identity.key"))
         made = open_job(sealed)
@@ -134,9 +136,11 @@ def create(  # noqa: PLR0913 - a command line, not an interface
                 is_published = False  # no other peer of the swarm is in the local network yet
     if as_json:
         warning = {"warning": _not_served(obstacle)} if obstacle else {}
-        print_json({"job": made.id, "name": made.job.job.name, **warning})
+        memory = {"memory_bytes": needs[0].total_bytes}
+        print_json({"job": made.id, "name": made.job.job.name, **memory, **warning})
         return
     print_text(made.id)
+    note(f"the model has {needs[0]}")
     for name in (made.job.data.hub, made.job.model.checkpoint):
         if name is not None and name not in {written.job.data.hub, written.job.model.checkpoint}:
             note(f"the hub's newest commit is part of the job: {name}")
@@ -217,6 +221,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     method_file: MethodFileOption = None,
     preset: PresetOption = None,
+    max_ram_bytes: MaxRam = None,
     up_bytes_per_s: Up = None,
     down_bytes_per_s: Down = None,
     public_name: PublicNameOption = "",
@@ -233,7 +238,12 @@ def join(  # noqa: PLR0913 - a command line, not an interface
     The first time, the command shows what the job reads, sends and uses on this machine, and asks
     for consent.
     """
-    changes = LimitOptions(preset=preset, up_bytes_per_s=up_bytes_per_s, down_bytes_per_s=down_bytes_per_s)
+    changes = LimitOptions(
+        preset=preset,
+        max_ram_bytes=max_ram_bytes,
+        up_bytes_per_s=up_bytes_per_s,
+        down_bytes_per_s=down_bytes_per_s,
+    )
     changes.given()
     entry = enter(swarm, data_dir, bootstrap)
     found = _find_here(entry, data_dir, job)

@@ -1,5 +1,6 @@
 """``swarmnet train export`` and ``train plot``: the model and the curves of a job."""
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ def export(
     as_json: JsonFlag = False,
 ) -> None:
     """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
-    loads it."""
+    loads it. Of a job that trains an adapter, write the adapter as PEFT loads it."""
     job = job_here(job, data_dir)
 
     import_transformers()
@@ -31,16 +32,15 @@ def export(
     from swarmnet_protocols.training.job_settings import BYTES
 
     with progress(quiet=as_json) as report:
-        tokenizer = export_model(
-            data_dir,
-            job,
-            out,
-            cache_dir=cache_dir,
-            overwrite=force,
-            progress=report,
-        )
+        exported = export_model(data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report)
+    tokenizer, base = exported.data.tokenizer, exported.model.checkpoint or ""
     if as_json:
         print_json({"job": job, "path": str(out), "tokenizer": tokenizer})
+        return
+    if exported.model.is_lora:
+        print_text(f"the adapter is in {out}")
+        words = ["swarmnet", "run", base, "YOUR QUESTION", "--raw", "--adapter", str(out)]
+        note(f"ask the model with it: {shlex.join(words)} --swarm SWARM")
         return
     print_text(f"the model is in {out}")
     if tokenizer == BYTES:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from swarmnet.cli.training.displays import Bar, Fields, Telling
-from swarmnet.units import counted, show_size
+from swarmnet.units import counted, show_memory, show_size
 
 if TYPE_CHECKING:
     from swarmnet_protocols.training.job_settings import Job
@@ -33,11 +33,12 @@ def facts_of(
     if job.data.size_bytes is not None:
         read += f": {show_size(job.data.size_bytes)} at most; files with another hash are refused"
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
+    sent = "an adapter" if job.model.is_lora else "the model's weights"
     return {
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}; its id is {id}",
         "reads": read,
         "begins with": begins,
-        "sends": "changes of the model's weights, to the other workers; parts of the data can be reconstructed from them"
+        "sends": f"changes of {sent}, to the other workers; parts of the data can be reconstructed from them"
         + (f"; to everybody the name {name}" if name else ""),
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
@@ -120,6 +121,8 @@ def sentence(event: Fields) -> str:
         case "ready":
             text = f"training {event['name']} as {event['peer_id']}; others join with --bootstrap and one of"
             return "\n".join([text, *(f"  {address}" for address in event["addresses"])])
+        case "memory":
+            return f"training takes {show_memory(event['bytes'])} of memory besides activations"
         case "waiting":
             return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
         case "healed":

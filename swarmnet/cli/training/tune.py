@@ -21,10 +21,11 @@ from swarmnet.cli.options import (
 from swarmnet.cli.training.displays import Fields, display
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.tune_words import Words
-from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach, require_peft
+from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
+from swarmnet_protocols.models.peft_adapters import require_peft
 
 if TYPE_CHECKING:
     from swarmnet_client.model.model import SwarmModel
@@ -196,7 +197,8 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
 
 
 def _check_sizes(local: "LocalModel", settings: TuneSettings) -> None:
-    from swarmnet_protocols.session.adapters import MAX_PREFIX_POSITIONS, MAX_RANK
+    from swarmnet_protocols.session import MAX_RANK
+    from swarmnet_protocols.session.adapters import MAX_PREFIX_POSITIONS
     from swarmnet_protocols.session.passes import MAX_POSITIONS
 
     if settings.rank > MAX_RANK:

@@ -24,7 +24,7 @@ from swarmnet_node.loading import block_speed
 from swarmnet_node.owner import control
 from swarmnet_protocols import errors
 from swarmnet_protocols.machine import native_code
-from swarmnet_protocols.training.job_templates import METHODS
+from swarmnet_protocols.training.job_templates import TEMPLATES
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from tests.support.models.tiny import save_tiny_llama
 from tests.support.processes.commands import every_command
@@ -369,4 +369,4 @@ def test_without_a_home_the_options_are_named(
 def test_the_help_of_the_templates_names_every_method(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.execute(["train", "template", "--help"]) == 0
     words = capsys.readouterr().out.partition("METHOD  ")[2].partition("[required]")[0]
-    assert set(METHODS) <= set(re.findall(r"\w+", words))
+    assert set(TEMPLATES) <= set(re.findall(r"\w+", words))

@@ -314,8 +314,8 @@ def trained(folder: Path, **changes: dict[str, Any]) -> str:
 
 def test_a_byte_model_is_exported_with_a_byte_tokenizer(tmp_path: Path) -> None:
     job, out = trained(tmp_path), tmp_path / "out"
-    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
-    assert name == "bytes"
+    told = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert told.data.tokenizer == "bytes"
     model = AutoModelForCausalLM.from_pretrained(out)
     assert torch.isfinite(model(torch.tensor([[1, 2]])).logits).all()
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
@@ -336,8 +336,8 @@ def test_a_model_is_exported_with_its_tokenizer(tmp_path: Path) -> None:
         trained(tmp_path, model=of_files, data={"tokenizer": str(checkpoint), "sequence_length": 2}),
         tmp_path / "out",
     )
-    name = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
-    assert name == str(checkpoint)
+    told = export_model(tmp_path, job, out, cache_dir=tmp_path / "cache", overwrite=False, progress=quiet)
+    assert told.data.tokenizer == str(checkpoint)
     assert AutoTokenizer.from_pretrained(out).convert_tokens_to_ids(["world", "hello"]) == [2, 1]
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 

@@ -221,7 +221,7 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
     count = parameter_count(model_config(job.model, tmp_path))
     assert count == pytest.approx(1.3e6, rel=0.02)
     needed = count * 40
-    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == count
+    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path).trained == count
     file = parse_job(template("diloco").encode())
     line = 1 + template("diloco").splitlines().index("[model.config]")
     with pytest.raises(ConfigError, match=rf"job\.toml:{line}: .*GiB of memory"), file.naming_lines():
@@ -231,7 +231,8 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
 def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
     needed = PARAMETERS * 16
-    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path) == PARAMETERS
+    needs = check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path)
+    assert (needs.trained, needs.total_bytes) == (PARAMETERS, needed)
     with pytest.raises(JobError, match="GiB of memory"):
         check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
 

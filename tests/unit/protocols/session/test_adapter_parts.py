@@ -13,10 +13,10 @@ from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_protocols.errors import ConfigError, ProtocolViolation
 from swarmnet_protocols.models import resolve
+from swarmnet_protocols.session import MAX_RANK
 from swarmnet_protocols.session.adapters import (
     MAX_HEADER_BYTES,
     MAX_PREFIX_POSITIONS,
-    MAX_RANK,
     Adapter,
     read_part,
 )

@@ -10,7 +10,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.training import jobs, methods
 from swarmnet_protocols.training.job_settings import OF_THE_MODEL, Job, JobError
-from swarmnet_protocols.training.job_templates import METHODS, template
+from swarmnet_protocols.training.job_templates import TEMPLATES, template
 from swarmnet_protocols.training.jobs import load_job, open_job, parse_job, seal_job
 from tests.defences import defence, nothing, replacing
 from tests.support.training.tiny_job import for_others, tiny_job
@@ -23,16 +23,16 @@ def _line(text: str, start: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if line.startswith(start))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TEMPLATES)
 def test_every_template_is_a_job_of_its_method(method: str) -> None:
     job = parse_job(template(method).encode()).job
-    assert job.method.name == method
-    assert job.make_method().name == method
+    assert job.method.name == ("diloco" if method == "lora" else method)
+    assert job.make_method().name == job.method.name
     assert job.make_method().steps_per_round * job.job.rounds in range(500, 1001)
 
 
 def test_there_is_a_template_for_every_method() -> None:
-    assert set(METHODS) == set(methods.METHODS)
+    assert set(TEMPLATES) == {*methods.METHODS, "lora"}
 
 
 def test_a_template_of_no_method_names_those_there_are() -> None:
