@@ -10,20 +10,31 @@ import json
 import logging
 import re
 import sys
+import threading
+import time
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Literal
 
 from swarmnet.terminal import shown
+from swarmnet_protocols.machine.clock import Clock
+from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-BURST = 20
-WINDOW_S = 10.0
-"""Seconds of a window. One line of code may log ``BURST`` times in each, because strangers can
-cause some log records as often as they like. Debug records are not counted, because a user who asks
-for them wants them all."""
+INFOS = RateLimit(per_s=2.0, burst=20)
+"""Info records that one line of code may log. Whoever asks for them wants to see most."""
+WARNINGS = RateLimit(per_s=1 / 30, burst=20)
+"""Warnings and errors that one line of code may log, because strangers can cause some as often as
+they like. With a higher rate, a flood writes more than a megabyte a day. With a lower one, an owner
+misses when a fault has ended."""
+OF_A_PEER = RateLimit(per_s=1 / 300, burst=5)
+"""Warnings about one peer from one line of code. With a higher rate, a single peer hides the
+others."""
+MAX_PEERS = 1024
+"""Most peers that are told apart, at all lines of code together."""
 
 _NOISY = (
     "asyncio",
@@ -40,6 +51,9 @@ _NOISY = (
 """Loggers of libraries whose debug and info records are for the developers of the library."""
 _OF_EVERY_RECORD = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 """Attributes that do not come from ``extra``."""
+_PEER = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")
+_Place = tuple[str, int]
+"""File and line of the code that logs."""
 _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----[^-]*(-----END[A-Z -]*)?")
 
 
@@ -68,26 +82,46 @@ class _Stderr(logging.Handler):
 
 
 class Throttle(logging.Filter):
-    """Passes ``BURST`` records of one line of code in ``WINDOW_S``, and logs later how many it
-    dropped."""
+    """Limits how much one line of code logs, and how much of it about one peer. It logs later how
+    many records it dropped.
 
-    def __init__(self) -> None:
+    Debug records always pass, because a user who asks for them wants them all.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         super().__init__()
-        self._windows: dict[tuple[str, int], tuple[float, int]] = {}
-        """Start of the window and number of records in it, by file and line. Bounded by the places
-        in the code that log."""
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._places: dict[_Place, TokenBucket] = {}
+        """Bounded by the lines of code that log."""
+        self._peers: dict[tuple[_Place, str], TokenBucket] = {}
+        self._dropped: Counter[_Place] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno <= logging.DEBUG:
             return True
-        place = record.pathname, record.lineno
-        since, count = self._windows.get(place, (record.created, 0))
-        if record.created - since >= WINDOW_S:
-            if count > BURST:
-                record.suppressed = count - BURST
-            since, count = record.created, 0
-        self._windows[place] = since, count + 1
-        return count < BURST
+        place, now = (record.pathname, record.lineno), self._clock()
+        with self._lock:
+            buckets = self._buckets(place, record, now)
+            if any(bucket.level(now) < 1 for bucket in buckets):
+                self._dropped[place] += 1
+                return False
+            for bucket in buckets:
+                bucket.spend(1, now)
+            if dropped := self._dropped.pop(place, 0):
+                record.suppressed = dropped
+        return True
+
+    def _buckets(self, place: _Place, record: logging.LogRecord, now: float) -> list[TokenBucket]:
+        if record.levelno < logging.WARNING:
+            return [self._places.setdefault(place, TokenBucket(INFOS, now))]
+        buckets = [self._places.setdefault(place, TokenBucket(WARNINGS, now))]
+        if peer := _PEER.search(f"{record.getMessage()} {vars(record).get('peer', '')}"):
+            about = place, peer[0]
+            if about not in self._peers and len(self._peers) >= MAX_PEERS:
+                del self._peers[next(iter(self._peers))]
+            buckets.append(self._peers.setdefault(about, TokenBucket(OF_A_PEER, now)))
+        return buckets
 
 
 class _Formatter(logging.Formatter):

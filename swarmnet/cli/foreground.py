@@ -230,8 +230,8 @@ def note_if_alone(status: "NodeStatus", *, mdns: bool) -> None:
     network."""
     if status.known_peers:
         return
-    where = " in this network, where others find it by mDNS" if mdns else ""
-    note(f"no other peer of the swarm answers yet: this is the first{where}")
+    where = "; peers in this network find this one by mDNS" if mdns else ""
+    note(f"no other peer of the swarm answers yet{where}")
 
 
 def _one_line(status: "NodeStatus") -> str:

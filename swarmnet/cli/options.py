@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,24 +85,6 @@ SwarmPath = Annotated[
 ]
 
 
-def _own_swarm(path: Path) -> Path:
-    """Return ``path``, or the folder of the household swarm that it names."""
-    from swarmnet import swarm_file
-    from swarmnet.swarm_file.household import find_own
-
-    is_given = swarm_file.file_in(path).is_file()
-    return path if is_given else find_own(default_data_dir(), str(path)) or path
-
-
-OwnSwarm = Annotated[
-    Path,
-    typer.Argument(
-        metavar="[SWARM]",
-        help="The swarm.toml or its directory, or the name of a swarm that `swarmnet start` made.",
-        show_default="this directory",
-        callback=_own_swarm,
-    ),
-]
 ENTERED = (
     "A swarm.toml or its directory, an invite (swn1…), or the name of a swarm this machine joined before."
 )
@@ -151,6 +134,32 @@ DataDirOption = Annotated[
         show_default="per user",
     ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnSwarm:
+    """A swarm of this user: its folder, or the name of a household and where its files are."""
+
+    swarm: Annotated[
+        Path,
+        typer.Argument(
+            metavar="[SWARM]",
+            help="The swarm.toml or its directory, or the name of a swarm that `swarmnet start` made.",
+            show_default="this directory",
+        ),
+    ] = Path()
+    data_dir: DataDirOption
+
+    @property
+    def path(self) -> Path:
+        """The swarm file or its folder."""
+        from swarmnet import swarm_file
+        from swarmnet.swarm_file.household import find_own
+
+        is_given = swarm_file.file_in(self.swarm).is_file()
+        return self.swarm if is_given else find_own(self.data_dir, str(self.swarm)) or self.swarm
+
+
 ListenOption = Annotated[
     list[str],
     typer.Option(

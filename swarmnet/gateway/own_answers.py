@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from swarmnet.gateway.detokenizer import IncrementalDetokenizer
 from swarmnet.gateway.errors import ApiError
-from swarmnet.gateway.schemas import Messages, StrictModel
+from swarmnet.gateway.schemas import Messages, StrictModel, Tokens
 from swarmnet.gateway.tokenization import PromptTokenizer
 from swarmnet_client.batching import answers
 from swarmnet_client.batching.continuous_batching import BatchedModel
@@ -35,12 +35,13 @@ OWNER = "this user"
 
 
 class OwnRequest(StrictModel):
-    """A prompt of `swarmnet run`: a text, or the messages of a chat."""
+    """A prompt of `swarmnet run`: a text, the messages of a chat, or its tokens."""
 
     text: str | None = None
+    ids: Tokens | None = None
     messages: Messages | None = None
     max_new_tokens: int = Field(ge=1)
-    temperature: float = Field(ge=0, allow_inf_nan=False)
+    temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(None, ge=0)
     speculate: bool = True
@@ -58,7 +59,10 @@ async def answer_own(
 ) -> StreamingResponse:
     """Answer a prompt; ``stack`` is closed when the stream ends. Raises ``ApiError`` if the prompt
     does not fit, and ``Overloaded``."""
-    if body.messages is None:
+    if body.ids is not None:
+        ids = body.ids
+        tokenizer.check_ids(ids, "ids")
+    elif body.messages is None:
         ids = await tokenizer.encode(body.text or "", special_tokens=True)
     else:
         ids = await tokenizer.encode_chat(body.messages, generation_prompt=True)
@@ -70,7 +74,7 @@ async def answer_own(
         tuple(ids),
         min(body.max_new_tokens, room),
         Sampling(
-            body.temperature,
+            served.sampling.temperature if body.temperature is None else body.temperature,
             served.sampling.top_p if body.top_p is None else body.top_p,
             secrets.randbits(63) if body.seed is None else body.seed,
         ),

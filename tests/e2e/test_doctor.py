@@ -81,3 +81,11 @@ def test_a_bootstrap_peer_dials_back_and_is_reported_when_gone(
     code, findings = examine()
     assert (code, findings["bootstrap"]["level"]) == (1, "fail")
     assert "clock" not in findings
+
+
+def test_a_new_bootstrap_peer_begins_a_swarm_again(peer: RunningCommand, directory: Path) -> None:
+    """All addresses of the swarm file are dead."""
+    peer.kill()
+    where = ("--data-dir", str(directory / "new"), "--listen", "/ip4/127.0.0.1/tcp/0")
+    with RunningCommand(("bootstrap", str(directory / "lab"), *where), directory / "new.log") as again:
+        assert again.wait("ready")["addresses"]

@@ -8,7 +8,6 @@
 """
 
 import asyncio
-import base64
 import json
 import logging
 import math
@@ -137,8 +136,8 @@ class Given:
 
     def to_json(self) -> str:
         numbers = {name: getattr(self, name) for name in (*_COUNTS, *_TIMES)}
-        sketch = {"clients": _text(self.clients.registers), "salt": _text(self.clients.salt)}
-        return json.dumps(numbers | sketch | {"thanked": sorted(self.thanked)})
+        clients = {"client_hashes": self.clients.hashes, "client_salt": self.clients.salt.hex()}
+        return json.dumps(numbers | clients | {"thanked": sorted(self.thanked)})
 
     @classmethod
     def from_json(cls, text: str) -> "Given":
@@ -149,7 +148,10 @@ class Given:
         """
         try:
             found = json.loads(text)
-            given = cls(since=found["since"], clients=_sketch(found), thanked=set(found["thanked"]))
+            given = cls(since=found["since"], thanked=set(found["thanked"]))
+            if "client_hashes" in found:
+                salt = bytes.fromhex(found["client_salt"])
+                given.clients = DistinctNames(found["client_hashes"], salt)
             for name in (*_COUNTS, *_TIMES):
                 setattr(given, name, found.get(name, 0))
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -162,18 +164,6 @@ class Given:
         if not all(isinstance(each, str) for each in given.thanked):
             raise ValueError("a milestone of the totals is not text")
         return given
-
-
-def _sketch(found: dict[str, str]) -> DistinctNames:
-    return DistinctNames(bytearray(_bytes(found["clients"])), _bytes(found["salt"]))
-
-
-def _text(data: bytes | bytearray) -> str:
-    return base64.b64encode(data).decode()
-
-
-def _bytes(text: str) -> bytes:
-    return base64.b64decode(text, validate=True)
 
 
 def load_given(folder: Path, notice: Callable[[str], None] = _log.warning) -> Given | None:

@@ -134,6 +134,8 @@ class Network:
     the addresses in ``known`` that the owner gave."""
     is_anonymous: bool = False
     """Whether each connection has a new identity, instead of the one of ``peer``."""
+    may_begin: bool = False
+    """Whether this peer may begin the swarm again when no other peer of it answers."""
     known: tuple[str, ...] = ()
     """Addresses from earlier connections. They need not answer. Addresses that the owner did not
     give must pass ``net/dialling.py``."""
@@ -172,8 +174,8 @@ async def connect(
 
     - ``ConfigError`` for an identity that another process uses.
     - ``NotAuthorised`` when this peer is not a member of the swarm.
-    - ``Unreachable`` when no peer of the swarm answers. A bootstrap peer may start alone. Without
-      bootstrap addresses, any peer but a client may.
+    - ``Unreachable`` when no peer of the swarm answers. A peer that the swarm file names, or that
+      ``may_begin``, may start alone. Without bootstrap addresses, any peer but a client may.
     """
     from swarmnet_protocols.directory.dht.directory import DhtDirectory
     from swarmnet_protocols.directory.relay_announcements import RelayFinder, relay_announcer
@@ -212,8 +214,8 @@ async def connect(
             network.owner.certify(membership)
         membership.check()
         others = tuple(each for each in peer.bootstrap if not each.endswith(f"/p2p/{identity.peer_id}"))
-        is_bootstrap_peer = others != peer.bootstrap
-        needs_peers = not is_bootstrap_peer and (bool(others) or client_mode)
+        may_begin = others != peer.bootstrap or network.may_begin
+        needs_peers = not may_begin and (bool(others) or client_mode)
         peer = replace(
             peer,
             bootstrap=others,

@@ -69,8 +69,8 @@ class Answerer(Protocol):
         """The report of the chain that was used last."""
 
     @property
-    def traffic(self) -> "Traffic":
-        """Bytes sent to and received from hosts."""
+    def traffic(self) -> "Traffic | None":
+        """Bytes sent to and received from hosts; None if another process exchanges them."""
 
     def session(self) -> AbstractContextManager[object]:
         """Return a context in which the hosts keep what they computed for the next prompt."""

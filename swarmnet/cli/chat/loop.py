@@ -244,8 +244,8 @@ class Chat:
         speed = total.tokens / total.seconds if total.seconds else 0.0
         note(f"{counted(total.answers, 'answer')}, {counted(total.tokens, 'token')}, {speed:.1f}/s")
         note(f"{counted(total.failovers, 'host')} replaced, the longest pause {total.longest_stall_s:.1f} s")
-        traffic = self._answerer.traffic
-        note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
+        if (traffic := self._answerer.traffic) is not None:
+            note(f"{show_size(traffic.sent)} sent, {show_size(traffic.received)} received")
         held = len(self.conversation.encode()) if self.conversation.turns else 0
         note(f"{held} of {self.conversation.context} tokens of context in use")
 

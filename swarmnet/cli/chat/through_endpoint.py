@@ -1,15 +1,18 @@
-"""An answer through an endpoint that runs on this machine (``swarmnet/resident.py``)."""
+"""Answers through an endpoint that runs on this machine (``swarmnet/resident.py``)."""
 
 import http.client
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from swarmnet.cli.chat.generation import Pieces, RunAnswer, SamplingOptions, Screen, Stopped
 from swarmnet.resident import PATH, Resident
 from swarmnet_protocols.errors import SwarmnetError
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.models.text.vocabulary import Vocabulary
 
 CONNECT_S = 5.0
 """Seconds in which the endpoint has to begin its response. It does so before it computes."""
@@ -24,36 +27,12 @@ def ask(
 
     Raises ``Stopped`` for Ctrl-C, and ``SwarmnetError`` for a later failure.
     """
-    fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
-    body = {**prompt, **fields, "speculate": sampling.speculate}
-    url = urlsplit(resident.url)
-    connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CONNECT_S)
-    with closing(connection):
-        try:
-            headers = {"authorization": f"Bearer {resident.key}", "content-type": "application/json"}
-            given = {name: value for name, value in body.items() if value is not None}
-            connection.request("POST", PATH, json.dumps(given), headers)
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                return None
-            if connection.sock is not None:
-                connection.sock.settimeout(None)
-            return _read(response, screen)
-        except (OSError, ValueError, http.client.HTTPException):
-            return None
-
-
-def _read(response: http.client.HTTPResponse, screen: Screen) -> RunAnswer | None:
-    total = 0
+    total, report = 0, {}
     with ExitStack() as waiting:
         prefilled = waiting.enter_context(screen.prefill())
         pieces = Pieces(screen.show, waiting.close)
         try:
-            for line in _lines(response):
-                if "error" in line:
-                    if not pieces.token_ids:
-                        return None
-                    raise SwarmnetError(str(line["error"]), hint=str(line.get("hint", "")))
+            for line in _lines(resident, prompt, sampling):
                 if "done" in line:
                     total = int(line["total"])
                     prefilled(int(line["done"]), total)
@@ -62,14 +41,90 @@ def _read(response: http.client.HTTPResponse, screen: Screen) -> RunAnswer | Non
                     pieces.token(int(line["token"]))
                 pieces.text(str(line["text"]))
                 if "report" in line:
-                    return pieces.answer(int(line["prompt_tokens"]), line["report"])
+                    total, report = int(line["prompt_tokens"]), line["report"]
         except KeyboardInterrupt:
             raise Stopped(pieces.answer(total, {})) from None
-    if not pieces.token_ids:
-        return None
-    raise SwarmnetError("the endpoint on this machine ended within the answer", hint="ask again")
+        except SwarmnetError:
+            if pieces.token_ids:
+                raise
+            return None
+    return pieces.answer(total, report)
 
 
-def _lines(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    while line := response.readline(MAX_LINE_BYTES):
-        yield json.loads(line)
+class EndpointAnswerer:
+    """Answers the prompts of a chat. The endpoint is the client of the swarm, and keeps the KV
+    caches; only the tokenizer is here."""
+
+    def __init__(self, resident: Resident, vocabulary: "Vocabulary", context: int) -> None:
+        from swarmnet_client.chain.hops import ChainReport
+
+        self.tokenizer = vocabulary.tokenizer
+        self.context = context
+        self.vocabulary_size = vocabulary.size
+        self.report = ChainReport()
+        self.traffic = None
+        self._resident = resident
+
+    def session(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def answer(
+        self,
+        ids: Sequence[int],
+        sampling: SamplingOptions,
+        put: Callable[[int], None],
+        *,
+        exact: bool = False,
+        prefilled: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        if exact:
+            raise ValueError("an endpoint ends answers where the model does")
+        for line in _lines(self._resident, {"ids": list(ids)}, sampling):
+            if "done" in line:
+                prefilled(int(line["done"]), int(line["total"]))
+            elif "token" in line:
+                put(int(line["token"]))
+            else:
+                known = vars(self.report)
+                known |= {name: value for name, value in line["report"].items() if name in known}
+
+
+def _lines(
+    resident: Resident, prompt: Mapping[str, Any], sampling: SamplingOptions
+) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a response (``gateway/own_answers.py``). Raises ``SwarmnetError`` if the
+    last one does not come."""
+    fields = {name: getattr(sampling, name) for name in ("max_new_tokens", "temperature", "top_p", "seed")}
+    body = {**prompt, **fields, "speculate": sampling.speculate}
+    given = {name: value for name, value in body.items() if value is not None}
+    headers = {"authorization": f"Bearer {resident.key}", "content-type": "application/json"}
+    url = urlsplit(resident.url)
+    try:
+        connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=CONNECT_S)
+        with closing(connection):
+            connection.request("POST", PATH, json.dumps(given), headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise SwarmnetError(f"the endpoint on this machine refuses: {_refusal(response)}")
+            if connection.sock is not None:
+                connection.sock.settimeout(None)
+            while text := response.readline(MAX_LINE_BYTES):
+                line = json.loads(text)
+                if "error" in line:
+                    raise SwarmnetError(str(line["error"]), hint=str(line.get("hint", "")))
+                yield line
+                if "report" in line:
+                    return
+    except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
+        raise _ended() from error
+    raise _ended()
+
+
+def _ended() -> SwarmnetError:
+    return SwarmnetError(
+        "the endpoint on this machine ended", hint="start the command again: it joins the swarm itself then"
+    )
+
+
+def _refusal(response: http.client.HTTPResponse) -> str:
+    return str(json.loads(response.read(MAX_LINE_BYTES))["error"]["message"])

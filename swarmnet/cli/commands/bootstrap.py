@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from swarmnet.addresses import follow_addresses, usual_listen, write_addresses
-from swarmnet.cli.foreground import HOW_TO_STOP, controlled, monitoring
+from swarmnet.cli.foreground import HOW_TO_STOP, controlled, monitoring, note_if_alone
 from swarmnet.cli.interrupts import Interrupts, run_until_stopped
 from swarmnet.cli.limit_options import read_relay_rate
 from swarmnet.cli.option_groups import From
@@ -61,7 +61,8 @@ def bootstrap(  # noqa: PLR0913 - a command line, not an interface
     entry = enter(swarm, data_dir, bootstrap)
     with locked_data_dir(data_dir) as directory:
         network = entry.network(listen or usual_listen(directory), announce, issuer)
-        network = replace(network, peer=replace(network.peer, max_daemon_bytes=max_p2pd_bytes))
+        peer = replace(network.peer, max_daemon_bytes=max_p2pd_bytes)
+        network = replace(network, peer=peer, may_begin=True)
         serving = _serve(network, entry.file.name, directory, relay_bytes_per_s, metrics, as_json=as_json)
         run_until_stopped(serving)
 
@@ -101,6 +102,8 @@ async def _serve(
         await stack.enter_async_context(controlled(peer, data_dir, monitor))
         interrupts.first = peer.stopping.set
         _announce(transport, data_dir, as_json=as_json)
+        if not as_json:
+            note_if_alone(peer.status(), mdns=network.mdns)
         await race(peer.stopping.wait(), transport.died(), follow_addresses(data_dir, transport.addresses))
         notify_stopping()
         if not peer.stopping.is_set():

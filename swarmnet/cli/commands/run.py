@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ from swarmnet.cli.chat.generation import Answerer, SamplingOptions, Screen, gene
 from swarmnet.cli.chat.keyboard import MAX_MESSAGE_CHARS, not_text
 from swarmnet.cli.chat.loop import Chat
 from swarmnet.cli.chat.markdown import MarkdownScreen
-from swarmnet.cli.chat.through_endpoint import ask
+from swarmnet.cli.chat.through_endpoint import EndpointAnswerer, ask
 from swarmnet.cli.client_options import ClientOptions
 from swarmnet.cli.options import (
     DraftOption,
@@ -30,13 +30,15 @@ from swarmnet.cli.options import (
 )
 from swarmnet.cli.output import progress
 from swarmnet.paths import default_history
-from swarmnet.resident import find, model_id
+from swarmnet.resident import Resident, find, model_id
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine import lean_imports
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
     from swarmnet_protocols.joining.network import Network
+    from swarmnet_protocols.models import Progress
+    from swarmnet_protocols.models.local_model import LocalModel
 
 
 def run(  # noqa: PLR0913 - a command line, not an interface
@@ -154,16 +156,19 @@ def run(  # noqa: PLR0913 - a command line, not an interface
 
         prepare_rendering()
     is_usual = adapter is None and trace is None and not (draft or client.hosts or wait)
-    if not (alone or is_chat) and is_usual and (dtype, wire, standby) == ("auto", "auto", None):
+    resident = None
+    if not alone and is_usual and (dtype, wire, standby) == ("auto", "auto", None):
         resident = find(network.rules.swarm.hex(), model_id(model))
-        if resident is not None and (
-            answer := ask(resident, _prompt(question, system, raw), sampling, screen)
-        ):
+    if resident is not None and not is_chat:
+        if (answer := ask(resident, _prompt(question, system, raw), sampling, screen)) is not None:
             screen.end(answer)
             return
+        resident = None
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
     if adapter is not None or trace is not None:
         opening = _open_model(model, network, client, screen, adapter, trace, **how)
+    elif resident is not None:
+        opening = _open_endpoint(resident, model, network, client, screen)
     else:
         opening = open_answerer(model, network, client, screen, **how)
     with opening as answerer:
@@ -213,17 +218,9 @@ def open_answerer(
         from swarmnet_client.hosts.model_hosts import ModelHosts
         from swarmnet_client.hosts.runtime import Runtime
         from swarmnet_client.model.load_options import LoadOptions, memory_notice
-        from swarmnet_protocols.joining.without_hub import resolve_in_swarm
 
-        lean_imports.use()
         load = LoadOptions.picked(only_generates=True, **options)
-        local = resolve_in_swarm(
-            name,
-            lambda: network,
-            cache_dir=client.cache_dir,
-            progress=report,
-            max_disk_bytes=client.max_disk_bytes,
-        )
+        local = _resolved(name, network, client, report)
         if text := memory_notice(local, load):
             screen.notice(text)
 
@@ -238,6 +235,29 @@ def open_answerer(
         runtime = Runtime(connect)
     with runtime:
         yield BatchAnswerer(runtime)
+
+
+def _open_endpoint(
+    resident: Resident, name: str, network: "Network", client: ClientOptions, screen: Screen
+) -> AbstractContextManager[Answerer]:
+    """Return a model that ``resident`` runs. Its tokenizer is loaded here."""
+    with progress(quiet=screen.as_json) as report:
+        report("reading the tokenizer", 0, None)
+        local = _resolved(name, network, client, report)
+        return nullcontext(EndpointAnswerer(resident, local.vocabulary(), local.max_positions))
+
+
+def _resolved(name: str, network: "Network", client: ClientOptions, report: "Progress") -> "LocalModel":
+    from swarmnet_protocols.joining.without_hub import resolve_in_swarm
+
+    lean_imports.use()
+    return resolve_in_swarm(
+        name,
+        lambda: network,
+        cache_dir=client.cache_dir,
+        progress=report,
+        max_disk_bytes=client.max_disk_bytes,
+    )
 
 
 @contextmanager

@@ -82,6 +82,7 @@ def demo(
 async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
     interrupts = Interrupts.catch()
     with progress(quiet=swarm.as_json) as report:
+        report("reading the model", 0, None)
         spans = _split(await asyncio.to_thread(_count_blocks, swarm.cache_dir, report), count)
     async with swarm:
         with progress(quiet=swarm.as_json) as report:
@@ -157,6 +158,6 @@ def _print_summary(answer: Mapping[str, Any]) -> None:
         {
             "route": "\n".join(hops),
             "speed": f"{answer['tokens_per_s']:.1f} tokens/s, the first after {answer['first_token_s']:.2f} s",
-            "next": "swarmnet swarm create NAME --out DIR, then swarmnet join DIR/swarm.toml",
+            "next": "swarmnet start, which shares a model with the computers in this room",
         },
     )

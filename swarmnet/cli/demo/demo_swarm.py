@@ -6,13 +6,13 @@ import json
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from swarmnet import swarm_file
-from swarmnet.cli.output import print_json, print_text
+from swarmnet.cli.output import print_json, print_text, progress
 from swarmnet_protocols.errors import DeadlineExceeded, SwarmnetError
 from swarmnet_protocols.machine.platform import APART
 
@@ -162,15 +162,19 @@ class DemoSwarm:
 
         def show(event: dict[str, Any]) -> None:
             if event.get("event") == "token":
+                waiting.close()
                 self.event(event)
                 self.text(event["text"])
                 on_piece()
 
         enter = ("--swarm", self.file, "--bootstrap", bootstrap)
-        child = await self.spawn("client", "run", model, prompt, *enter, "--stream", *options)
-        answer = await child.wait_for(
-            lambda event: "token_ids" in event, _ANSWER_TIMEOUT_S, "no answer came", show
-        )
+        with ExitStack() as waiting:
+            report = waiting.enter_context(progress(quiet=self.as_json))
+            report("a client enters the swarm and asks", 0, None)
+            child = await self.spawn("client", "run", model, prompt, *enter, "--stream", *options)
+            answer = await child.wait_for(
+                lambda event: "token_ids" in event, _ANSWER_TIMEOUT_S, "no answer came", show
+            )
         self.event({"event": "answer"} | answer)
         self.text("\n")
         return answer

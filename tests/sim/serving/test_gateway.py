@@ -454,6 +454,12 @@ def test_this_users_commands_get_tokens_and_hosts(tiny: Reference) -> None:
             == (usual["choices"][0]["message"]["content"])
         )
         assert len([line for line in lines if "token" in line]) == TOKENS
+        body = {"ids": PROMPT, "max_new_tokens": TOKENS, "temperature": 0.0}
+        answer = await caller.http.post(PATH, json=body, headers=own)
+        lines = [json.loads(line) for line in answer.text.splitlines()]
+        assert [line["token"] for line in lines if "token" in line] == tiny.greedy(PROMPT, TOKENS)
+        beyond = await caller.http.post(PATH, json=body | {"ids": [1 << 20]}, headers=own)
+        assert refused(beyond) == (400, "ids", "invalid_value")
         assert [hop[1:] for hop in end["report"]["route"]] == [[0, 2], [2, 4], [4, 6]]
         assert caller.gateway._running == 0
 
@@ -491,6 +497,24 @@ def test_refusals_end_soon_after_a_host_has_returned(tiny: Reference) -> None:
         assert answer.json()["choices"][0]["text"] == continued(tiny.greedy(PROMPT, TOKENS))
 
     served(tiny, scenario, {"a": (0, 4)})
+
+
+def test_refusals_end_within_5_s_of_the_return_of_a_host(tiny: Reference) -> None:
+    async def scenario(lab: Lab, caller: Caller) -> None:
+        clock = asyncio.get_running_loop().time
+        assert (await caller.complete(max_tokens=1)).status_code == 200
+        await lab.stop("c")
+        for _ in range(3):
+            assert refused(await caller.complete(max_tokens=1)) == (503, None, "no_route")
+        await lab.start("c", lab.hosting((4, 6)))
+        returned = clock()
+        for _ in range(50):
+            if (await caller.complete(max_tokens=1)).status_code == 200:
+                break
+            await asyncio.sleep(0.1)
+        assert clock() - returned < 5.0
+
+    served(tiny, scenario)
 
 
 def test_a_stream_says_how_far_a_long_prompt_is(tiny: Reference, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,9 +146,9 @@ def test_people_see_how_to_reach_the_node(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("known", "mdns", "says"),
-    [(0, False, "this is the first\n"), (0, True, "where others find it by mDNS\n"), (2, True, "")],
+    [(0, False, "answers yet\n"), (0, True, "find this one by mDNS\n"), (2, True, "")],
 )
-def test_a_node_is_the_first_only_if_it_found_no_other(
+def test_a_node_says_that_it_is_alone_only_if_it_is(
     known: int, mdns: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node = _Node(_signal(signal.SIGTERM), ends=True)
@@ -157,7 +157,7 @@ def test_a_node_is_the_first_only_if_it_found_no_other(
     Foreground(node.start, tmp_path, as_json=False, mdns=mdns).run()
     said = capsys.readouterr().err
     assert says in said
-    assert ("first" in said) is (known == 0)
+    assert ("no other peer" in said) is (known == 0)
 
 
 LAN = "/ip4/10.0.0.1/tcp/1"

@@ -4,12 +4,14 @@ make the log large."""
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
-from swarmnet import cli
-from swarmnet.logs import BURST, WINDOW_S, Throttle, configure
+from swarmnet import cli, logs
+from swarmnet.logs import OF_A_PEER, Throttle, configure
+from swarmnet_protocols.net.limits.rate_limit import UNLIMITED
+from tests.defences import defence, replacing
 
 INVITE = "swn1" + "aB3_" * 20
 KEY = "-----BEGIN PRIVATE KEY-----\nMC4CAQ\n-----END PRIVATE KEY-----"
@@ -22,10 +24,8 @@ def quiet_again() -> Iterator[None]:
     configure(log_format="text", level="warning")
 
 
-def record(line: int, created: float, level: int = logging.INFO) -> logging.LogRecord:
-    made = logging.LogRecord("name", level, "file.py", line, "text", (), None)
-    made.created = created
-    return made
+def record(line: int, level: int, text: str = "text") -> logging.LogRecord:
+    return logging.LogRecord("name", level, "file.py", line, text, (), None)
 
 
 def test_json_is_one_object_a_line_with_fields_and_traceback(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,19 +111,43 @@ def test_debug_messages_of_libraries_are_not_logged(capsys: pytest.CaptureFixtur
     assert "ours" in line
 
 
+DAY_S = 86_400
+
+
+def through(throttle: Throttle, records: Iterable[logging.LogRecord]) -> list[logging.LogRecord]:
+    return [each for each in records if throttle.filter(each)]
+
+
+def about(number: int) -> logging.LogRecord:
+    """A warning about a peer."""
+    return record(1, logging.WARNING, f"session with 12D3KooW{'ABCDEFGHJK'[number]:A<44}: not a message")
+
+
+@defence("one line of code cannot fill the disk", off=replacing(logs, "WARNINGS", UNLIMITED))
 def test_one_place_in_the_code_cannot_fill_the_disk_with_logs() -> None:
-    throttle = Throttle()
-    passed = [throttle.filter(record(1, 100.0)) for _ in range(10_000)]
-    assert sum(passed) == BURST
-    assert throttle.filter(record(2, 100.0)), "another place is not held back"
-    later = record(1, 100.0 + WINDOW_S)
-    assert throttle.filter(later)
-    assert later.__dict__["suppressed"] == 10_000 - BURST
+    now = [100.0]
+    throttle = Throttle(lambda: now[0])
+    passed = 0
+    for now[0] in range(DAY_S):
+        passed += len(through(throttle, (record(1, logging.WARNING) for _ in range(2))))
+    assert passed < 3000
+    assert throttle.filter(record(2, logging.WARNING)), "another place is not held back"
+
+
+@defence("a peer that floods the log hides no other", off=replacing(logs, "OF_A_PEER", UNLIMITED))
+def test_a_peer_that_floods_the_log_hides_no_other() -> None:
+    now = [100.0]
+    throttle = Throttle(lambda: now[0])
+    assert len(through(throttle, (about(1) for _ in range(1000)))) == OF_A_PEER.burst
+    assert throttle.filter(other := about(2))
+    assert vars(other)["suppressed"] == 1000 - OF_A_PEER.burst
+    now[0] += 1 / OF_A_PEER.per_s
+    assert throttle.filter(about(1))
 
 
 def test_no_debug_record_is_dropped() -> None:
     throttle = Throttle()
-    assert all(throttle.filter(record(1, 100.0, logging.DEBUG)) for _ in range(2 * BURST))
+    assert all(throttle.filter(record(1, logging.DEBUG)) for _ in range(100))
 
 
 @pytest.mark.parametrize("arguments", [["--log-format", "xml", "model"], ["--log-level", "loud", "model"]])

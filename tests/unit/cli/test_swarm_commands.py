@@ -371,11 +371,11 @@ def test_a_lost_list_of_revocations_is_restored_from_a_member(
 def test_the_swarm_of_start_is_managed_by_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swarmnet.cli.options.default_data_dir", lambda: tmp_path)
     own_household(tmp_path, "home")
     (tmp_path / "elsewhere" / "home").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert cli.execute(["swarm", "invite", "home", "--role", "host"]) == 0
+    where = ("--data-dir", str(tmp_path))
+    assert cli.execute(["swarm", "invite", "home", "--role", "host", *where]) == 0
     assert capsys.readouterr().out.startswith("swn1")
-    assert cli.execute(["swarm", "invite", "office"]) == 3
+    assert cli.execute(["swarm", "invite", "office", *where]) == 3
     assert "cannot read the swarm file office" in capsys.readouterr().err

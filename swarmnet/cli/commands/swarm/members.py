@@ -11,7 +11,6 @@ from swarmnet import swarm_file
 from swarmnet.cli.option_groups import From
 from swarmnet.cli.options import (
     BootstrapOption,
-    DataDirOption,
     InviteBootstrapOption,
     JsonFlag,
     OwnSwarm,
@@ -76,8 +75,8 @@ ExpiresOption = Annotated[
 
 
 def invite(  # noqa: PLR0913 - a command line, not an interface
-    swarm: OwnSwarm = Path(),
     *,
+    which: OwnSwarm,
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires_s: ExpiresOption,
     uses: Annotated[
@@ -95,6 +94,7 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
       swarmnet swarm invite lab --role host --label "Anna's laptop" > invite.txt
       swarmnet join invite.txt        on the other machine
     """
+    swarm = which.path
     file = swarm_file.load_valid(swarm, wall_clock())
     if file.admission is Admission.ALLOW_LIST:
         raise ConfigError(
@@ -107,8 +107,8 @@ def invite(  # noqa: PLR0913 - a command line, not an interface
 
 def approve(  # noqa: PLR0913 - a command line, not an interface
     peer: Annotated[str, typer.Argument(metavar="PEER", help="A peer id.", show_default=False)],
-    swarm: OwnSwarm = Path(),
     *,
+    which: OwnSwarm,
     role: RoleOption = [],  # noqa: B006 - typer copies it
     expires_s: ExpiresOption,
     label: LabelOption = "",
@@ -118,7 +118,7 @@ def approve(  # noqa: PLR0913 - a command line, not an interface
 ) -> None:
     """Admit one peer, even a revoked one: list it in the swarm file, or print an invite that only
     this peer can redeem."""
-    who = check_peer_id(peer)
+    who, swarm = check_peer_id(peer), which.path
     file = swarm_file.load_valid(swarm, wall_clock())
     signer = _key_for(swarm, file, key)
     own = _own_list(swarm, file, signer)
@@ -148,8 +148,8 @@ def revoke(
         str,
         typer.Argument(metavar="PEER|INVITE", help="A peer id, an invite or its id.", show_default=False),
     ],
-    swarm: OwnSwarm = Path(),
     *,
+    which: OwnSwarm,
     bootstrap: BootstrapOption = [],  # noqa: B006 - typer copies it
     key: KeyOption = None,
     as_json: JsonFlag = False,
@@ -157,7 +157,7 @@ def revoke(
     """Revoke a peer, or all peers that an invite admitted, before their certificates end."""
     from swarmnet_protocols.membership.revocations import RevokedIds
 
-    now = wall_clock()
+    swarm, now = which.path, wall_clock()
     file = swarm_file.load_valid(swarm, now)
     signer = _key_for(swarm, file, key)
     own = _own_list(swarm, file, signer)
@@ -199,11 +199,12 @@ def _spread(swarm: Path, file: SwarmFile, signer: "Identity", bootstrap: list[st
     return told
 
 
-def members(swarm: OwnSwarm = Path(), *, data_dir: DataDirOption, as_json: JsonFlag = False) -> None:
+def members(*, which: OwnSwarm, as_json: JsonFlag = False) -> None:
     """List the members that the swarm file names, or that the issuer in this --data-dir admitted,
     and the invites that are still open."""
+    swarm = which.path
     file = swarm_file.load(swarm)
-    rows = find_members(file, swarm, data_dir)
+    rows = find_members(file, swarm, which.data_dir)
     invites = open_invites(file, swarm, rows)
     if as_json:
         print_json({"members": rows, "invites": invites})

@@ -191,8 +191,8 @@ def verify(swarm: SwarmPath, *, as_json: JsonFlag = False) -> None:
 
 @app.command("sign")
 def sign(
-    swarm: OwnSwarm = Path(),
     *,
+    which: OwnSwarm,
     bootstrap: FileBootstrapOption = [],  # noqa: B006 - typer copies it
     key: Annotated[
         Path | None,
@@ -204,7 +204,7 @@ def sign(
     afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
-    file = swarm_writer.sign(swarm, now=wall_clock(), key_path=key, bootstrap=bootstrap)
+    file = swarm_writer.sign(which.path, now=wall_clock(), key_path=key, bootstrap=bootstrap)
     if as_json:
         print_json(_summary(file))
         return
@@ -236,8 +236,8 @@ def new_key(
 
 @app.command("rotate-key")
 def rotate_key(
-    swarm: OwnSwarm = Path(),
     *,
+    which: OwnSwarm,
     overlap_s: Annotated[
         float | None,
         typer.Option(
@@ -254,6 +254,7 @@ def rotate_key(
     again afterwards."""
     from swarmnet.swarm_file import writer as swarm_writer
 
+    swarm = which.path
     if overlap_s is None:
         overlap_s = swarm_file.load(swarm).policy.certificate_lifetime_s
     now = wall_clock()

@@ -13,9 +13,10 @@ import pytest
 
 from swarmnet import resident
 from swarmnet.cli.chat.generation import SamplingOptions, Screen
-from swarmnet.cli.chat.through_endpoint import ask
+from swarmnet.cli.chat.through_endpoint import EndpointAnswerer, ask
 from swarmnet.resident import Resident, announced, find
 from swarmnet_protocols.errors import SwarmnetError
+from swarmnet_protocols.models.text.vocabulary import Vocabulary
 from tests.defences import defence, nothing, replacing
 
 HERE = Resident("http://127.0.0.1:1", "secret", "ab", "model")
@@ -123,3 +124,25 @@ def test_an_endpoint_that_fails_at_once_leaves_the_answer_to_run(status: int, li
 def test_an_endpoint_that_fails_within_an_answer_is_an_error(end: Any) -> None:
     with endpoint(200, *TOKENS, *end) as (here, _), pytest.raises(SwarmnetError):
         ask(here, PROMPT, GREEDY, Screen())
+
+
+WORDS = Vocabulary(None, 97, (), {})
+
+
+def test_a_chat_sends_its_tokens_to_an_endpoint() -> None:
+    tokens: list[int] = []
+    reads: list[tuple[int, int]] = []
+    with endpoint(200, {"done": 2, "total": 4}, *TOKENS, END) as (here, asked):
+        answerer = EndpointAnswerer(here, WORDS, 512)
+        answerer.answer(
+            [1, 2, 3], SamplingOptions(8), tokens.append, prefilled=lambda *far: reads.append(far)
+        )
+    assert asked[0][2] == {"ids": [1, 2, 3], "max_new_tokens": 8, "speculate": True}
+    assert (tokens, reads) == ([5, 6], [(2, 4)])
+    assert (answerer.report.trips, answerer.report.failovers) == (2, 1)
+
+
+@pytest.mark.parametrize(("status", "lines"), [(503, ()), (200, TOKENS), (200, ({"error": "no host"},))])
+def test_a_chat_hears_why_an_endpoint_fails(status: int, lines: Any) -> None:
+    with endpoint(status, *lines) as (here, _), pytest.raises(SwarmnetError, match=r"endpoint|no host"):
+        EndpointAnswerer(here, WORDS, 512).answer([1], GREEDY, lambda _: None)
