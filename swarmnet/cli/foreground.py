@@ -202,7 +202,7 @@ class Foreground:
             )
         )
         note_if_alone(status, mdns=self.mdns)
-        print_text(f"other peers reach this node {describe(status.reach, addresses)}")
+        print_text(f"how other peers reach this node: {describe(status.reach, addresses)}")
         if text := advice(status.reach, addresses):
             print_text(f"  to improve it: {text}")
         elif addresses:

@@ -55,8 +55,12 @@ def say(event: Mapping[str, object], text: str, *, as_json: bool) -> None:
 
 
 @contextmanager
-def progress(*, quiet: bool) -> "Iterator[Progress]":
-    """Show reported progress as bars on stderr, or as plain lines if stderr is not a terminal."""
+def progress(*, quiet: bool, first: str = "starting") -> "Iterator[Progress]":
+    """Show reported progress as bars on stderr, or as plain lines if stderr is not a terminal.
+
+    A terminal shows ``first`` until something is reported, so that a command that imports or waits
+    is not silent.
+    """
     if quiet:
         yield _ignore
         return
@@ -77,8 +81,11 @@ def progress(*, quiet: bool) -> "Iterator[Progress]":
     )
     with rich_progress.Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, rich_progress.TaskID] = {}
+        begun = [bars.add_task(first, total=None, left="")]
 
         def report(description: str, done: int, total: int | None) -> None:
+            while begun:
+                bars.remove_task(begun.pop())
             description = shown(description)
             if description not in tasks:
                 tasks[description] = bars.add_task(description, total=total, left="")

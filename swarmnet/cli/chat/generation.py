@@ -151,7 +151,7 @@ class Screen:
     def prefill(self) -> Iterator[Callable[[int, int], None]]:
         """Yield a function that shows how many of the prompt's tokens the hosts have read, and how
         long the rest takes."""
-        with progress(quiet=self.as_json) as report:
+        with progress(quiet=self.as_json, first="waiting for the answer") as report:
 
             def prefilled(done: int, total: int) -> None:
                 if total <= LONG_PROMPT:

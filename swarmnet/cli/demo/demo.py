@@ -82,7 +82,6 @@ def demo(
 async def _demo(swarm: DemoSwarm, count: int, *, keep: bool) -> None:
     interrupts = Interrupts.catch()
     with progress(quiet=swarm.as_json) as report:
-        report("reading the model", 0, None)
         spans = _split(await asyncio.to_thread(_count_blocks, swarm.cache_dir, report), count)
     async with swarm:
         with progress(quiet=swarm.as_json) as report:

@@ -169,8 +169,7 @@ class DemoSwarm:
 
         enter = ("--swarm", self.file, "--bootstrap", bootstrap)
         with ExitStack() as waiting:
-            report = waiting.enter_context(progress(quiet=self.as_json))
-            report("a client enters the swarm and asks", 0, None)
+            waiting.enter_context(progress(quiet=self.as_json, first="a client enters the swarm and asks"))
             child = await self.spawn("client", "run", model, prompt, *enter, "--stream", *options)
             answer = await child.wait_for(
                 lambda event: "token_ids" in event, _ANSWER_TIMEOUT_S, "no answer came", show
