@@ -47,10 +47,15 @@ def advice(reach: "Reach", addresses: Sequence[str]) -> str:
     """Return advice to the owner on how peers can reach the node directly; empty if they do."""
     if reach.kind not in ("relayed", "unreachable"):
         return ""
+    direct = [each for each in addresses if "/p2p-circuit" not in each]
+    if direct and all(map(is_loopback, direct)):
+        return (
+            "this machine listens on loopback only: leave out --listen, or give an address that others reach"
+        )
     ports = {}
-    for address in addresses:
+    for address in direct:
         match address.split("/"):
-            case ["", _, _, "tcp" | "udp" as kind, port, *rest] if "p2p-circuit" not in rest:
+            case ["", _, _, "tcp" | "udp" as kind, port, *_]:
                 ports[kind] = port
     named = " and ".join(f"{kind.upper()} port {port}" for kind, port in sorted(ports.items()))
     return f"enable UPnP on the router, or forward {named or 'the port of --listen'} there to this machine"

@@ -44,6 +44,13 @@ COMMANDS = {
 }
 
 
+_UNSET = {
+    "temperature": "the model's own",
+    "top_p": "the model's own",
+    "seed": "another one for each answer",
+}
+
+
 @dataclass
 class _Totals:
     answers: int = 0
@@ -219,7 +226,7 @@ class Chat:
             self.sampling = changed(self.sampling, name, value.strip())
         for each, now in (dataclasses.asdict(self.sampling) | {"system": self.conversation.system}).items():
             if not name or each == name:
-                note(f"{each} = {'not set' if now in (None, '') else now}")
+                note(f"{each} = {_UNSET.get(each, 'not set') if now in (None, '') else now}")
 
     def _show_route(self) -> None:
         if not self._route:

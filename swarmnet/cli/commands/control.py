@@ -122,7 +122,11 @@ def finish(
         print_json({"finishing": True, "grace_s": grace_s})
     else:
         print_text(
-            f"the node takes no new sessions and stops within {grace_s:g} s"
+            (
+                "the node stops"
+                if not grace_s
+                else f"the node takes no new sessions and stops within {grace_s:g} s"
+            )
             if running.command == "join"
             else "the worker ends its round and stops"
             if running.HasField("worker")

@@ -164,6 +164,7 @@ def run(  # noqa: PLR0913 - a command line, not an interface
             screen.end(answer)
             return
         resident = None
+    opening: AbstractContextManager[Answerer]
     how: dict[str, Any] = {"dtype": dtype, "wire": wire, "standby": standby, "draft": draft, "wait_s": wait}
     if adapter is not None or trace is not None:
         opening = _open_model(model, network, client, screen, adapter, trace, **how)

@@ -12,7 +12,7 @@ import pytest
 
 from swarmnet.cli.commands.control import headline
 from swarmnet.cli.foreground import Foreground
-from swarmnet.reach import describe
+from swarmnet.reach import advice, describe
 from swarmnet_protocols.models import Progress
 from swarmnet_protocols.wire.control_pb2 import NodeStatus
 from swarmnet_protocols.wire.report_pb2 import Reach
@@ -185,6 +185,12 @@ LOOPBACK = "/ip4/127.0.0.1/tcp/1"
 )
 def test_how_others_reach_a_node_is_said_in_words(reach: Reach, addresses: list[str], says: str) -> None:
     assert describe(reach, addresses) == says
+
+
+def test_a_node_on_loopback_is_not_told_to_open_a_router() -> None:
+    behind = Reach(kind="relayed", relays=["12D3KooWRelay"])
+    assert "router" in advice(behind, [LAN, LOOPBACK])
+    assert "loopback" in advice(behind, [LOOPBACK, f"{LAN}/p2p/12D3KooWRelay/p2p-circuit"])
 
 
 @pytest.mark.parametrize(

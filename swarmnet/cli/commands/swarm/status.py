@@ -25,6 +25,12 @@ ASK_S = 15.0
 """Seconds to wait for the answers of peers. A peer that cannot be reached takes that long."""
 LIVE_EVERY_S = 2.0
 MAX_SHOWN = 40
+REACHED = {
+    "direct": "directly",
+    "forwarded": "through a forwarded port",
+    "relayed": "through relays",
+    "unreachable": "by nobody",
+}
 """Most peers in the list for people; ``--json`` has all of them."""
 
 
@@ -203,7 +209,7 @@ def peer_row(peer: Mapping[str, Any], models: Mapping[str, Mapping[str, Any]]) -
         busy = f", {peer['positions_per_s']:.1f} positions/s" if peer["positions_per_s"] else ""
         facts.append(counted(peer["sessions"], "session") + busy)
     if peer["connection"] != "unknown":
-        facts.append(f"reached {'directly' if peer['connection'] == 'direct' else peer['connection']}")
+        facts.append(f"reached {REACHED[peer['connection']]}")
     if peer["delay_s"] is not None:
         facts.append(f"{1000 * peer['delay_s']:.0f} ms away")
     return ", ".join(facts)
