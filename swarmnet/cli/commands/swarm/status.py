@@ -25,13 +25,13 @@ ASK_S = 15.0
 """Seconds to wait for the answers of peers. A peer that cannot be reached takes that long."""
 LIVE_EVERY_S = 2.0
 MAX_SHOWN = 40
+"""Most peers in the list for people; ``--json`` has all of them."""
 REACHED = {
     "direct": "directly",
     "forwarded": "through a forwarded port",
     "relayed": "through relays",
     "unreachable": "by nobody",
 }
-"""Most peers in the list for people; ``--json`` has all of them."""
 
 
 def status(
