@@ -404,7 +404,7 @@ def job_seeds() -> list[bytes]:
 
 
 def sealed_job_seeds() -> list[bytes]:
-    job = jobs.parse_job(job_seeds()[0]).job.about("00" * 32, 1, None)
+    job = jobs.parse_job(job_seeds()[0]).job.about([("00" * 32, 1)], None)
     return [jobs.seal_job(job, Identity.from_seed(b"owner"))]
 
 

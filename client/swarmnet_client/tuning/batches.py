@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from swarmnet_client.tuning.methods import TuneMethod, TuneSettings
-from swarmnet_client.tuning.rows import Encoder, Example, RowFile, read_rows
+from swarmnet_client.tuning.rows import RowFile, read_rows
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.text.rows import Encoder, Example
 
 IGNORED = -100
 """Label of a token without a loss, as in transformers."""

@@ -18,18 +18,27 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swarmnet_node.training.documents import documents, files_of
+from swarmnet_node.training.documents import Document, documents, files_of
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import creating
 from swarmnet_protocols.models import Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import sha256_of
-from swarmnet_protocols.training.job_settings import BYTES, PYTHON_STDLIB, DataSection, JobError, is_published
+from swarmnet_protocols.models.text.rows import BadRow, DataRow, Encoder
+from swarmnet_protocols.training.job_settings import (
+    BYTES,
+    PYTHON_STDLIB,
+    DataSection,
+    DataSource,
+    JobError,
+    is_published,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,20 +46,11 @@ if TYPE_CHECKING:
 _ABOUT = "corpus.json"
 _MAX_ABOUT_BYTES = 4096
 _PARTS = ("train", "validation")
-_VERSION = 3
+_VERSION = 4
 _DIFFERS = "get the same files that the job was created with, or create another job"
 _DIFFERS_STDLIB = "use the Python that the job was created with, or give the job's data as files"
 _FEISTEL_ROUNDS = 6
 """Rounds of the Feistel network that permutes the sequences."""
-
-
-class Tokenizer(Protocol):
-    name: str
-    vocab_size: int
-
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        """Return the tokens of ``document`` (UTF-8), ``[n]``. The last is the end token, if there
-        is one."""
 
 
 END_OF_DOCUMENT = 0
@@ -58,141 +58,236 @@ END_OF_DOCUMENT = 0
 
 
 class ByteTokenizer:
-    """A tokenizer with the 256 byte values as tokens."""
+    """A tokenizer with the 256 byte values as tokens, and what ``Encoder`` uses of one of
+    transformers."""
 
-    name = BYTES
-    vocab_size = 256
+    eos_token_id = END_OF_DOCUMENT
+    chat_template = None
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        return np.frombuffer(document + bytes([END_OF_DOCUMENT]), dtype=np.uint8).astype(np.uint32)
+    def __call__(self, text: str, **_: object) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=np.frombuffer(text.encode(), dtype=np.uint8))
 
 
-class ModelTokenizer:
-    """The tokenizer of a model. Its end-of-sequence token ends each document."""
+class Tokenizer:
+    """The tokenizer of a job. Its end token, if there is one, ends each document."""
 
-    def __init__(self, name: str, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def __init__(
+        self, name: str, vocab_size: int, tokenizer: "PreTrainedTokenizerBase | ByteTokenizer"
+    ) -> None:
         self.name = name
-        self.vocab_size = len(tokenizer)
-        self._tokenizer = tokenizer
-        self._end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+        self.vocab_size = vocab_size
+        self._encoder = Encoder(tokenizer)
 
-    def encode(self, document: bytes) -> NDArray[np.uint32]:
-        ids = self._tokenizer.encode(document.decode(), add_special_tokens=False, verbose=False)
-        return np.array(ids + self._end, dtype=np.uint32)
+    def encode(self, row: DataRow) -> NDArray[np.int32]:
+        """Return the tokens of a document, ``[n]``. A token *t* that does not count in the loss is
+        *-t - 1*.
+
+        Raises ``BadRow`` for a conversation that the model's chat template cannot show.
+        """
+        ids, learned = self._encoder.tokens(row)
+        return np.where(learned, ids, ~ids)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """A part of a corpus, cut into sequences of ``length`` tokens.
+    """A part of the data, cut into sequences of ``length`` tokens. They are numbered from source to
+    source.
 
-    Each sequence has one more token, the target of its last position.
+    Each sequence has one more token, the target of its last position. ``sources``: the tokens of
+    each source; a token *t* that does not count in the loss is *-t - 1*.
     """
 
-    tokens: NDArray[np.unsignedinteger]
+    sources: tuple[NDArray[np.integer], ...]
     length: int
 
     def __len__(self) -> int:
-        return max(0, (len(self.tokens) - 1) // self.length)
+        return sum(self.counts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of sequences of each source."""
+        return tuple(max(0, (len(tokens) - 1) // self.length) for tokens in self.sources)
 
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
         """Return the sequences with these numbers, ``[k, length + 1]`` int64.
 
         The inputs are ``[:, :-1]``, the targets ``[:, 1:]``.
         """
-        rows = [self.tokens[n * self.length : (n + 1) * self.length + 1] for n in numbers.tolist()]
+        ends = np.cumsum(self.counts)
+        rows = []
+        for number in numbers.tolist():
+            source = int(np.searchsorted(ends, number, side="right"))
+            start = (number - int(ends[source]) + self.counts[source]) * self.length
+            rows.append(self.sources[source][start : start + self.length + 1])
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """The tokenised data of a job.
+class SourceTokens:
+    """The tokens of one source, in two parts.
 
     ``digest``: SHA-256 of the tokens. ``size_bytes``: size of all documents before tokenisation.
     """
 
-    train: Sequences
-    validation: Sequences
-    vocab_size: int
+    train: NDArray[np.integer]
+    validation: NDArray[np.integer]
     digest: str
     size_bytes: int
 
 
-def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
-    """Return the job's data, tokenised or read from the cache.
+@dataclass(frozen=True)
+class Corpus:
+    """The tokenised data of a job."""
 
-    Raises ``JobError`` if the data is missing, unreadable, larger than the job states, different
+    train: Sequences
+    validation: Sequences
+    vocab_size: int
+
+
+def open_corpus(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Corpus:
+    """Return the job's data, tokenised or read from the cache. Raises the errors of
+    ``open_source``."""
+    tokenizer = tokenizer_of(data, cache_dir, progress)
+    opened = [open_source(data, source, tokenizer, cache_dir, progress) for source in data.sources]
+    train, validation = (
+        Sequences(tuple(getattr(source, part) for source in opened), data.sequence_length) for part in _PARTS
+    )
+    return Corpus(train, validation, tokenizer.vocab_size)
+
+
+def open_source(
+    data: DataSection,
+    source: DataSource,
+    tokenizer: Tokenizer,
+    cache_dir: Path,
+    progress: Progress = lambda *_: None,
+) -> SourceTokens:
+    """Return the tokens of a source of the data, new or from the cache.
+
+    Raises ``JobError`` if the source is missing, unreadable, larger than the job states, different
     from its digest, or too short for one sequence of each part. Raises ``OutOfResources`` if the
     cache cannot be written.
     """
-    files = files_of(data)
-    tokenizer = _tokenizer(data.tokenizer, cache_dir, progress)
-    folder = cache_dir / "tokens" / _cache_key(data, files, tokenizer, progress)
+    files = files_of(source)
+    folder = cache_dir / "tokens" / _cache_key(data, source, files, tokenizer, progress)
     cached = _read_cache(folder)
+    dtype = _dtype(tokenizer, source)
     if cached is None:
-        source = _with_progress(documents(data, files), data, _size_bytes(data, files), progress)
+        read = _with_progress(documents(source, files), source, _size_bytes(source, files), progress)
         try:
-            cached = _write_cache(folder, source, tokenizer, data)
+            cached = _write_cache(folder, read, tokenizer, data, dtype)
         except OSError as error:
             raise OutOfResources(
                 f"cannot keep the tokens in {folder.parent}: {error.strerror}", hint="make room on the disk"
             ) from error
     digest, size_bytes = cached
-    if data.digest not in (None, digest):
+    if source.digest not in (None, digest):
         raise JobError(
             "data",
             "digest",
-            f"is {data.digest}: the data on this machine has another digest, {digest}",
-            hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
+            f"is {source.digest}: the data on this machine has another digest, {digest}",
+            hint=_DIFFERS_STDLIB if source.path == PYTHON_STDLIB else _DIFFERS,
         )
-    train, validation = (
-        Sequences(_mapped(folder / f"{part}.bin", _dtype(tokenizer)), data.sequence_length) for part in _PARTS
-    )
-    for part, sequences in zip(_PARTS, (train, validation), strict=True):
-        if not len(sequences):
+    train, validation = (_mapped(folder / f"{part}.bin", dtype) for part in _PARTS)
+    for part, tokens in zip(_PARTS, (train, validation), strict=True):
+        if len(tokens) <= data.sequence_length:
             raise JobError(
                 "data",
-                "hub" if data.path is None else "path",
-                f"is wrong: its {part} part has {len(sequences.tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
+                "hub" if source.path is None else "path",
+                f"is wrong: its {part} part has {len(tokens)} tokens, and a sequence needs {data.sequence_length + 1}",
                 hint=f"add data ({_least_tokens(data)} tokens suffice), or shorter sequences",
             )
-    return Corpus(train, validation, tokenizer.vocab_size, digest, size_bytes)
+    return SourceTokens(train, validation, digest, size_bytes)
+
+
+_BLOCK = 1024
+"""Sequences after which the mixture has the exact shares of its sources. With fewer, a source of a
+small weight gets too much; with more, the shares of a short job are less exact."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The part of a source in the batches: its ``sequences``, its ``weight`` relative to the
+    others, and whether it ``is_own``, so that this worker divides it with nobody."""
+
+    sequences: int
+    weight: float = 1.0
+    is_own: bool = False
 
 
 @dataclass(frozen=True)
 class BatchSampler:
-    """Divides the ``sequences`` of a corpus among rounds, steps and slots.
+    """Divides the sequences of a corpus among rounds, steps and slots.
 
-    The batches, in order of (round, step, slot), are consecutive parts of an infinite stream: one
-    permutation of all sequences after another. So no sequence occurs twice in an epoch. Sequences
-    of a slot without a worker are left out in that epoch.
+    The batches of a slot, in order of (round, step), are an infinite stream. In each ``_BLOCK`` of
+    it, every source has its share, at places that the seed determines. The sequences of a source,
+    in order of (round, step, slot), are consecutive parts of one permutation after another. So no
+    sequence occurs twice in an epoch. Sequences of a slot without a worker are left out in that
+    epoch. A worker's own source is not divided among slots.
     """
 
     seed: int
-    sequences: int
+    shares: tuple[Share, ...]
     batch_size: int
     steps_per_round: int
     slots: int
 
     def batch(self, round: int, step: int, slot: int) -> NDArray[np.int64]:
-        """Return the sequence numbers of a slot's batch, ``[batch_size]`` in [0, sequences).
+        """Return the sequence numbers of a slot's batch, ``[batch_size]``, as in ``Sequences``.
 
         Raises ``ValueError`` outside the job.
         """
         if not (round >= 0 and 0 <= step < self.steps_per_round and 0 <= slot < self.slots):
             raise ValueError(f"there is no batch for round {round}, step {step}, slot {slot}")
-        first = ((round * self.steps_per_round + step) * self.slots + slot) * self.batch_size
+        first = (round * self.steps_per_round + step) * self.batch_size
+        source, ranks = self._mixture(np.arange(first, first + self.batch_size, dtype=np.int64))
         numbers = np.empty(self.batch_size, dtype=np.int64)
-        done = 0
-        while done < self.batch_size:  # repeats only where a batch spans two epochs
-            epoch, start = divmod(first + done, self.sequences)
-            count = min(self.batch_size - done, self.sequences - start)
-            places = np.arange(start, start + count, dtype=np.uint64)
-            numbers[done : done + count] = permute(places, self.sequences, self._key(epoch))
-            done += count
+        start = 0
+        for number, share in enumerate(self.shares):
+            here = source == number
+            places = ranks[here]
+            if not share.is_own:
+                batch, place = np.divmod(places, self.batch_size)
+                places = (batch * self.slots + slot) * self.batch_size + place
+            numbers[here] = start + self._permuted(number, places)
+            start += share.sequences
         return numbers
 
-    def _key(self, epoch: int) -> bytes:
-        return hashlib.sha256(f"swarmnet-epoch-1 {self.seed} {epoch}".encode()).digest()
+    def _mixture(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the source of each place in a slot's stream, and its place among those of the
+        source."""
+        counts = shares_of(_BLOCK, [share.weight for share in self.shares])
+        if len(counts) == 1:
+            return np.zeros_like(places), places
+        blocks, within = np.divmod(places, _BLOCK)
+        for block in np.unique(blocks):
+            here = blocks == block
+            key = hashlib.sha256(f"swarmnet-mixture-1 {self.seed} {block}".encode()).digest()
+            within[here] = permute(within[here].astype(np.uint64), _BLOCK, key)
+        ends = np.cumsum(counts)
+        source = np.searchsorted(ends, within, side="right")
+        sizes = np.array(counts)[source]
+        return source, blocks * sizes + within - ends[source] + sizes
+
+    def _permuted(self, source: int, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        size = self.shares[source].sequences
+        epochs, within = np.divmod(places, size)
+        for epoch in np.unique(epochs):  # more than one only where a batch spans two epochs
+            here = epochs == epoch
+            label = f"swarmnet-epoch-1 {self.seed} {epoch}" + (f" {source}" if source else "")
+            key = hashlib.sha256(label.encode()).digest()
+            within[here] = permute(within[here].astype(np.uint64), size, key)
+        return within
+
+
+def shares_of(total: int, weights: Sequence[float]) -> list[int]:
+    """Divide ``total`` by ``weights``: largest remainders, and at least 1 each."""
+    exact = [total * weight / sum(weights) for weight in weights]
+    counts = [max(1, int(share)) for share in exact]
+    order = sorted(range(len(weights)), key=lambda index: int(exact[index]) - exact[index])
+    for index in order[: max(0, total - sum(counts))]:
+        counts[index] += 1
+    return counts
 
 
 def permute(places: NDArray[np.uint64], size: int, key: bytes) -> NDArray[np.int64]:
@@ -230,55 +325,69 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def _size_bytes(data: DataSection, files: tuple[Path, ...]) -> int | None:
+def _size_bytes(data: DataSource, files: tuple[Path, ...]) -> int | None:
     """Return the bytes of all documents; None if these are known only once the documents are
     read."""
-    if data.hub is not None or data.format == "parquet" or data.max_documents is not None:
+    if data.hub is not None or data.format != "text" or data.max_documents is not None:
         return None
     return sum(path.stat().st_size for path in files)
 
 
 def _with_progress(
-    source: Iterator[bytes], data: DataSection, total: int | None, progress: Progress
-) -> Iterator[bytes]:
+    read: Iterator[Document], source: DataSource, total: int | None, progress: Progress
+) -> Iterator[Document]:
     done = 0
-    for document in source:
+    for document in read:
         progress("tokenising the data", done, total)
         yield document
-        done += len(document)
-        if data.size_bytes is not None and done > data.size_bytes:
+        done += len(document.row.content)
+        if source.size_bytes is not None and done > source.size_bytes:
             raise JobError(
                 "data",
                 "size_bytes",
-                f"is {data.size_bytes}: the data on this machine is larger, so it is not the data of the job",
-                hint=_DIFFERS_STDLIB if data.path == PYTHON_STDLIB else _DIFFERS,
+                f"is {source.size_bytes}: the data on this machine is larger, so it is not the data of the job",
+                hint=_DIFFERS_STDLIB if source.path == PYTHON_STDLIB else _DIFFERS,
             )
     progress("tokenising the data", done, done)
 
 
-def _tokenizer(name: str, cache_dir: Path, progress: Progress) -> Tokenizer:
+def tokenizer_of(data: DataSection, cache_dir: Path, progress: Progress = lambda *_: None) -> Tokenizer:
+    """Return the tokenizer of the data. Raises ``JobError`` if it cannot be loaded."""
+    name = data.tokenizer
     if name == BYTES:
-        return ByteTokenizer()
+        return Tokenizer(name, 256, ByteTokenizer())
     try:
         model = resolve(name, cache_dir=cache_dir, progress=progress, published=is_published(name))
-        return ModelTokenizer(name, model.tokenizer())
+        tokenizer = model.tokenizer()
+        return Tokenizer(name, len(tokenizer), tokenizer)
     except ConfigError as error:
         raise JobError(
             "data", "tokenizer", f"is wrong: {error}", hint=f'"{BYTES}", or a model: {error.hint}'
         ) from error
 
 
-def _cache_key(data: DataSection, files: tuple[Path, ...], tokenizer: Tokenizer, progress: Progress) -> str:
+def _cache_key(
+    data: DataSection, source: DataSource, files: tuple[Path, ...], tokenizer: Tokenizer, progress: Progress
+) -> str:
     content = []
     for number, path in enumerate(files, start=1):
         content.append(sha256_of(path, None).hex())
         progress("reading the data", number, len(files))
-    what = [_VERSION, data.format, data.field, data.max_documents, data.validation, data.hub, data.split]
-    what.append(data.sequence_length)  # decides how much of a small corpus is held out
+    what: list[object] = [
+        _VERSION,
+        source.format,
+        source.field,
+        source.max_documents,
+        source.hub,
+        source.split,
+    ]
+    what += [data.validation, data.sequence_length]  # decide what of a small corpus is held out
     return hashlib.sha256(json.dumps([*what, tokenizer.name, content]).encode()).hexdigest()
 
 
-def _dtype(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+def _dtype(tokenizer: Tokenizer, source: DataSource) -> np.dtype[np.integer]:
+    if source.format != "text" and source.field is None:
+        return np.dtype("<i4")  # tokens without a loss are negative
     return np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
 
 
@@ -315,12 +424,16 @@ def _digest(hashes: Sequence[bytes]) -> str:
 
 
 def _write_cache(
-    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
+    folder: Path,
+    read: Iterator[Document],
+    tokenizer: Tokenizer,
+    data: DataSection,
+    dtype: np.dtype[np.integer],
 ) -> tuple[str, int]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     try:
         with creating(folder) as fresh:
-            written = _tokenise(fresh, source, tokenizer, data)
+            written = _tokenise(fresh, read, tokenizer, data, dtype)
             (fresh / _ABOUT).write_text(json.dumps(_about(*written)))
         return written
     except OSError:
@@ -331,21 +444,30 @@ def _write_cache(
 
 
 def _tokenise(
-    folder: Path, source: Iterator[bytes], tokenizer: Tokenizer, data: DataSection
+    folder: Path,
+    read: Iterator[Document],
+    tokenizer: Tokenizer,
+    data: DataSection,
+    dtype: np.dtype[np.integer],
 ) -> tuple[str, int]:
     """Write both parts. Return their digest and the bytes of all documents."""
     size_bytes = 0
-    dtype = _dtype(tokenizer)
     with (folder / "train.bin").open("wb") as train, (folder / "validation.bin").open("wb") as held_out:
-        for document in source:
-            part = held_out if _is_validation(document, data.validation) else train
-            part.write(tokenizer.encode(document).astype(dtype).tobytes())
-            size_bytes += len(document)
+        for document in read:
+            content = document.row.content
+            part = held_out if _is_validation(content, data.validation) else train
+            try:
+                part.write(tokenizer.encode(document.row).astype(dtype).tobytes())
+            except BadRow as error:
+                raise JobError(
+                    "data", "path", f"is wrong: {document.place}: {error}", hint="correct or remove the row"
+                ) from error
+            size_bytes += len(content)
     _hold_out(folder, dtype, data)
     return _digest([sha256_of(folder / f"{part}.bin", None) for part in _PARTS]), size_bytes
 
 
-def _hold_out(folder: Path, dtype: np.dtype[np.unsignedinteger], data: DataSection) -> None:
+def _hold_out(folder: Path, dtype: np.dtype[np.integer], data: DataSection) -> None:
     """Divide the tokens again if one part has no sequence.
 
     Hashes choose the documents of the validation part, so of a few documents they may choose none
@@ -376,7 +498,7 @@ def _least_tokens(data: DataSection) -> int:
     return 2 * (data.sequence_length + 1)
 
 
-def _mapped(path: Path, dtype: np.dtype[np.unsignedinteger]) -> NDArray[np.unsignedinteger]:
+def _mapped(path: Path, dtype: np.dtype[np.integer]) -> NDArray[np.unsignedinteger]:
     if path.stat().st_size < dtype.itemsize:  # an empty file cannot be mapped
         return np.empty(0, dtype)
     return np.memmap(path, dtype=dtype, mode="r")

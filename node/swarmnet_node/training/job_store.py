@@ -27,7 +27,8 @@ class LocalFiles:
     Jobs of other peers contain no paths.
     """
 
-    data: Path | None = None
+    data: tuple[Path, ...] = ()
+    """One path for each source of the data that names none, in the order of the job."""
     model: Path | None = None
     method: Path | None = None
     """The Python file of a method from outside."""
@@ -37,9 +38,10 @@ class LocalFiles:
         """Return the paths that the user of this machine wrote into a job file."""
         from swarmnet_protocols.training.job_settings import PYTHON_STDLIB, is_published
 
-        data, model = job.data.path, job.model.checkpoint
+        paths = (source.path for source in job.data.sources)
+        model = job.model.checkpoint
         return cls(
-            None if data in (None, PYTHON_STDLIB) else Path(data).expanduser(),
+            tuple(Path(path).expanduser() for path in paths if path not in (None, PYTHON_STDLIB)),
             None if model is None or is_published(model) else Path(model).expanduser(),
         )
 
@@ -99,7 +101,10 @@ def pinned(job: "Job") -> "Job":
             raise JobError(section, key, f"is wrong: {error}", hint=error.hint) from error
 
     data = {
-        "hub": pin("data", "hub", job.data.hub, "dataset"),
+        "sources": tuple(
+            source.model_copy(update={"hub": pin("data", "hub", source.hub, "dataset")})
+            for source in job.data.sources
+        ),
         "tokenizer": pin("data", "tokenizer", job.data.tokenizer, "model"),
     }
     model = {"checkpoint": pin("model", "checkpoint", job.model.checkpoint, "model")}
@@ -116,26 +121,31 @@ def check_job(
 ) -> "Job":
     """Return the job in its published form: with hashes, without local paths.
 
-    Reads the data and the checkpoint to hash them. ``tell`` hears of a worker's memory. Raises
+    Reads the data and the checkpoint to hash them. Of data that every worker has of its own, only
+    the files that the owner named are read. ``tell`` hears of a worker's memory. Raises
     ``JobError`` if this machine could not train the job, or if others could not get its data or
     checkpoint.
     """
     import psutil
 
-    from swarmnet_node.training.data import open_corpus
+    from swarmnet_node.training.data import open_source, tokenizer_of
     from swarmnet_node.training.model import check_model, checkpoint_of
 
-    corpus = open_corpus(job.data, cache_dir, progress)
+    tokenizer = tokenizer_of(job.data, cache_dir, progress)
+    hashes: list[tuple[str, int] | None] = []
+    for source in job.data.sources:
+        read = None if source.needs_path else open_source(job.data, source, tokenizer, cache_dir, progress)
+        hashes.append(None if read is None or source.is_own else (read.digest, read.size_bytes))
     tell(
         check_model(
             job,
-            vocab_size=corpus.vocab_size,
+            vocab_size=tokenizer.vocab_size,
             available_bytes=psutil.virtual_memory().total,
             cache_dir=cache_dir,
         )
     )
     manifest = checkpoint_of(job.model, cache_dir).manifest.hash if job.model.is_checkpoint else None
-    return job.about(corpus.digest, corpus.size_bytes, manifest)
+    return job.about(hashes, manifest)
 
 
 def job_folder(data_dir: Path, job_id: str) -> Path:
@@ -171,8 +181,11 @@ def own_jobs(data_dir: Path, owner: bytes) -> list[str]:
 
 def store_local_files(data_dir: Path, job_id: str, files: LocalFiles) -> None:
     """Write the local paths of a job's files into the data directory."""
-    paths = {"data": files.data, "model": files.model, "method": files.method}
-    stored = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
+    paths = {"model": files.model, "method": files.method}
+    stored: dict[str, object] = {
+        name: str(path.absolute()) for name, path in paths.items() if path is not None
+    }
+    stored["data"] = [str(path.absolute()) for path in files.data]
     write_whole(_files_path(data_dir, job_id), json.dumps(stored).encode())
 
 
@@ -197,12 +210,11 @@ def load_local_files(data_dir: Path, job_id: str) -> LocalFiles:
     path = _files_path(data_dir, job_id)
     try:
         stored = json.loads(path.read_bytes())
-        return LocalFiles(
-            **{name: Path(stored[name]) for name in ("data", "model", "method") if name in stored}
-        )
+        data = tuple(Path(path) for path in stored.pop("data"))
+        return LocalFiles(data, **{name: Path(path) for name, path in stored.items()})
     except FileNotFoundError:
         return LocalFiles()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{path} is damaged", hint="remove it, and give --data, --model and --method-file again"
         ) from error

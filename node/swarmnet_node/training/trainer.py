@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.modeling_utils import PreTrainedModel
 
-from swarmnet_node.training.data import BatchSampler, Corpus, Sequences, open_corpus
+from swarmnet_node.training.data import BatchSampler, Corpus, Share, open_corpus, shares_of
 from swarmnet_node.training.expert_balance import ExpertBalance
 from swarmnet_node.training.model import (
     build_model,
@@ -89,7 +90,10 @@ class Trainer:
         self._device = device
         self._sampler = BatchSampler(
             seed=job.job.seed,
-            sequences=len(corpus.train),
+            shares=tuple(
+                Share(count, source.weight, source.is_own)
+                for count, source in zip(corpus.train.counts, job.data.sources, strict=True)
+            ),
             batch_size=job.training.batch_size,
             steps_per_round=steps_per_round,
             slots=job.exchange.max_workers,
@@ -211,27 +215,34 @@ class Trainer:
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         with torch.no_grad():
-            return sum(float(self._loss_sum(part)) for part in self._microbatches(batch)) / _target_count(
-                batch
-            )
+            total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
+        return total / max(1, _target_count(batch))
 
     def evaluate(self, batches: int) -> tuple[float, int]:
-        """Return the mean loss of at most ``batches`` validation batches, and its number of
-        tokens."""
-        held_out: Sequences = self.corpus.validation
-        count = min(len(held_out), batches * self._training.batch_size)
-        total, tokens = 0.0, 0
+        """Return the mean loss of at most ``batches`` validation batches, and its number of tokens.
+
+        The loss of each source counts by its weight, and so do its batches where there are enough.
+        """
+        held_out, weights = self.corpus.validation, [share.weight for share in self._sampler.shares]
+        wanted = shares_of(batches * self._training.batch_size, weights)
+        mean, tokens, first = 0.0, 0, 0
         self._model.eval()
         try:
             with torch.no_grad():
-                for start in range(0, count, self._microbatch_size):
-                    numbers = torch.arange(start, min(count, start + self._microbatch_size)).numpy()
-                    batch = held_out.take(numbers)
-                    total += float(self._loss_sum(batch))
-                    tokens += _target_count(batch)
+                for weight, count, most in zip(weights, held_out.counts, wanted, strict=True):
+                    total, counted = 0.0, 0
+                    end = first + min(count, most)
+                    for start in range(first, end, self._microbatch_size):
+                        numbers = np.arange(start, min(end, start + self._microbatch_size))
+                        batch = held_out.take(numbers)
+                        total += float(self._loss_sum(batch))
+                        counted += _target_count(batch)
+                    mean += weight / sum(weights) * total / max(1, counted)
+                    tokens += counted
+                    first += count
         finally:
             self._model.train()
-        return total / tokens, tokens
+        return mean, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return AdamW's state on the CPU, valid until the next step.
@@ -292,7 +303,7 @@ class Trainer:
         tokens = _target_count(batch)
         total = torch.zeros((), device=self._device)
         for part in self._microbatches(batch):
-            loss = self._loss_sum(part) / tokens
+            loss = self._loss_sum(part) / max(1, tokens)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total, tokens
@@ -302,10 +313,13 @@ class Trainer:
         return tuple(batch[start : start + size] for start in range(0, len(batch), size))
 
     def _loss_sum(self, batch: Tensor) -> Tensor:
-        """Return the summed cross-entropy of ``batch`` (``[k, length + 1]``)."""
+        """Return the summed cross-entropy of ``batch`` (``[k, length + 1]``), without the tokens
+        that do not count, which are negative."""
         batch = batch.to(self._device)
-        logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+        ids = torch.where(batch < 0, ~batch, batch)
+        logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits
+        targets = batch[:, 1:].clamp(min=-1).flatten()
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=-1)
 
     def _update(self, round: int, step: int) -> None:
         gradient = self._gradients()
@@ -320,4 +334,5 @@ class Trainer:
 
 
 def _target_count(batch: Tensor) -> int:
-    return batch.shape[0] * (batch.shape[1] - 1)
+    """Return the number of tokens of ``batch`` that count in the loss."""
+    return int((batch[:, 1:] >= 0).sum())

@@ -7,6 +7,7 @@ instead (:meth:`Job.about`), and the user of each worker gives the paths of loca
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -24,6 +25,8 @@ BYTES = "bytes"
 OF_THE_MODEL = "model"
 """Stands in a sealed job for the tokenizer among the model's files."""
 BUILT_IN_MODEL = "smollm2-135m-instruct"
+MAX_SOURCES = 16
+"""Most sources of a job's data. More do not fit the record of a job."""
 
 _ON_HUB = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}(@[\w.][\w./-]{0,127})?", re.ASCII)
 _PUBLISHED = re.compile(r"[A-Za-z0-9_][\w.-]{0,95}/[A-Za-z0-9_][\w.-]{0,95}@[0-9a-f]{40}", re.ASCII)
@@ -112,36 +115,91 @@ class ModelSection(_Section):
         return self
 
 
-class DataSection(_Section):
-    """The data: local files, or a dataset of the hub, ``org/name[@REVISION]``. In a sealed job its
-    revision is a commit.
+class DataSource(_Section):
+    """One source of the data: local files, or a dataset of the hub, ``org/name[@REVISION]``. In a
+    sealed job its revision is a commit.
 
     ``path`` names a file, a directory, a glob, or ``python-stdlib``. In a sealed job ``path`` is
     ``python-stdlib`` or missing. Without ``hub`` each worker's user gives the path of the files.
     """
 
+    source: Literal["shared", "own"] = "shared"
+    """``shared``: all workers have the same tokens and divide them. ``own``: each worker trains on
+    files of its own, which never leave it. A job signs no digest of these."""
+    weight: float = Field(default=1.0, gt=0, le=1e6)
+    """Share of the sequences of a batch, relative to the other sources."""
     format: Literal["text", "jsonl", "parquet"] = "text"
     path: Name | None = None
     hub: Name | None = None
     split: str = Field(default="train", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
     """Prefix of the names of a dataset's files."""
-    field: Name = "text"
-    tokenizer: Name = BYTES
-    sequence_length: int = Field(ge=2, le=1 << 20)
-    validation: float = Field(default=0.02, gt=0, le=0.5)
+    field: Name | None = None
+    """The field of a row that holds its text. None: the fields of a row show its kind, as in
+    ``models.text.rows``."""
     max_documents: int | None = Field(default=None, ge=1)
     digest: Digest | None = None
     """SHA-256 of the tokens, set by `train create`. A worker with other data refuses to train."""
     size_bytes: int | None = Field(default=None, ge=1, lt=1 << 50)
     """Size of all documents, set by `train create`. Workers read no more than this."""
 
+    @property
+    def is_own(self) -> bool:
+        """Whether each worker trains on files of its own."""
+        return self.source == "own"
+
+    @property
+    def needs_path(self) -> bool:
+        """Whether the user of each worker has to name the files."""
+        return self.path is None and self.hub is None
+
     @model_validator(mode="after")
-    def _check(self) -> "DataSection":
+    def _check(self) -> "DataSource":
         if self.path is not None and self.hub is not None:
             raise JobError("data", "hub", "and 'path' exclude each other")
         if self.hub is not None and not is_on_hub(self.hub):
             raise JobError("data", "hub", "is not the name of a dataset", hint='write it as "org/name"')
+        if self.is_own and (self.hub is not None or self.path == PYTHON_STDLIB):
+            raise JobError(
+                "data",
+                "source",
+                'is "own", so every worker names files of its own',
+                hint="leave out 'hub' and 'path', or name your own files as 'path'",
+            )
+        if self.is_own and (self.digest is not None or self.size_bytes is not None):
+            raise JobError("data", "digest", "or 'size_bytes' is given, but each worker has its own files")
         return self
+
+
+class DataSection(_Section):
+    """The data: what all sources share, and the sources.
+
+    In a job file, ``[data]`` is a section with one source, and each ``[[data]]`` names another one.
+    The first ``[[data]]`` has the shared keys; the others may repeat them.
+    """
+
+    tokenizer: Name = BYTES
+    sequence_length: int = Field(ge=2, le=1 << 20)
+    validation: float = Field(default=0.02, gt=0, le=0.5)
+    sources: Annotated[tuple[DataSource, ...], Field(min_length=1, max_length=MAX_SOURCES, strict=False)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_tables(cls, tables: object) -> object:
+        if isinstance(tables, dict) and "sources" in tables:
+            return tables
+        listed = [
+            table for table in (tables if isinstance(tables, list) else [tables]) if isinstance(table, dict)
+        ]
+        if not listed:
+            return tables
+        shared: dict[str, object] = {}
+        for table in listed:
+            for key in cls.model_fields.keys() & table.keys():
+                if shared.setdefault(key, table[key]) != table[key]:
+                    raise JobError("data", key, "differs between sources", hint="give it once")
+        return shared | {
+            "sources": [{key: table[key] for key in table.keys() - shared.keys()} for table in listed]
+        }
 
 
 class TrainingSection(_Section):
@@ -223,11 +281,12 @@ class Job(_Section):
             named = (key for key in self.method.settings if re.search(rf"\b{re.escape(key)}\b", str(error)))
             raise JobError("method", next(named, "name"), f"is wrong: {error}", hint=error.hint) from error
 
-    def about(self, digest: str, size_bytes: int, manifest: bytes | None) -> "Job":
+    def about(self, hashes: Sequence[tuple[str, int] | None], manifest: bytes | None) -> "Job":
         """Return this job in publishable form.
 
-        It has the hashes of its data and of its checkpoint's manifest, and no local paths. Raises
-        ``JobError`` for a tokenizer that other machines cannot fetch.
+        It has the hashes of its data and of its checkpoint's manifest, and no local paths.
+        ``hashes``: the digest and the size of each source, None for a source that every worker has
+        of its own. Raises ``JobError`` for a tokenizer that other machines cannot fetch.
         """
         from swarmnet_protocols.training.methods import code_of
 
@@ -235,19 +294,18 @@ class Job(_Section):
         tokenizer = data.tokenizer
         if tokenizer != BYTES and tokenizer == model.checkpoint and not is_published(tokenizer):
             tokenizer = OF_THE_MODEL
-        own_path = data.path != PYTHON_STDLIB
+        sources = []
+        for source, about in zip(data.sources, hashes, strict=True):
+            path = source.path if source.path == PYTHON_STDLIB else None
+            digest, size_bytes = about or (None, None)
+            sources.append(
+                source.model_copy(update={"path": path, "digest": digest, "size_bytes": size_bytes})
+            )
         named = model.checkpoint is not None and is_published(model.checkpoint)
         job = self.model_copy(
             update={
                 "method": self.method.model_copy(update={"code": code_of(self.method.name)}),
-                "data": data.model_copy(
-                    update={
-                        "path": None if own_path else data.path,
-                        "tokenizer": tokenizer,
-                        "digest": digest,
-                        "size_bytes": size_bytes,
-                    }
-                ),
+                "data": data.model_copy(update={"tokenizer": tokenizer, "sources": tuple(sources)}),
                 "model": model.model_copy(
                     update={
                         "checkpoint": model.checkpoint if named else None,
@@ -280,19 +338,20 @@ class Job(_Section):
                 f"is wrong: unknown method {self.method.name[:64]!r}",
                 hint=f"one of: {', '.join(METHODS)}",
             )
-        if data.path not in (None, PYTHON_STDLIB):
-            raise JobError(
-                "data",
-                "path",
-                "is a path: a job of another peer names no files of this machine",
-                hint="its owner makes it with `train create`; you give your copy of the data with --data",
-            )
-        if data.hub is not None and not _PUBLISHED.fullmatch(data.hub):
-            raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
-        if data.digest is None or data.size_bytes is None:
-            raise JobError(
-                "data", "digest", "or 'size_bytes' is missing", hint="make the job with `train create`"
-            )
+        for source in data.sources:
+            if source.path not in (None, PYTHON_STDLIB):
+                raise JobError(
+                    "data",
+                    "path",
+                    "is a path: a job of another peer names no files of this machine",
+                    hint="its owner makes it with `train create`; you give your copy of the data with --data",
+                )
+            if source.hub is not None and not _PUBLISHED.fullmatch(source.hub):
+                raise JobError("data", "hub", "is not a dataset at a fixed revision", hint=_FIX)
+            if not source.is_own and (source.digest is None or source.size_bytes is None):
+                raise JobError(
+                    "data", "digest", "or 'size_bytes' is missing", hint="make the job with `train create`"
+                )
         if data.tokenizer not in (BYTES, OF_THE_MODEL) and not is_published(data.tokenizer):
             raise JobError(
                 "data",
@@ -314,21 +373,38 @@ class Job(_Section):
         if model.is_checkpoint and model.manifest is None:
             raise JobError("model", "manifest", "is missing", hint="make the job with `train create`")
 
-    def with_files(self, data: Path | None = None, model: Path | None = None) -> "Job":
+    def with_files(self, data: Sequence[Path] = (), model: Path | None = None) -> "Job":
         """Return this job with the local paths of its data and model, which this user gave.
 
-        Raises ``ConfigError`` if a path is missing, or is given though the job does not need it.
+        ``data``: a path for each source that names no data itself, in the order of the job. Raises
+        ``ConfigError`` if a path is missing, or is given though the job does not need it.
         """
         job = self
-        if self.data.path is None and self.data.hub is None:
-            if data is None:
-                raise ConfigError(
-                    "this job's data are files that its owner distributes separately",
-                    hint="give the path of your copy: --data PATH",
-                )
-            job = job.model_copy(update={"data": job.data.model_copy(update={"path": str(data)})})
-        elif data is not None:
+        needed = sum(source.needs_path for source in self.data.sources)
+        if data and not needed:
             raise ConfigError("this job names its data itself", hint="leave out --data")
+        if not data and any(source.is_own for source in self.data.sources):
+            raise ConfigError(
+                "this job trains on files of your own, which stay on this machine",
+                hint="name the file, the folder or the glob: --data PATH",
+            )
+        if needed and not data:
+            raise ConfigError(
+                "this job's data are files that its owner distributes separately",
+                hint="give the path of your copy: --data PATH",
+            )
+        if len(data) != needed:
+            raise ConfigError(
+                f"this job needs --data {needed} times, and it was given {len(data)} times",
+                hint="give one path for each source without a name, in the order of the job",
+            )
+        if data:
+            paths = iter(data)
+            sources = tuple(
+                source.model_copy(update={"path": str(next(paths))}) if source.needs_path else source
+                for source in self.data.sources
+            )
+            job = job.model_copy(update={"data": job.data.model_copy(update={"sources": sources})})
         if model is not None:
             if not self.model.is_checkpoint:
                 raise ConfigError("this job starts from a new model", hint="leave out --model")

@@ -62,9 +62,10 @@ seed = 0                               # of the first weights and of the order o
 
 {model}
 [data]
-format = "text"                        # or "jsonl", "parquet"; then `field` names what holds the text
+format = "text"                        # or "jsonl", "parquet": rows of text, prompt and completion, or messages, as in `tune`; or `field` names the text
 path = "python-stdlib"                 # the source of Python's standard library; or a file, a directory or a glob: every worker needs a copy.
-                                       # Instead of path, a dataset of the hub: hub = "org/name@REVISION"
+                                       # Instead of path: a dataset of the hub, hub = "org/name@REVISION"; or source = "own", and every worker
+                                       # trains on files that never leave it. For several sources, a [[data]] each, with its weight
 tokenizer = {tokenizer}
 sequence_length = {sequence_length}
 validation = 0.02                      # share of the documents that is held out

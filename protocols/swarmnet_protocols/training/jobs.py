@@ -24,7 +24,7 @@ from pydantic import ValidationError
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.machine.toml_lines import line_of
 from swarmnet_protocols.net.identity import KEY_BYTES, SIGNATURE_BYTES, Identity, verify
-from swarmnet_protocols.training.job_settings import Job, JobError
+from swarmnet_protocols.training.job_settings import DataSource, Job, JobError
 from swarmnet_protocols.wire.canonical_json import canonical_json
 
 FORMAT = 4
@@ -111,8 +111,8 @@ def parse_job(data: bytes, *, source: str = "job.toml") -> JobFile:
         if isinstance(model := document.get("model"), dict) and isinstance(model.get("config"), str):
             document["model"] = {**model, "config": _config_file(Path(model["config"]))}
         job = _validate(document)
-        if job.data.path is None and job.data.hub is None:
-            raise JobError("data", "", "needs 'path' or 'hub'")
+        if any(source.needs_path and not source.is_own for source in job.data.sources):
+            raise JobError("data", "", "needs 'path' or 'hub', or source = \"own\"")
         job.check()
     except JobError as error:
         raise _located(error, text, source) from error
@@ -201,13 +201,16 @@ def _refuse(error: ValidationError) -> NoReturn:
     # A misspelt key gives two errors: an unknown key and a missing key. The unknown key is more
     # helpful.
     first = min(error.errors(include_url=False), key=lambda found: found["type"] != "extra_forbidden")
-    section, key = ([str(part) for part in first["loc"]] + ["", ""])[:2]
-    if section == "method" and len(first["loc"]) > 2:
-        key = str(first["loc"][2])
+    place = [str(part) for part in first["loc"]] + ["", ""]
+    section, key = place[:2]
+    depth = {"method": 2, "data": 3}.get(section, 1)
+    if len(first["loc"]) > depth:
+        key = place[depth]
     if first["type"] == "extra_forbidden":
         fields: Mapping[str, Any] = Job.model_fields
         if key:
             fields = fields[section].annotation.model_fields
+            fields = {**fields, **DataSource.model_fields} if section == "data" else fields
         meant = get_close_matches(key or section, fields, n=1)
         raise JobError(
             section,

@@ -141,8 +141,12 @@ def create(  # noqa: PLR0913 - a command line, not an interface
         return
     print_text(made.id)
     note(f"the model has {needs[0]}")
-    for name in (made.job.data.hub, made.job.model.checkpoint):
-        if name is not None and name not in {written.job.data.hub, written.job.model.checkpoint}:
+    before, after = (
+        {job.model.checkpoint, *(source.hub for source in job.data.sources)}
+        for job in (written.job, made.job)
+    )
+    for name in sorted(after - before, key=str):
+        if name is not None:
             note(f"the hub's newest commit is part of the job: {name}")
     if obstacle:
         note(f"warning: {_not_served(obstacle)}")
@@ -206,13 +210,13 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         ),
     ] = None,
     data: Annotated[
-        Path | None,
+        list[Path],
         typer.Option(
             "--data",
             metavar="PATH",
-            help="Your copy of the job's data, if its owner distributes it as files. Remembered.",
+            help="Your own files, if the job trains each worker on its own; or your copy of its data, if the owner distributes it as files. Once for each such source. Remembered.",
         ),
-    ] = None,
+    ] = [],  # noqa: B006
     model: Annotated[
         Path | None,
         typer.Option(
@@ -264,7 +268,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             job = asyncio.run(_fetch(entry.network(client_listen(entry.addresses)), directory, job, found))
         sealed, _ = load_stored_job(directory, job)
         before = load_local_files(directory, job)
-        files = LocalFiles(data or before.data, model or before.model, method_file or before.method)
+        files = LocalFiles(tuple(data) or before.data, model or before.model, method_file or before.method)
         local = files.applied_to(sealed.job)
         stored = load_limits(directory)
         limits = changes.applied_to(stored)

@@ -8,7 +8,7 @@ from swarmnet.cli.training.displays import Bar, Fields, Telling
 from swarmnet.units import counted, show_memory, show_size
 
 if TYPE_CHECKING:
-    from swarmnet_protocols.training.job_settings import Job
+    from swarmnet_protocols.training.job_settings import DataSource, Job
 
 
 def facts_of(
@@ -22,27 +22,33 @@ def facts_of(
 ) -> dict[str, str]:
     """Return what a job reads, sends and uses on this machine. Paths in it were given by this
     machine's user, not by the job's author."""
-    from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
-
-    if job.data.hub is not None:
-        read = f"the dataset {job.data.hub} of the hub"
-    elif job.data.path == PYTHON_STDLIB:
-        read = "the source of this Python's standard library"
-    else:
-        read = f"{job.data.path}, as you chose"
-    if job.data.size_bytes is not None:
-        read += f": {show_size(job.data.size_bytes)} at most; files with another hash are refused"
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
     sent = "an adapter" if job.model.is_lora else "the model's weights"
     return {
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}; its id is {id}",
-        "reads": read,
+        "reads": "; ".join(map(_read, job.data.sources)),
         "begins with": begins,
         "sends": f"changes of {sent}, to the other workers; parts of the data can be reconstructed from them"
         + (f"; to everybody the name {name}" if name else ""),
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
     }
+
+
+def _read(source: "DataSource") -> str:
+    from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
+
+    if source.is_own:
+        return f"{source.path}, files of your own: they stay here, and no other worker has them"
+    if source.hub is not None:
+        read = f"the dataset {source.hub} of the hub"
+    elif source.path == PYTHON_STDLIB:
+        read = "the source of this Python's standard library"
+    else:
+        read = f"{source.path}, as you chose"
+    if source.size_bytes is not None:
+        read += f": {show_size(source.size_bytes)} at most; files with another hash are refused"
+    return read
 
 
 def code_facts(job: "Job", method: Path | None) -> dict[str, str]:

@@ -40,7 +40,7 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
 
 def for_others(job: Job, manifest: bytes | None = None) -> Job:
     """``job`` as it is published, with the digest of data that no machine has."""
-    return job.about("00" * 32, 1, manifest)
+    return job.about([("00" * 32, 1)], manifest)
 
 
 def tiny_trainer(folder: Path, progress: Progress = lambda *_: None, **changes: dict[str, Any]) -> Trainer:

@@ -34,7 +34,7 @@ def small(folder: Path, method: str, *, steps: int = 6, workers: int = 2) -> Job
     job = standard_job(method, settings, seed=0, steps=steps, workers=workers)
     tiny = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = (job.model.config or {}) | tiny | {"num_key_value_heads": 2}
-    data = DataSection(path=str(folder), sequence_length=16, validation=0.2)
+    data = DataSection.model_validate({"path": str(folder), "sequence_length": 16, "validation": 0.2})
     model = job.model.model_copy(update={"config": config})
     training = job.training.model_copy(update={"batch_size": 2})
     changes = {"data": data, "model": model, "training": training, "eval": EvalSection(batches=4)}

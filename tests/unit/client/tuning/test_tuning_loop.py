@@ -15,11 +15,12 @@ from swarmnet_client.tuning.adapter_dir import load_adapter, save_adapter
 from swarmnet_client.tuning.batches import Dataset
 from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_client.tuning.methods import TuneMethod, TuneSettings, attach
-from swarmnet_client.tuning.rows import Encoder, read_rows
+from swarmnet_client.tuning.rows import read_rows
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources, SwarmnetError
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.peft_adapters import CONFIG_FILE, WEIGHTS_FILE, require_peft
+from swarmnet_protocols.models.text.rows import Encoder
 from tests.support.swarm.tiny_swarm import load_tiny
 from tests.support.training.tuning_rows import counting_rows, write_rows
 

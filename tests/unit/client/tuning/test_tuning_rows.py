@@ -9,8 +9,10 @@ import pytest
 
 from swarmnet_client.tuning import rows as rows_module
 from swarmnet_client.tuning.batches import IGNORED, MAX_LABELS, Dataset, classes, epoch_order, split
-from swarmnet_client.tuning.rows import Encoder, Example, RowFile, check_rows, read_rows, row_of
+from swarmnet_client.tuning.rows import RowFile, check_rows, read_rows
 from swarmnet_protocols.errors import ConfigError
+from swarmnet_protocols.models.text import data_files
+from swarmnet_protocols.models.text.rows import Encoder, Example, row_of
 from tests.support.swarm.tiny_swarm import load_tiny
 from tests.support.training.tuning_rows import counting_rows, labelled_rows, write_rows
 
@@ -222,7 +224,7 @@ def test_a_file_is_bounded(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(rows_module, "MAX_ROWS", 3)
     with pytest.raises(ConfigError, match="more than 3 rows"):
         read_rows(path, encoder)
-    monkeypatch.setattr(rows_module, "MAX_LINE_BYTES", 10)
+    monkeypatch.setattr(data_files, "MAX_LINE_BYTES", 10)
     with pytest.raises(ConfigError, match=":1: a line of more than"):
         read_rows(path, encoder)
     with pytest.raises(ConfigError, match="cannot read"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from swarmnet_node.training import expert_balance
-from swarmnet_node.training.data import BatchSampler
+from swarmnet_node.training.data import BatchSampler, Share
 from swarmnet_node.training.expert_balance import BIAS, STEP
 from swarmnet_node.training.model import build_model, read_model, write_model
 from swarmnet_node.training.trainer import Trainer, learning_rate
@@ -66,7 +66,9 @@ def test_steps_equal_a_plain_loop_with_the_published_update(family: str, tmp_pat
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "begin", dtype=torch.float32).train()
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
-    sampler = BatchSampler(job.job.seed, len(trainer.corpus.train), t.batch_size, 5, job.exchange.max_workers)
+    sampler = BatchSampler(
+        job.job.seed, (Share(len(trainer.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
+    )
     buffers = [each for name, each in model.named_buffers() if BIAS in name]
     assert len(buffers) == 2
     for step in range(5):

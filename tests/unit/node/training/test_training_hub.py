@@ -30,6 +30,10 @@ def section(**more: object) -> DataSection:
     return DataSection.model_validate({"hub": NAME, "sequence_length": 8, **more})
 
 
+def _contents(data: DataSection) -> list[bytes]:
+    return [each.row.content for each in documents(data.sources[0], ())]
+
+
 def rows(*texts: str) -> bytes:
     return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
@@ -57,7 +61,7 @@ def test_the_files_whose_names_begin_with_the_split_are_read_in_order(
         f"data/test-0.{suffix}": b"other",
         "data/train.csv": b"other",
     }
-    assert list(documents(section(format=kind), ())) == [b"one", b"two"]
+    assert _contents(section(format=kind)) == [b"one", b"two"]
     assert not {f"data/test-0.{suffix}", "data/train.csv"} & hub.sent.keys()
 
 
@@ -69,7 +73,7 @@ def test_scripts_and_settings_of_a_repository_have_no_effect(hub: DatasetHub, tm
     heard: list[str] = []
     stop = hear_of_files(heard)
     try:
-        assert list(documents(section(), ())) == [b"public"]
+        assert _contents(section()) == [b"public"]
     finally:
         stop()
     assert hub.sent.keys() == {"train.txt"}
@@ -84,31 +88,31 @@ def test_data_beyond_the_jobs_size_is_not_fetched(hub: DatasetHub, tmp_path: Pat
 
 
 def test_an_endless_line_is_refused(hub: DatasetHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swarmnet_node.training.documents.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("swarmnet_protocols.models.text.data_files.MAX_LINE_BYTES", 1000)
     hub.files = {"train.jsonl": rows("x" * 1000)}
-    with pytest.raises(JobError, match="longer than 1000 bytes"):
-        list(documents(section(format="jsonl"), ()))
+    with pytest.raises(JobError, match=r"train\.jsonl:1: a line of more than"):
+        _contents(section(format="jsonl"))
 
 
 def test_a_missing_dataset_is_a_job_error(hub: DatasetHub) -> None:
     with pytest.raises(JobError, match="no file whose name begins with 'train'"):
-        list(documents(section(), ()))
+        _contents(section())
     other = section(hub=NAME.replace("org", "gro"))
     with pytest.raises(JobError, match="no dataset gro/name"):
-        list(documents(other, ()))
+        _contents(other)
 
 
 def test_an_unreachable_hub_is_unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.AGENT_HARNESSES_PATH", str(tmp_path / "agents.json"))
     with pytest.raises(Unreachable, match="the hub does not answer"):
-        list(documents(section(), ()))
+        _contents(section())
 
 
 def test_names_of_the_hub_are_pinned_to_their_newest_commit(hub: DatasetHub, tmp_path: Path) -> None:
     names = {"path": None, "hub": "org/name", "tokenizer": "org/name@v1"}
     job = pinned(tiny_job(tmp_path, data=names, model={"config": None, "checkpoint": "org/name@v1"}))
-    assert (job.data.hub, job.data.tokenizer, job.model.checkpoint) == (NAME, NAME, NAME)
+    assert (job.data.sources[0].hub, job.data.tokenizer, job.model.checkpoint) == (NAME, NAME, NAME)
     assert pinned(job) == job
 
 

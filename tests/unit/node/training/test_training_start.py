@@ -208,8 +208,9 @@ def test_a_worker_whose_p2pd_dies_saves_and_raises(tmp_path: Path, monkeypatch: 
 
 def test_a_job_is_checked_with_its_data_and_model(tmp_path: Path) -> None:
     job = check_job(tiny_job(tmp_path), tmp_path / "cache", quiet)
-    assert job.data.digest is not None
-    assert job == tiny_job(tmp_path).about(job.data.digest, (tmp_path / "text.txt").stat().st_size, None)
+    digest = job.data.sources[0].digest
+    assert digest is not None
+    assert job == tiny_job(tmp_path).about([(digest, (tmp_path / "text.txt").stat().st_size)], None)
     too_large = {"hidden_size": 1 << 20, "intermediate_size": 1 << 20, "num_hidden_layers": 8}
     with pytest.raises(ConfigError, match=r"\[model\] has [\d,]+ parameters: training takes .* GiB"):
         check_job(tiny_job(tmp_path, model={"config": CONFIG | too_large}), tmp_path / "cache", quiet)

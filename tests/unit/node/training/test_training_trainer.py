@@ -1,14 +1,16 @@
 """The inner loop: equal to a plain PyTorch loop, and without hidden state between steps."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from swarmnet_node.training.data import BatchSampler
+from swarmnet_node.training.data import BatchSampler, Sequences, Share
 from swarmnet_node.training.model import (
     build_model,
     check_model,
@@ -34,7 +36,9 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
     model: Any = build_model(job.model, job.job.seed, folder)
     t = job.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
-    sampler = BatchSampler(job.job.seed, len(trainer.corpus.train), t.batch_size, 5, job.exchange.max_workers)
+    sampler = BatchSampler(
+        job.job.seed, (Share(len(trainer.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
+    )
     for step in range(steps):
         batch = trainer.corpus.train.take(sampler.batch(step // 5, step % 5, 1))
         optimizer.zero_grad()
@@ -44,6 +48,21 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
         optimizer.param_groups[0]["lr"] = learning_rate(t, step, 50)
         optimizer.step()
     return flat_copy(model)
+
+
+def test_only_tokens_that_count_are_in_the_loss(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    batch = torch.arange(1, 35).reshape(2, 17)
+    with torch.no_grad():
+        logits = trainer._model(input_ids=batch[:, :-1]).logits.flatten(0, 1)
+        each = F.cross_entropy(logits, batch[:, 1:].flatten(), reduction="none").view(2, 16)
+        asked = batch.clone()
+        asked[0, :9], asked[1] = ~asked[0, :9], ~asked[1]
+        assert float(trainer._loss_sum(asked)) == pytest.approx(float(each[0, 8:].sum()), rel=1e-5)
+    unlearned = ~trainer.corpus.train.sources[0].astype(np.int64)
+    trainer.corpus = replace(trainer.corpus, train=Sequences((unlearned,), 16))
+    assert trainer.steps(0, 0, 1).loss == 0.0  # a batch without a token that counts
+    assert torch.isfinite(trainer.parameters()).all()
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 100.0])

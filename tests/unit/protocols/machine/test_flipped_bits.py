@@ -24,7 +24,6 @@ from swarmnet_client.tuning.checkpoint import TuneCheckpoint
 from swarmnet_node.training import checkpoint as training_checkpoint
 from swarmnet_node.training import data
 from swarmnet_node.training.checkpoint import CheckpointStore
-from swarmnet_node.training.data import open_corpus
 from swarmnet_node.training.job_store import load_stored_job, store_job
 from swarmnet_protocols.errors import ConfigError, IntegrityError, NotAuthorised
 from swarmnet_protocols.membership.membership import Membership
@@ -236,8 +235,9 @@ def tokens(name: str) -> Callable[[Path], Kept]:
         )
 
         def read() -> object:
-            corpus = open_corpus(section, folder / "cache")
-            return corpus.digest, corpus.train.tokens.tolist()
+            tokenizer = data.tokenizer_of(section, folder / "cache")
+            read = data.open_source(section, section.sources[0], tokenizer, folder / "cache")
+            return read.digest, read.train.tolist()
 
         read()
         (part,) = (folder / "cache" / "tokens").glob(f"*/{name}")

@@ -212,9 +212,10 @@ def hostile(section: str, key: str, value: object) -> bytes:
     """A job that is signed and well-formed but for one value."""
     sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
     job = sealed["job"]
-    job[section][key] = value
+    source = job["data"]["sources"][0]
+    (source if key in source else job[section])[key] = value
     if key == "hub":
-        job["data"]["path"] = None
+        source["path"] = None
     if key == "checkpoint":
         job["model"] |= {"config": None, "manifest": "00" * 32}
     return _resigned(sealed)
@@ -247,17 +248,58 @@ def test_paths_stay_on_the_machine_that_gave_them(tmp_path: Path) -> None:
     text = DILOCO.replace('path = "python-stdlib"', f'path = "{tmp_path}"')
     job = for_others(parse_job(text.encode()).job)
     assert str(tmp_path) not in seal_job(job, OWNER).decode()
-    assert job.with_files(data=tmp_path).data.path == str(tmp_path)
+    assert job.with_files(data=[tmp_path]).data.sources[0].path == str(tmp_path)
     with pytest.raises(ConfigError) as missing:
         job.with_files()
     assert "--data PATH" in missing.value.hint
 
 
-@pytest.mark.parametrize(("option", "path"), [("data", "d"), ("model", "m")])
-def test_a_path_that_the_job_has_no_use_for_is_refused(option: str, path: str) -> None:
+MIXED = DILOCO.replace("[data]", "[[data]]").replace(
+    'path = "python-stdlib"',
+    """source = "own"
+weight = 3
+
+[[data]]
+path = "python-stdlib" """,
+)
+
+
+def test_a_job_names_its_sources_and_not_the_text_of_own_ones(tmp_path: Path) -> None:
+    written = parse_job(MIXED.encode()).job
+    own, shared = written.data.sources
+    assert (own.is_own, own.weight, shared.path) == (True, 3.0, "python-stdlib")
+    here = written.with_files(data=[tmp_path])
+    sealed = seal_job(here.about([None, ("00" * 32, 1)], None), OWNER)
+    assert str(tmp_path) not in sealed.decode()
+    job = open_job(sealed).job
+    assert [source.digest for source in job.data.sources] == [None, "00" * 32]
+    with pytest.raises(ConfigError, match="files of your own, which stay") as missing:
+        job.with_files()
+    assert "--data PATH" in missing.value.hint
+    with pytest.raises(ConfigError, match="--data 1 times, and it was given 2"):
+        job.with_files(data=[tmp_path, tmp_path])
+
+
+WRONG_SOURCES = {
+    "a digest of own data": ("weight = 3", f'digest = "{"00" * 32}"\nweight = 3', "digest"),
+    "a dataset of the hub as own": ("weight = 3", 'hub = "org/name"\nweight = 3', "source"),
+    "another tokenizer": ("weight = 3", 'tokenizer = "org/other"\nweight = 3', "tokenizer"),
+    "a weight of nothing": ("weight = 3", "weight = 0", "weight"),
+    "an unknown key": ("weight = 3", "wieght = 3", "wieght"),
+}
+
+
+@pytest.mark.parametrize(("old", "new", "key"), WRONG_SOURCES.values(), ids=WRONG_SOURCES)
+def test_a_wrong_source_is_refused_with_its_line(old: str, new: str, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"job\.toml:\d+: '{key}' in \[data\]"):
+        parse_job(MIXED.replace(old, new).encode())
+
+
+@pytest.mark.parametrize(("option", "path"), [("data", Path("d")), ("model", Path("m"))])
+def test_a_path_that_the_job_has_no_use_for_is_refused(option: str, path: Path) -> None:
     job = for_others(parse_job(DILOCO.encode()).job)
     with pytest.raises(ConfigError) as refused:
-        job.with_files(**{option: Path(path)})
+        job.with_files(**{option: [path] if option == "data" else path})
     assert f"--{option}" in refused.value.hint
 
 

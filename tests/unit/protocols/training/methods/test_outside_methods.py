@@ -85,7 +85,7 @@ def test_a_foreign_job_opens_without_its_code(tmp_path: Path) -> None:
     assert (opened.job.method.name, opened.job.job.name) == ("half-way", "tiny")
     assert not outside._loaded
     with pytest.raises(ConfigError, match="trains with code of its owner") as caught:
-        LocalFiles(data=tmp_path / "text.txt").applied_to(opened.job)
+        LocalFiles(data=(tmp_path / "text.txt",)).applied_to(opened.job)
     assert str(opened.job.method.code) in caught.value.hint
     with pytest.raises(JobError, match="unknown method 'half-way' with the code"):
         opened.job.make_method()
@@ -108,7 +108,7 @@ def test_an_installed_method_needs_no_file(tmp_path: Path, monkeypatch: pytest.M
     assert job.method.code is not None
     outside._loaded.clear()
     opened = open_job(seal_job(job, OWNER)).job
-    assert LocalFiles(data=tmp_path / "text.txt").applied_to(opened).make_method().name == "half-way"
+    assert LocalFiles(data=(tmp_path / "text.txt",)).applied_to(opened).make_method().name == "half-way"
 
 
 @defence(
@@ -119,7 +119,7 @@ def test_other_installed_code_is_not_run(tmp_path: Path, monkeypatch: pytest.Mon
     job = open_job(sealed_by_owner(tmp_path)).job
     outside._loaded.clear()
     marker = with_entry_point(monkeypatch, tmp_path)
-    for use in (LocalFiles(data=tmp_path / "text.txt").applied_to, Job.make_method):
+    for use in (LocalFiles(data=(tmp_path / "text.txt",)).applied_to, Job.make_method):
         with pytest.raises(ConfigError, match="is other code than the job's"):
             use(job)
     assert not marker.exists()
