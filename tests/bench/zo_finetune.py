@@ -3,7 +3,7 @@ bytes.
 
     python -m tests.bench.zo_finetune [--workers 2] [--rounds 4] [--steps 100] [--learning-rate 5e-5] [--epsilon 1e-3] [--text PATH]
 
-One replica stands for all workers: they are equal when a round begins. Slopes travel as they do in
+One replica stands for all workers: they are equal during a round. Slopes travel as they do in
 a job, a byte each; the bytes of a round with all its messages are those of a simulated round.
 Prints one JSON object a round.
 
@@ -114,7 +114,6 @@ def main() -> None:
             began = time.perf_counter()
             rows = []
             for slot in range(arguments.workers):
-                trainer.load(replica.method.agreed())
                 slopes, report = replica.contribution(number, slot)
                 rows.append(codec.decode(codec.encode(slopes), len(slopes)))
             mean = weighted_mean(torch.stack(rows), torch.ones(len(rows)))
@@ -127,7 +126,7 @@ def main() -> None:
                 "train_loss": report.loss,
                 "val_loss": losses,
                 "improved_by": [before - after for before, after in zip(first, losses, strict=True)],
-                "slopes_rms": float(mean.square().mean().sqrt()),
+                "slopes_rms": float(torch.stack(rows)[torch.stack(rows) != 0].square().mean().sqrt()),
                 "bytes_per_step_in_all": round_bytes / arguments.steps,
                 "seconds_per_step": seconds / arguments.steps,
             }

@@ -40,6 +40,8 @@ from swarmnet_protocols.training.job_settings import BYTES, Job, is_published
 
 _PROGRESS = "progress.json"
 _MAX_PROGRESS_BYTES = 64 << 10
+_HASHED_AT_ONCE = 1 << 22
+"""Parameters that are hashed at a time. More would take the memory of a copy in float32."""
 _STATE = "state"
 _NAME = re.compile(r"checkpoint-(\d{8})")
 
@@ -48,7 +50,7 @@ _NAME = re.compile(r"checkpoint-(\d{8})")
 class WorkerCheckpoint:
     """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
-    - ``parameters``: the agreed parameters, flat ``[n]`` float32.
+    - ``parameters``: the agreed parameters, flat ``[n]``.
     - ``optimizer``: AdamW's state.
     - ``outer``: the method's outer state, and the residual of error feedback.
     - ``excluded``: workers that sent false results.
@@ -232,7 +234,10 @@ def _update_json(path: Path, changes: dict[str, Any]) -> None:
 
 def params_hash(parameters: Tensor) -> str:
     """Return the SHA-256 of the values (float32, little-endian) as 64 hexadecimal digits."""
-    return hashlib.sha256(parameters.detach().to("cpu", torch.float32).contiguous().numpy().data).hexdigest()
+    digest = hashlib.sha256()
+    for part in torch.split(parameters.detach(), _HASHED_AT_ONCE):
+        digest.update(part.to("cpu", torch.float32).contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def _write_progress(folder: Path, checkpoint: WorkerCheckpoint) -> None:

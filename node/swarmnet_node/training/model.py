@@ -3,7 +3,7 @@ layout."""
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -264,8 +264,9 @@ def build_model(
     *,
     device: torch.device = _CPU,
     local: LocalModel | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Return the job's model in float32 on the CPU. With an adapter, it is on ``device``, and its
+    """Return the job's model in ``dtype`` on the CPU. With an adapter, it is on ``device``, and its
     frozen weights stay packed.
 
     Without a checkpoint, its weights are drawn from ``seed``, bit-identical with the same torch
@@ -281,13 +282,15 @@ def build_model(
             model = with_adapter(frozen, section, seed)
             model.train()
             return model
-        model = local.load_whole(dtype=torch.float32, device=_CPU)
+        model = local.load_whole(dtype=dtype, device=_CPU)
     else:
         config = model_config(section, cache_dir)
         cls: Any = causal_class(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = cls(config).to(torch.float32)
+        for parameter in model.parameters():  # buffers, such as frequencies, stay float32
+            parameter.data = parameter.data.to(dtype)
     share_biases(model)
     model.train().requires_grad_(True)
     return model
@@ -322,30 +325,41 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def read_model(folder: Path) -> torch.Tensor:
-    """Return the parameters that ``write_model`` wrote, flat ``[n]`` float32.
+    """Return the parameters that ``write_model`` wrote, flat ``[n]``.
 
     Raises ``ConfigError`` or ``IntegrityError`` if the checkpoint is invalid.
     """
     if (folder / WEIGHTS_FILE).is_file():
         return torch.cat([each.reshape(-1) for _, each in sorted(load_file(folder / WEIGHTS_FILE).items())])
     checkpoint = SafetensorsCheckpoint(folder)
+    config = checkpoint.config()
     cpu = torch.device("cpu")
-    model = build_whole(checkpoint.config()).load(
+    model = build_whole(config).load(
         lambda empty: checkpoint.state_dict(checkpoint.tensor_names, 0, empty, WeightForm(cpu)),
-        dtype=torch.float32,
+        dtype=config.dtype or torch.float32,
         device=cpu,
     )
     share_biases(model)
-    return flat_copy(model)
+    return flatten(list(model.parameters()))
 
 
-def flat_copy(model: torch.nn.Module) -> torch.Tensor:
-    """Return all parameters in the order of ``named_parameters()``, ``[n]`` float32."""
-    return torch.cat([parameter.detach().reshape(-1).float() for parameter in model.parameters()])
+def flatten(parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Move parameters into one vector ``[n]``, and make them views of it.
+
+    They move one after another, so memory never holds two copies of a model.
+    """
+    sizes = [parameter.numel() for parameter in parameters]
+    flat = torch.empty(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+    for parameter, part in zip(parameters, torch.split_with_sizes(flat, sizes), strict=True):
+        view = part.view(parameter.shape)
+        view.copy_(parameter.data)
+        parameter.data = view
+    return flat
 
 
-def check_flat(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return ``values`` if they are ``[count]`` float32. Raises ``IntegrityError`` otherwise."""
-    if values.shape != (count,) or values.dtype != torch.float32:
-        raise IntegrityError(f"expected {count} float32 values, not {values.dtype} {tuple(values.shape)}")
+def check_flat(values: torch.Tensor, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return ``values`` if they are ``[count]`` of ``dtype``. Raises ``IntegrityError``
+    otherwise."""
+    if values.shape != (count,) or values.dtype != dtype:
+        raise IntegrityError(f"expected {count} values of {dtype}, not {values.dtype} {tuple(values.shape)}")
     return values

@@ -38,7 +38,7 @@ class Replica:
         self.method = job.make_method()
         self.codec = get_codec(job.exchange.codec or self.method.codec)
         self._job = job
-        self.method.begin(trainer.parameters())
+        self._begin(trainer.view() if self.method.kind == "scalars" else trainer.parameters())
         self._feedback = self._new_feedback()
 
     def steps(self, round: int, slot: int, first: int, end: int) -> StepReport:
@@ -93,6 +93,8 @@ class Replica:
 
     def evaluate(self) -> tuple[float, int]:
         """Return the validation loss of the agreed parameters, and its number of tokens."""
+        if self.method.kind == "scalars":  # the only weights are the agreed ones
+            return self.trainer.evaluate(self._job.eval.batches)
         own = self.trainer.parameters()
         self.trainer.load(self.method.agreed())
         try:
@@ -105,11 +107,15 @@ class Replica:
         return params_hash(self.method.agreed())
 
     def pack_shared(self) -> list[Buffer]:
-        """Return the shared state as buffers that later steps do not change."""
+        """Return the shared state as buffers that later steps do not change.
+
+        With slopes, ``apply`` changes them.
+        """
         inner = {}
         if self.method.kind == "gradients":
             inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
-        return SharedState(self.revision, self.method.agreed(), self.method.state(), inner).pack()
+        agreed = self.method.agreed().to("cpu")
+        return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 
     def load_shared(self, data: bytearray) -> None:
         """Replace the state by a packed one. ``data`` must not change afterwards.
@@ -120,7 +126,7 @@ class Replica:
         self.trainer.load(state.agreed)
         if state.inner:
             self.trainer.load_optimizer_state(state.inner)
-        self.method.begin(state.agreed)
+        self._begin(state.agreed)
         self.method.restore(state.outer)
         self.revision = state.revision
         self._feedback = self._new_feedback()
@@ -142,11 +148,18 @@ class Replica:
         self.revision = saved.revision
         self.trainer.load(saved.parameters)
         self.trainer.load_optimizer_state(saved.optimizer)
-        self.method.begin(saved.parameters)
+        self._begin(saved.parameters)
         self.method.restore({name: values for name, values in saved.outer.items() if name != RESIDUAL})
         self._feedback = self._new_feedback()
         if self._feedback is not None and RESIDUAL in saved.outer:
             self._feedback.restore(saved.outer[RESIDUAL])
+
+    def _begin(self, parameters: torch.Tensor) -> None:
+        """Begin from the ``parameters`` that the trainer has, too."""
+        if self.method.kind == "scalars":
+            self.method.begin(self.trainer.storage())  # one copy of the weights for both
+        else:
+            self.method.begin(parameters)
 
     def _new_feedback(self) -> ErrorFeedback | None:
         if not self.codec.biased or self.method.kind == "scalars":
@@ -157,24 +170,22 @@ class Replica:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """Return the slopes along the round's directions, one per step.
-
-        Each step measures at the parameters that the step before left.
-        """
+        """Return the slopes along the directions of the slot, and zeros in the places of others."""
         start_s = time.perf_counter()
-        slopes, losses = [], []
+        slopes, losses = torch.zeros(method.range(round)[1]), []
         for step in range(method.steps_per_round):
-            slope, loss = method.step(
-                self.trainer.storage(),
-                round,
-                step,
-                partial(self.trainer.loss, round, step, slot),
+            place = method.place(step, slot)
+            plus, minus = (
+                self.trainer.loss(
+                    round, step, slot, partial(method.shift, round=round, place=place, sign=sign)
+                )
+                for sign in (1, -1)
             )
-            slopes.append(slope)
-            losses.append(loss)
+            slopes[place] = method.slope(plus, minus)
+            losses.append((plus + minus) / 2)
         self.trainer.report_steps(method.steps_per_round)
         seconds = time.perf_counter() - start_s
-        return torch.tensor(slopes), StepReport(sum(losses) / len(losses), self._job.round_tokens, seconds)
+        return slopes, StepReport(sum(losses) / len(losses), self._job.round_tokens, seconds)
 
 
 def combined(one: StepReport, other: StepReport) -> StepReport:

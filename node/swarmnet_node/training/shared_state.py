@@ -26,7 +26,7 @@ _VECTORS = 4
 moments."""
 _HEADER_BYTES = 1 << 16
 _LENGTH_BYTES = 8
-_DTYPES = {"F32": torch.float32, "I64": torch.int64}
+_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I64": torch.int64}
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SharedState:
     """The state at the start of a round, equal on all workers.
 
     - ``revision``: number of committed rounds.
-    - ``agreed``: parameters, ``[n]`` float32.
+    - ``agreed``: parameters, ``[n]``; bfloat16 in jobs of forward passes, otherwise float32.
     - ``outer``: the method's state.
     - ``inner``: AdamW's state if workers exchange gradients, otherwise empty.
     """

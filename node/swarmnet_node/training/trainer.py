@@ -24,14 +24,16 @@ from swarmnet_node.training.model import (
     check_flat,
     check_model,
     checkpoint_of,
-    flat_copy,
+    flatten,
     trained_parameters,
     write_model,
 )
+from swarmnet_node.training.probes import Shift, perturbed
 from swarmnet_protocols.errors import IntegrityError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, TrainingSection
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
+from swarmnet_protocols.training.methods import ZeroOrder
 
 if TYPE_CHECKING:
     from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -100,9 +102,7 @@ class Trainer:
         )
         self._model = model.to(device)
         self._trained = [parameter for _, parameter in trained_parameters(model)]
-        self._flat = torch.nn.Parameter(flat_copy(torch.nn.ParameterList(self._trained)))
-        for parameter, part in self._parts(self._flat.data):
-            parameter.data = part
+        self._flat = torch.nn.Parameter(flatten(self._trained))
         self._balance = ExpertBalance(model, device)
         self._optimizer = torch.optim.AdamW(
             [self._flat],
@@ -129,15 +129,16 @@ class Trainer:
         ``peers`` provide missing weights. ``tell`` hears of the memory before any weight is loaded.
         Raises ``JobError`` for data or a model that this machine cannot train.
         """
-        steps = job.make_method().steps_per_round
+        method = job.make_method()
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
         needs = check_model(
             job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir
         )
         tell(needs)
-        seed = job.job.seed
-        model = build_model(job.model, seed, cache_dir, progress, device=device, local=local)
+        seed, steps = job.job.seed, method.steps_per_round
+        dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32
+        model = build_model(job.model, seed, cache_dir, progress, device=device, local=local, dtype=dtype)
         trainer = cls(job, corpus, model, steps_per_round=steps, device=device, progress=progress)
         trainer.local = local
         return trainer
@@ -147,27 +148,27 @@ class Trainer:
         return self._flat.numel()
 
     def view(self) -> Tensor:
-        """Return the parameters, ``[n]`` float32 on the CPU, valid until the next step or
-        ``load``."""
+        """Return the parameters, ``[n]`` on the CPU, valid until the next step or ``load``.
+
+        They are float32, except in a job that only takes forward passes."""
         return self._flat.detach().to("cpu")
 
     def parameters(self) -> Tensor:
-        """Return a copy of the parameters, ``[n]`` float32 on the CPU, ordered like
+        """Return a copy of the parameters, ``[n]`` on the CPU, ordered like
         ``named_parameters()``."""
         return self._flat.detach().to("cpu", copy=True)
 
     def storage(self) -> Tensor:
-        """Return the parameters' own memory, ``[n]`` float32 on the device, for changes in
-        place."""
+        """Return the parameters' own memory, ``[n]`` on the device, for changes in place."""
         return self._flat.data
 
     def load(self, parameters: Tensor) -> None:
-        """Replace the parameters by ``[n]`` float32. AdamW keeps its state.
+        """Replace the parameters by ``[n]`` of the same type. AdamW keeps its state.
 
-        Raises ``IntegrityError`` for other shapes.
+        Raises ``IntegrityError`` for other shapes and types.
         """
         with torch.no_grad():
-            self._flat.copy_(check_flat(parameters, self.parameter_count))
+            self._flat.copy_(check_flat(parameters, self.parameter_count, self._flat.dtype))
 
     def steps(self, round: int, slot: int, count: int, *, first: int = 0) -> StepReport:
         """Run the inner steps [first, first + count) of a round."""
@@ -209,14 +210,19 @@ class Trainer:
         self._gradients().copy_(check_flat(gradient, self.parameter_count))
         self._update(round, step)
 
-    def loss(self, round: int, step: int, slot: int) -> float:
-        """Return the mean loss of the slot's batch in nats per token, without computing a
-        gradient."""
+    def loss(self, round: int, step: int, slot: int, shift: Shift) -> float:
+        """Return the mean loss of the slot's batch at perturbed weights, in nats per token."""
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
+<<<<<<< HEAD
         with torch.no_grad():
             total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
         return total / max(1, _target_count(batch))
+=======
+        with torch.no_grad(), perturbed(self._model, self._trained, shift):
+            total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
+        return total / _target_count(batch)
+>>>>>>> a122d7fa (zo probes one direction per worker and step, in bfloat16 and in the memory of inference)
 
     def evaluate(self, batches: int) -> tuple[float, int]:
         """Return the mean loss of at most ``batches`` validation batches, and its number of tokens.
@@ -273,7 +279,7 @@ class Trainer:
 
     def write(self, folder: Path, parameters: Tensor) -> None:
         """Write the model with ``parameters`` into ``folder``, in Hugging Face layout."""
-        write_model(self._model, check_flat(parameters, self.parameter_count), folder)
+        write_model(self._model, check_flat(parameters, self.parameter_count, self._flat.dtype), folder)
 
     @property
     def _microbatch_size(self) -> int:

@@ -353,6 +353,8 @@ class Worker:
         contributors = outcome.all_contributors()
         average = None if outcome.average is None else Average(outcome.average, contributors)
         delivered = outcome.slices_with(self._transport.peer_id)
+        if self._method.kind == "scalars":
+            self._state_server.withdraw()
         await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._publish_state()
         params_hash = await self._compute(self._replica.params_hash)

@@ -429,7 +429,14 @@ class Job(_Section):
 
         code = self.method.code
         if code is None or self.method.name in METHODS or is_loaded(code):
-            self.make_method()
+            slopes = self.make_method().kind == "scalars" or self.exchange.codec == "log8"
+            if slopes and self.exchange.aggregate != "mean":
+                raise JobError(
+                    "exchange",
+                    "aggregate",
+                    'must be "mean" for slopes: every worker measures other ones',
+                    hint='leave it out; with "mean", too, a worker counts at most the median of all',
+                )
         if self.exchange.codec is None:
             return
         from swarmnet_protocols.training.codecs import get_codec

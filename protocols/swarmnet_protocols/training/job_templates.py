@@ -161,8 +161,9 @@ clip = 1.0                             # largest element of the outer momentum
         _Template(
             5,
             """\
-sync_every = 160                       # steps between exchanges: eight workers send less than 100 bytes a step in all
+sync_every = 160                       # steps between exchanges; a worker sends less than 17 bytes a step
 epsilon = 1e-3                         # how far along a direction the loss is measured
+weights = "bfloat16"                   # or "float32", on processors that are slow with bfloat16
 learning_rate = 5e-5                   # replaces the learning rate in [training], which is for inner optimizers
 """,
             learning_rate="5e-5",

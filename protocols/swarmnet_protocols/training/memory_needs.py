@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from swarmnet_protocols.training.job_settings import Job
+from swarmnet_protocols.training.methods import ZeroOrder
 
 _KEPT_BYTES = 5 * 4
 """Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, the agreed
@@ -10,9 +11,9 @@ parameter and the outer momentum."""
 _EXCHANGE_BYTES = 5 * 4
 """Bytes of memory per trained parameter that an exchange adds, as measured. The gradients of the
 inner steps are freed before."""
-_FORWARDS_BYTES = 4 * 4
-"""Bytes of memory per trained parameter if scalars are exchanged: the parameter, the agreed
-parameter, the next agreed parameter, and a copy for the loss."""
+_FORWARDS_COPIES = 1.5
+"""Copies of a trained parameter if slopes are exchanged: the parameter, and a perturbed copy of the
+largest layer. Embeddings are a third of a small model."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class MemoryNeeds:
     @classmethod
     def of(cls, job: Job, parameters: int, trained: int, frozen_bytes: int = 0) -> "MemoryNeeds":
         """Return the needs of a job that trains ``trained`` of a model's ``parameters``."""
-        return cls(parameters, trained, frozen_bytes, trained * bytes_per_parameter(job))
+        return cls(parameters, trained, frozen_bytes, round(trained * bytes_per_parameter(job)))
 
     def __str__(self) -> str:
         trained = f"{self.trained:,} parameters: training takes"
@@ -46,8 +47,9 @@ class MemoryNeeds:
         return f"{trained} {self.total_bytes / 2**30:.1f} GiB of memory besides activations"
 
 
-def bytes_per_parameter(job: Job) -> int:
+def bytes_per_parameter(job: Job) -> float:
     """Return the bytes of memory that a worker needs for each trained parameter."""
-    if job.make_method().kind == "scalars":
-        return _FORWARDS_BYTES
+    method = job.make_method()
+    if isinstance(method, ZeroOrder):
+        return _FORWARDS_COPIES * (4 if job.model.is_lora else method.dtype.itemsize)
     return _KEPT_BYTES + _EXCHANGE_BYTES

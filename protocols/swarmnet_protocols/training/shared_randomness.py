@@ -1,4 +1,4 @@
-"""Shared randomness: random sign vectors from a counter-based generator.
+"""Shared randomness: random signs and random rounding from a counter-based generator.
 
 They are equal on every machine, and any part can be drawn alone.
 """
@@ -17,6 +17,8 @@ _HALF = np.uint64(32)
 
 _BLOCK = 128
 """Signs from one counter value: the bits of four 32-bit words."""
+_ROUNDED = 8
+"""Elements rounded with one counter value: 16 bits each."""
 _CHUNK_BLOCKS = 1 << 12
 """Blocks computed at a time. With more, intermediate results would not fit the processor's
 cache."""
@@ -65,6 +67,23 @@ def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, 
         offset = block * _BLOCK
         first, stop = max(start, offset), min(end, offset + len(signs))
         values[first - start : stop - start] += signs[first - offset : stop - offset]
+
+
+def round_to_bfloat16(
+    values: torch.Tensor, seed: int, stream: tuple[int, int], start: int = 0
+) -> torch.Tensor:
+    """Round finite float32 ``values`` [n] to bfloat16, up or down at random, so that the mean is
+    right.
+
+    Element i uses bytes 2i and 2i + 1 of the stream, where ``start`` is a multiple of 8. The bits
+    are equal on every machine. Raises ``ValueError`` for a start of another kind.
+    """
+    if start % _ROUNDED:
+        raise ValueError(f"start {start} is not a multiple of {_ROUNDED}")
+    first, last = start // _ROUNDED, -(-(start + len(values)) // _ROUNDED)
+    drawn = _random_bytes(seed, stream, first, last).view(torch.int16)[: len(values)]
+    dropped = drawn.to(values.device, torch.int32) & 0xFFFF
+    return ((values.view(torch.int32) + dropped) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def _signs_of_bytes() -> torch.Tensor:

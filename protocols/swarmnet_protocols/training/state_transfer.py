@@ -104,6 +104,10 @@ class StateServer:
         self._forget()
         return state.id
 
+    def withdraw(self) -> None:
+        """Serve no state until the next ``offer``: the memory of the present one changes."""
+        self._states.clear()
+
     def _forget(self) -> None:
         *older, _ = self._states
         fetched = [state for state in older if state in self._fetched.values()]

@@ -168,18 +168,15 @@ def co2(run: Run, steps: int, lr: float, mu: float, clip: float) -> list[Vector]
 def zeroth_order(
     run: Run, loss: Callable[[int, Vector], float], seed: int, h: int, eps: float, lr: float
 ) -> list[Vector]:
-    """Each worker's steps g = [L(θ + ε z) - L(θ - ε z)] / 2ε; θ <- θ - lr g z; then θ <- θ - lr Σ_j
-    ḡ_j z_j from the start of the round."""
+    """g_ij = [L_i(θ + ε z_ij) - L_i(θ - ε z_ij)] / 2ε; after h steps θ <- θ - lr Σ_ij g_ij z_ij."""
     theta, trace = run.start, []
     for t in range(run.rounds):
-        directions = [direction(seed, t, j, len(theta)) for j in range(h)]
-        slopes = np.zeros((run.workers, h))
+        moves = np.zeros_like(theta)
         for i in range(run.workers):
-            x = theta
-            for j, z in enumerate(directions):
-                slopes[i, j] = (loss(i, x + eps * z) - loss(i, x - eps * z)) / (2 * eps)
-                x = x - lr * slopes[i, j] * z
-        theta = theta - lr * sum(g * z for g, z in zip(slopes.mean(axis=0), directions, strict=True))
+            for j in range(h):
+                z = direction(seed, t, 64 * j + i, len(theta))
+                moves += (loss(i, theta + eps * z) - loss(i, theta - eps * z)) / (2 * eps) * z
+        theta = theta - lr * moves
         trace.append(np.stack([theta] * run.workers))
     return trace
 

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import flat_copy, write_model
+from swarmnet_node.training.model import flatten, write_model
 from tests.support.training.tiny_job import CONFIG
 
 JOB = "a job"
@@ -42,7 +42,7 @@ def plain_model(folder: Path, parameters: torch.Tensor) -> None:
 
 def checkpoint_of(round: int, job_id: str = JOB) -> WorkerCheckpoint:
     """A checkpoint with the parameters of one model, except that the first one is the round."""
-    parameters = flat_copy(_model())
+    parameters = flatten(list(_model().parameters()))
     parameters[0] = round
     moments = {name: torch.full_like(parameters, round) for name in ("exp_avg", "exp_avg_sq")}
     optimizer = {"step": torch.tensor(float(round)), **moments}

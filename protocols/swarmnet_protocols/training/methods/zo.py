@@ -1,36 +1,44 @@
 """Zeroth-order training with shared randomness: workers exchange only slopes.
 
-SPSA (Spall 1992); MeZO (Malladi et al., arXiv 2305.17333, algorithm 1).
+SPSA (Spall 1992); MeZO (Malladi et al., arXiv 2305.17333); one direction per machine and sample as
+in "Just One Byte" (Zelikman et al., arXiv 2306.10015).
 
-- Step j of worker i: g_j = [L(θ_i + ε z_j) - L(θ_i - ε z_j)] / 2ε; θ_i <- θ_i - η g_j z_j.
-- After a round of H steps: θ <- θ - η Σ_j ḡ_j z_j, from the θ at the start of the round.
+- Worker i, step j of a round: g_ij = [L(θ + ε z_ij) - L(θ - ε z_ij)] / 2ε, on its own data.
+- After the round of H steps: θ <- θ - η Σ_ij g_ij z_ij.
 
-z_j: random signs drawn from (seed, round, j), equal at all workers; ḡ_j: mean slope of all workers;
-ε, η: settings.
+z_ij: random signs drawn from (seed, round, j, i), which every worker can draw; i is the slot of the
+worker; ε, η: settings. θ stays as it is during a round, so one copy of the weights is enough.
 
-All workers measure slopes along the same directions on their own data. So slopes are averaged,
-checked and aggregated like other contributions. A round is H scalars, so a history of n rounds is n
-H scalars.
+Every worker probes directions of its own, so N workers move along N times as many directions.
+The sum keeps the length of a move along one direction whatever N is. "Just One Byte" divides by
+√(N H) instead, and a user would have to change η with the number of workers.
 
-Traffic is H bytes per worker and round in each direction, plus matchmaking and the decision. The
-latter do not depend on H, and grow with the square of the workers. With H = 100, eight workers send
-79 bytes per step in total over links of 20 ms and 88 over 100 ms. Two workers send 8. This includes
-framing and excludes DHT announcements (``tests/sim/training/test_bytes.py``). A large H costs no
-progress where gradients are linear: the mean of slopes measured at different points is the slope at
-the mean of these points.
+A contribution has a place for every direction of every slot, and is zero except in the places of
+its worker. The places of one step are neighbours, so every slice of an exchange has some of every
+worker. The workers' mean, times their number, is the sum. A worker counts at most the median norm
+of all workers, as with other methods.
+
+A round is at most N H bytes of slopes, so a history of rounds is short. Applying it takes N H
+passes over the parameters. All slopes of a round are taken at its first θ: a round with so many
+directions that curvature matters makes less progress than several short ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
 
 from swarmnet_protocols.errors import ProtocolViolation
+from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.methods.base import AllToAll, Average, Kind, Settings
-from swarmnet_protocols.training.shared_randomness import add_signs
+from swarmnet_protocols.training.shared_randomness import UINT32_END, add_signs, round_to_bfloat16
 
 _CHUNK = 1 << 20
-"""Parameters updated at a time when a history is replayed. So no whole direction is in memory."""
+"""Parameters updated at a time, in float32. With more, a round takes more memory."""
+_ROUNDING = UINT32_END - 1
+"""Stream of the random bits with which a round's result is rounded. Directions have lower
+numbers."""
 
 
 class ZeroOrderSettings(Settings):
@@ -41,6 +49,8 @@ class ZeroOrderSettings(Settings):
     learning_rate: float = Field(default=1e-6, gt=0)
     seed: int = Field(default=0, ge=0, lt=1 << 63)
     """Seed of the directions."""
+    weights: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of the weights and of the forward passes."""
 
 
 class ZeroOrder(AllToAll):
@@ -48,7 +58,7 @@ class ZeroOrder(AllToAll):
 
     Random signs have the least variance of the perturbations that SPSA allows. MeZO uses normal
     numbers. A slope that arrives after its round was committed is ignored: workers apply the
-    committed mean.
+    committed sum. ``apply`` changes the weights in place, unlike other methods.
     """
 
     kind: Kind = "scalars"
@@ -60,54 +70,56 @@ class ZeroOrder(AllToAll):
         super().__init__()
         self._settings = settings
         self.steps_per_round = settings.sync_every
+        self.dtype: torch.dtype = getattr(torch, settings.weights)
 
     def range(self, round: int) -> tuple[int, int]:
-        return 0, self.steps_per_round
+        return 0, self.steps_per_round * MAX_MEMBERS
 
-    def step(
-        self, parameters: torch.Tensor, round: int, step: int, loss: Callable[[], float]
-    ) -> tuple[float, float]:
-        """Take one step in place and return the slope and the mean loss.
+    def shift(self, part: torch.Tensor, start: int, round: int, place: int, sign: int) -> torch.Tensor:
+        """Return ``part`` + sign ε z as a copy, where ``part`` begins at parameter ``start`` and
+        z is the direction of ``place``."""
+        shifted = torch.empty_like(part)
+        for first in range(0, len(part), _CHUNK):
+            values = part[first : first + _CHUNK].to(torch.float32, copy=True)
+            stream = (round, place)
+            add_signs(values, sign * self._settings.epsilon, self._settings.seed, stream, start + first)
+            shifted[first : first + _CHUNK] = values
+        return shifted
 
-        ``loss`` is called with ``parameters`` at θ + ε z and at θ - ε z. No other vector of this
-        size is allocated (MeZO, algorithm 1), at the cost of up to two roundings of θ.
-        """
-        epsilon = self._settings.epsilon
-        self._move(parameters, epsilon, round, step)
-        plus = loss()
-        self._move(parameters, -2 * epsilon, round, step)
-        minus = loss()
-        slope = (plus - minus) / (2 * epsilon)
-        self._move(parameters, epsilon - self._settings.learning_rate * slope, round, step)
-        return slope, (plus + minus) / 2
+    def slope(self, plus: float, minus: float) -> float:
+        """Return the slope between the losses at θ + ε z and θ - ε z."""
+        return (plus - minus) / (2 * self._settings.epsilon)
+
+    def place(self, step: int, slot: int) -> int:
+        """Return the place of a step's direction among those of a round."""
+        return step * MAX_MEMBERS + slot
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         return parameters
 
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is not None:
-            self._weights = self.replay(self._weights, [(round, average.values)])
+            self.replay(self._weights, [(round, average.values * len(average.contributors))])
         return self._weights
 
-    def replay(self, parameters: torch.Tensor, log: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-        """Return the parameters after the committed rounds in ``log``: (round, mean slopes [H]).
+    def replay(self, parameters: torch.Tensor, log: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Move the parameters in place by the committed rounds in ``log``: (round, summed slopes).
 
-        They equal the result of ``apply`` in each of these rounds, bit for bit. Raises
-        ``ProtocolViolation`` for an entry that is not H finite slopes.
+        They then equal the result of ``apply`` in each of these rounds, bit for bit. bfloat16 is
+        rounded once a round, up or down at random, so that small moves are not lost. Raises
+        ``ProtocolViolation`` for an entry that is not a finite slope for every place.
         """
+        places = self.steps_per_round * MAX_MEMBERS
         for round, slopes in log:
-            if slopes.shape != (self.steps_per_round,) or not slopes.isfinite().all():
-                raise ProtocolViolation(
-                    f"round {round} in the log is not {self.steps_per_round} finite slopes"
-                )
-        moved = parameters.clone()
-        for start in range(0, len(moved), _CHUNK):
-            part = moved[start : start + _CHUNK]
+            if slopes.shape != (places,) or not slopes.isfinite().all():
+                raise ProtocolViolation(f"round {round} in the log is not {places} finite slopes")
+        seed, rate = self._settings.seed, self._settings.learning_rate
+        for start in range(0, len(parameters), _CHUNK):
+            part = parameters[start : start + _CHUNK]
             for round, slopes in log:
-                for step, slope in enumerate(slopes.tolist()):
-                    self._move(part, -self._settings.learning_rate * slope, round, step, start)
-        return moved
-
-    def _move(self, part: torch.Tensor, by: float, round: int, step: int, start: int = 0) -> None:
-        """Set θ to θ + by z in place, where ``part`` begins at parameter ``start``."""
-        add_signs(part, by, self._settings.seed, (round, step), start)
+                moved = part.to(torch.float32, copy=True)
+                for place in slopes.nonzero().flatten().tolist():
+                    add_signs(moved, -rate * float(slopes[place]), seed, (round, place), start)
+                if part.dtype == torch.bfloat16:
+                    moved = round_to_bfloat16(moved, seed, (round, _ROUNDING), start)
+                part.copy_(moved)

@@ -181,7 +181,8 @@ def read_result(
         if each.member == me and (own is None or (each.weight, each.hash) != (own.weight, own.hash)):
             raise ProtocolViolation("a result names a contribution of this member that it did not make")
     count = len(contributors)
-    if len(result.payload) != terms.result_bytes(terms.size(index), count):
+    limit = terms.result_bytes(terms.size(index), count)
+    if len(result.payload) > limit or (terms.is_bundled and len(result.payload) < limit):
         raise ProtocolViolation(f"a result of {len(result.payload)} bytes from {count} contributors")
     if count < terms.quorum:
         raise ProtocolViolation(f"a result of {count} contributors, too few to be robust")

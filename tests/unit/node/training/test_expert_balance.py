@@ -115,7 +115,7 @@ def test_evaluation_counts_no_loads(tmp_path: Path) -> None:
     before = trainer.gradient(0, 0, 0)[0]
     trainer._gradients().zero_()
     trainer.evaluate(1)
-    trainer.loss(0, 0, 0)
+    trainer.loss(0, 0, 0, lambda part, _: part)
     assert not trainer._gradients().any()
     assert torch.equal(trainer.gradient(0, 0, 0)[0], before)
 

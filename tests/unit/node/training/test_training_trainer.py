@@ -14,7 +14,7 @@ from swarmnet_node.training.data import BatchSampler, Sequences, Share
 from swarmnet_node.training.model import (
     build_model,
     check_model,
-    flat_copy,
+    flatten,
     model_config,
     parameter_count,
     write_model,
@@ -47,7 +47,7 @@ def _bare_loop(job: Job, trainer: Trainer, folder: Path, steps: int) -> Tensor:
         torch.nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
         optimizer.param_groups[0]["lr"] = learning_rate(t, step, 50)
         optimizer.step()
-    return flat_copy(model)
+    return flatten(list(model.parameters()))
 
 
 def test_only_tokens_that_count_are_in_the_loss(tmp_path: Path) -> None:
@@ -199,19 +199,42 @@ def test_parameters_of_another_model_are_refused(tmp_path: Path) -> None:
             trainer.apply_gradient(0, 0, wrong)
 
 
-def test_loss_uses_current_parameters_and_no_gradients(tmp_path: Path) -> None:
+def test_probes_are_at_shifted_weights_which_stay_as_they_are(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path)
     start = trainer.parameters()
     direction = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
-    probes = []
-    for sign in (1, -1):
-        trainer.storage().copy_(start + sign * 1e-3 * direction)
-        probes.append(trainer.loss(0, 0, 0))
+
+    def probe(by: float) -> float:
+        return trainer.loss(0, 0, 0, lambda part, at: part + by * direction[at : at + len(part)])
+
+    probes = [probe(1e-3), probe(-1e-3)]
     assert trainer._flat.grad is None
-    trainer.load(start)
+    assert torch.equal(trainer.parameters(), start)
     gradient, report = trainer.gradient(0, 0, 0)
     assert (probes[0] - probes[1]) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)
-    assert trainer.loss(0, 0, 0) == pytest.approx(report.loss, rel=NEAR)
+    assert probe(0.0) == pytest.approx(report.loss, rel=NEAR)
+    trainer.load(start + 1e-3 * direction)
+    assert probe(0.0) == pytest.approx(probes[0], rel=NEAR)
+
+
+def test_probes_copy_one_layer_at_a_time(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, method={"name": "zo", "settings": {}})
+    parameters, sizes, seen = list(trainer._model.parameters()), [], set[int]()
+    own = {parameter.data_ptr() for parameter in parameters}
+
+    def shift(part: torch.Tensor, place: int) -> torch.Tensor:
+        assert part.dtype == torch.bfloat16
+        seen.add(place)
+        sizes.append(sum(each.numel() for each in parameters if each.data_ptr() not in own) + len(part))
+        return part.clone()
+
+    before = trainer.parameters()
+    trainer.loss(0, 0, 0, shift)
+    assert len(seen) == len(parameters)
+    layer = sum(each.numel() for each in trainer._model.model.layers[0].parameters())
+    assert max(sizes) == max(layer, 256 * 32)
+    assert {parameter.data_ptr() for parameter in parameters} == own
+    assert torch.equal(trainer.parameters(), before)
 
 
 def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -249,7 +272,7 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
 
 def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
-    needed = PARAMETERS * 16
+    needed = PARAMETERS * 3
     needs = check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path)
     assert (needs.trained, needs.total_bytes) == (PARAMETERS, needed)
     with pytest.raises(JobError, match="GiB of memory"):
@@ -294,4 +317,4 @@ def test_transformers_loads_a_written_model(tmp_path: Path) -> None:
     values = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(1))
     write_model(trainer._model, values, tmp_path / "out")
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(flat_copy(loaded), values)
+    assert torch.equal(flatten(list(loaded.parameters())), values)

@@ -63,6 +63,7 @@ def test_a_template_of_no_method_names_those_there_are() -> None:
         ("max_workers = 16", "max_workers = 65", "max_workers", "less than or equal to 64", ""),
         ('aggregate = "mean"', 'aggregate = "mode"', "aggregate", "aggregate", ""),
         ('# codec = "int8"', 'codec = "int7"', "codec", "int7", ""),
+        ('aggregate = "mean"', 'aggregate = "median"\ncodec = "log8"', "aggregate", 'must be "mean"', ""),
         ('model_type = "llama"', "", "[model.config]", "model_type", ""),
         ("hidden_size = 128", "hidden_size = nan", "[model.config]", "finite", ""),
         (

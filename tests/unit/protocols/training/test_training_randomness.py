@@ -126,8 +126,15 @@ class TestLog8:
 
     def test_zeros_and_tiny_values_decode_as_zero(self) -> None:
         payload = self.codec.encode(torch.tensor([0.0, -0.0, 1e-9, -1e-9]))
-        assert payload == bytes(4)
+        assert payload == b"\x80\x04"
         assert self.codec.decode(payload, 4).tolist() == [0.0] * 4
+
+    def test_places_of_other_workers_take_two_bytes(self) -> None:
+        values = torch.zeros(3, 64)
+        values[:, 7] = 1.0
+        payload = self.codec.encode(values.flatten())
+        assert len(payload) == 3 + 4 * 2
+        assert torch.equal(self.codec.decode(payload, 192), values.flatten())
 
     def test_range_and_step_are_as_documented(self) -> None:
         positive = self.decoded()[128:].double()
@@ -150,7 +157,15 @@ class TestLog8:
         assert self.codec.decode(b"", 0).shape == (0,)
 
     def test_invalid_payloads_are_refused(self) -> None:
-        for payload, count in ((b"\x80", 1), (b"\x01\x01", 1), (b"", 1)):
+        wrong = (
+            (b"\x80", 1),
+            (b"\x80\x00", 0),
+            (b"\x80\x80", 2),
+            (b"\x80\x05", 4),
+            (b"\x01\x01", 1),
+            (b"", 1),
+        )
+        for payload, count in wrong:
             with pytest.raises(ProtocolViolation):
                 self.codec.decode(payload, count)
         with pytest.raises(ValueError, match="finite"):

@@ -351,7 +351,7 @@ def test_outer_state_without_what_is_another_workers_own_is_enough() -> None:
         method.restore({})
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "zo"])
 def test_arguments_and_results_of_a_method_stay_unchanged(name: str) -> None:
     """Newcomers fetch the state of a round while the next ones go on."""
     method = get_method(name, SETTINGS[name])
@@ -363,7 +363,7 @@ def test_arguments_and_results_of_a_method_stay_unchanged(name: str) -> None:
     copies: list[torch.Tensor] = []
     for round, kept in enumerate((True, True, False, True)):
         average = Average(torch.full((count,), round + 1.0), NAMES) if kept else None
-        values += [method.contribution(round, torch.ones(count) if method.kind == "scalars" else local)]
+        values += [method.contribution(round, local)]
         values += [method.agreed(), *method.state().values(), *([average.values] if average else [])]
         copies += [each.clone() for each in values[len(copies) :]]
         values.append(method.apply(round, local, average))

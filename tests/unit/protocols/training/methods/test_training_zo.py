@@ -13,9 +13,9 @@ from swarmnet_node.training.replica import Replica
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
 from swarmnet_protocols.training.methods import Average, ZeroOrder, get_method, zo
-from tests.support.models.rounding import assert_sum
+from swarmnet_protocols.training.shared_randomness import round_to_bfloat16
 from tests.support.training import reference
-from tests.support.training.task import NAMES, ROUNDS, SIZE, WORKERS, Task, assert_agree
+from tests.support.training.task import NAMES, ROUNDS, WORKERS, Task, assert_agree
 from tests.support.training.tiny_job import tiny_job, tiny_trainer
 
 H = 2
@@ -23,7 +23,10 @@ EPSILON = 1e-2
 LEARNING_RATE = 1e-3
 SEED = 1 << 40
 JOB: dict[str, dict[str, Any]] = {
-    "method": {"name": "zo", "settings": {"sync_every": 3, "learning_rate": 1e-3, "seed": SEED}}
+    "method": {
+        "name": "zo",
+        "settings": {"sync_every": 3, "learning_rate": 1e-3, "seed": SEED, "weights": "float32"},
+    }
 }
 
 
@@ -36,13 +39,18 @@ def zeroth_order() -> ZeroOrder:
     return method
 
 
-def slopes(method: ZeroOrder, t: int, worker: int) -> torch.Tensor:
-    """The contribution of a worker to a round after its steps."""
+def slopes(method: ZeroOrder, t: int, worker: int, of: int | None = None) -> torch.Tensor:
+    """The contribution of a worker to a round, on its own data or ``of`` another."""
     task, theta = Task(), method.agreed().clone()
-    measured = [
-        method.step(theta, t, j, lambda: task.loss(worker, theta.double().numpy()))[0] for j in range(H)
-    ]
-    return method.contribution(t, torch.tensor(measured))
+    measured = torch.zeros(method.range(t)[1])
+    for step in range(H):
+        place = method.place(step, worker)
+        plus, minus = (
+            task.loss(worker if of is None else of, method.shift(theta, 0, t, place, sign).double().numpy())
+            for sign in (1, -1)
+        )
+        measured[place] = method.slope(plus, minus)
+    return method.contribution(t, measured)
 
 
 def test_zeroth_order_follows_the_equations_and_replays_bit_for_bit() -> None:
@@ -50,38 +58,59 @@ def test_zeroth_order_follows_the_equations_and_replays_bit_for_bit() -> None:
     theta, trace, log = torch.from_numpy(Task().start).float(), [], []
     for t in range(ROUNDS):
         mean = torch.stack([slopes(method, t, i) for i in range(WORKERS)]).mean(dim=0)
-        theta = method.apply(t, theta, Average(mean, NAMES))
-        log.append((t, mean))
+        theta = method.apply(t, theta, Average(mean, NAMES)).clone()
+        log.append((t, mean * WORKERS))
         trace.append(torch.stack([theta] * WORKERS).numpy())
     run = Task().run()
     assert_agree(trace, reference.zeroth_order(run, Task().loss, SEED, H, EPSILON, LEARNING_RATE))
 
-    joiner = zeroth_order()
-    assert torch.equal(joiner.replay(torch.from_numpy(trace[3][0]), log[4:]), theta)
+    joined = torch.from_numpy(trace[3][0])
+    zeroth_order().replay(joined, log[4:])
+    assert torch.equal(joined, theta)
     assert torch.equal(method.agreed(), theta)
 
 
-def test_a_step_takes_the_loss_at_both_probes_and_ends_down_the_slope() -> None:
-    method, z = zeroth_order(), torch.from_numpy(reference.direction(SEED, 3, 1, SIZE))
-    start = method.agreed().double()
-    theta, visited = method.agreed().clone(), []
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_vector_moved_in_parts_equals_the_vector_moved_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, slopes = zeroth_order(), torch.zeros(2, 64 * H)
+    slopes[0, 3], slopes[1, 70] = -2.0, 0.5
+    log, start = list(zip((3, 4), slopes, strict=True)), method.agreed().to(dtype)
+    whole, parts = start.clone(), start.clone()
+    method.replay(whole, log)
+    monkeypatch.setattr(zo, "_CHUNK", 56)
+    method.replay(parts, log)
+    assert torch.equal(parts, whole)
+    assert not torch.equal(whole, start)
+    shifted = method.shift(start, 0, 0, 5, 1)
+    monkeypatch.undo()
+    assert torch.equal(method.shift(start, 0, 0, 5, 1), shifted)
 
-    def loss() -> float:
-        visited.append(theta.double())
-        return 5.0 if len(visited) == 1 else 2.0
 
-    slope, mean = method.step(theta, 3, 1, loss)
-    assert (slope, mean) == (3.0 / (2 * EPSILON), 3.5)
-    places = [*visited, theta.double()]
-    for place, by in zip(places, (EPSILON, -EPSILON, -LEARNING_RATE * slope), strict=True):
-        assert_sum(place, torch.stack([start, by * z]), 6)
+def test_bfloat16_weights_keep_moves_below_their_precision() -> None:
+    values = torch.full((80_000,), 1 + 2.0**-10)  # an eighth of the way to the next bfloat16
+    rounded = round_to_bfloat16(values, SEED, (1, 2)).float()
+    assert set(rounded.tolist()) == {1.0, 1 + 2.0**-7}
+    assert float(rounded.mean()) == pytest.approx(1 + 2.0**-10, abs=5e-5)
+    assert torch.equal(round_to_bfloat16(-values, SEED, (1, 2)).float(), -rounded)
+    assert torch.equal(round_to_bfloat16(values[16:], SEED, (1, 2), 16).float(), rounded[16:])
+    with pytest.raises(ValueError, match="multiple of 8"):
+        round_to_bfloat16(values, SEED, (1, 2), 4)
 
 
-def test_a_vector_moved_in_parts_equals_the_vector_moved_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    method, log = zeroth_order(), [(3, torch.tensor([0.5, -2.0])), (4, torch.tensor([1.0, 0.0]))]
-    whole = method.replay(method.agreed(), log)
-    monkeypatch.setattr(zo, "_CHUNK", 50)
-    assert torch.equal(method.replay(method.agreed(), log), whole)
+def test_eight_workers_need_a_third_of_the_steps_of_one() -> None:
+    start = Task().loss(0, zeroth_order().agreed().double().numpy())
+
+    def steps(workers: int) -> int:
+        method, task, codec, t = zeroth_order(), Task(), Log8Codec(), 0
+        while task.loss(0, method.agreed().double().numpy()) > 0.7 * start:
+            rows = [codec.decode(codec.encode(slopes(method, t, i, of=0)), 64 * H) for i in range(workers)]
+            method.apply(t, method.agreed(), Average(torch.stack(rows).mean(dim=0), ("",) * workers))
+            t += 1
+        return t * H
+
+    assert steps(8) <= 0.3 * steps(1)
 
 
 def test_slopes_of_one_byte_lower_the_loss() -> None:
@@ -91,7 +120,7 @@ def test_slopes_of_one_byte_lower_the_loss() -> None:
     for t in range(60):
         losses.append(sum(task.loss(i, theta.double().numpy()) for i in range(WORKERS)))
         payloads = [codec.encode(slopes(method, t, i)) for i in range(WORKERS)]
-        mean = torch.stack([codec.decode(payload, H) for payload in payloads]).mean(dim=0)
+        mean = torch.stack([codec.decode(payload, 64 * H) for payload in payloads]).mean(dim=0)
         theta = method.apply(t, theta, Average(mean, NAMES))
     assert losses[-1] < 0.97 * losses[0]
 
@@ -108,18 +137,21 @@ class TestWorker:
         trainer = tiny_trainer(tmp_path, **JOB)
         worker = Replica(tiny_job(tmp_path, **JOB), trainer)
         gradient, report = trainer.gradient(0, 0, 2)
-        z = torch.from_numpy(reference.direction(SEED, 0, 0, len(gradient))).float()
+        z = torch.from_numpy(reference.direction(SEED, 0, 2, len(gradient))).float()
+        before = worker.method.agreed().clone()
         slopes, measured = worker.contribution(0, 2)
-        # Both are differences over a step, and curved losses differ from their tangents.
-        assert float(slopes[0]) == pytest.approx(float(gradient @ z), rel=0.02)
+        assert torch.equal(worker.method.agreed(), before)
+        assert slopes.nonzero().flatten().tolist() == [2, 66, 130]
+        # A slope is a difference over a step, and curved losses differ from their tangents.
+        assert float(slopes[2]) == pytest.approx(float(gradient @ z), rel=0.02)
         assert measured.loss == pytest.approx(report.loss, rel=0.02)
-        before = worker.method.agreed()
         worker.apply(0, Average(slopes / 2, NAMES))
         assert torch.equal(trainer.parameters(), worker.method.agreed())
         assert not torch.equal(trainer.parameters(), before)
         worker.contribution(1, 2)
+        after = trainer.parameters()
         worker.apply(1, None)
-        assert torch.equal(trainer.parameters(), worker.method.agreed())
+        assert torch.equal(trainer.parameters(), after)
 
     def test_every_step_of_a_round_is_reported_and_its_end(self, tmp_path: Path) -> None:
         heard: list[int] = []
