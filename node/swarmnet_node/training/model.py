@@ -256,7 +256,7 @@ def is_adapted(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def build_model(
+def build_model(  # noqa: PLR0913 - all by name but the first
     section: ModelSection,
     seed: int,
     cache_dir: Path,
