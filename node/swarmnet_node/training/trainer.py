@@ -214,15 +214,9 @@ class Trainer:
         """Return the mean loss of the slot's batch at perturbed weights, in nats per token."""
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
-<<<<<<< HEAD
-        with torch.no_grad():
-            total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
-        return total / max(1, _target_count(batch))
-=======
         with torch.no_grad(), perturbed(self._model, self._trained, shift):
             total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
-        return total / _target_count(batch)
->>>>>>> a122d7fa (zo probes one direction per worker and step, in bfloat16 and in the memory of inference)
+        return total / max(1, _target_count(batch))
 
     def evaluate(self, batches: int) -> tuple[float, int]:
         """Return the mean loss of at most ``batches`` validation batches, and its number of tokens.
