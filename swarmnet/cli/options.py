@@ -44,15 +44,13 @@ def _check_device(text: str) -> str:
     return text
 
 
-def _number_format(option: str, *names: str) -> Callable[[str], str]:
-    """Return a check that the value of ``option`` is one of these number formats."""
+def one_of(option: str, *names: str) -> Callable[[str], str]:
+    """Return a check that the value of ``option`` is one of ``names``."""
 
     def check(text: str) -> str:
         if text not in names:
             known = f"{', '.join(names[:-1])} or {names[-1]}"
-            raise typer.BadParameter(
-                f"{text!r} is not a number format: use {known}", param_hint=f"'{option}'"
-            )
+            raise typer.BadParameter(f"{text!r} is unknown: use {known}", param_hint=f"'{option}'")
         return text
 
     return check
@@ -260,7 +258,7 @@ DtypeOption = Annotated[
         "--dtype",
         metavar="auto|float32|bfloat16",
         help="Number format of the weights. auto: on a CPU as the gguf file stores them, or float32; bfloat16 on a GPU.",
-        callback=_number_format("--dtype", "auto", "float32", "bfloat16"),
+        callback=one_of("--dtype", "auto", "float32", "bfloat16"),
     ),
 ]
 WireOption = Annotated[
@@ -269,7 +267,7 @@ WireOption = Annotated[
         "--wire",
         metavar="auto|float32|bfloat16|int8",
         help="Number format of activations between hosts. auto: as the hosts compute. int8, for slow links: a quarter of float32's bytes, but answers may change.",
-        callback=_number_format("--wire", "auto", "float32", "bfloat16", "int8"),
+        callback=one_of("--wire", "auto", "float32", "bfloat16", "int8"),
     ),
 ]
 HostDtypeOption = Annotated[
@@ -278,7 +276,7 @@ HostDtypeOption = Annotated[
         "--dtype",
         metavar="auto|float32|bfloat16|int8|int4",
         help="Number format of the weights. auto: as stored on a CPU, bfloat16 on a GPU. int8 and int4 quantise while loading, so that more blocks fit.",
-        callback=_number_format("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
+        callback=one_of("--dtype", "auto", "float32", "bfloat16", "int8", "int4"),
     ),
 ]
 

@@ -1,17 +1,19 @@
 """Exactness, speed and memory of a host on CUDA.
 
-    python -m tests.bench.gpu [--model M] [--parts exact speed memory swarm] [--device cuda|cpu]
+    python -m tests.bench.gpu [--model M] [--parts exact speed training memory swarm]
+                              [--device cuda|cpu]
 
 Prints one JSON object for each part, with ``ok``, and the card. Without CUDA it prints why it is
-skipped. ``--device cpu`` runs the parts exact and speed on the CPU in float32 with the caches of an
-accelerator, which shows that this bench works and nothing about a GPU. The exit code is 1 if a part
-is not ok.
+skipped. ``--device cpu`` runs the parts exact, speed and training on the CPU, the first two in
+float32 with the caches of an accelerator. This shows that the bench works and nothing about a GPU.
+The exit code is 1 if a part is not ok.
 
 * exact: torch unpacks every packed format to the same bits as on the CPU; a host's outputs in
   bfloat16 and float32 agree with transformers' layers, one sequence alone with the same in a batch,
   and recorded steps with others; steps are recorded, and attention is fused if torch can do it.
 * speed: greedy decoding of one stream, and of 32, through all blocks on the card, against
   transformers' `generate` in bfloat16 with a static cache.
+* training: steps of a worker in float32, and with each way to save memory (``gpu_training``).
 * memory: a node that serves fills at most 95 % of the card, as nvidia-smi sees it, and 5 s after
   `pause` at most 5 % of what it took is left.
 * swarm: two nodes on one card give the tokens that transformers gives in bfloat16. Where the two
@@ -42,6 +44,7 @@ from swarmnet_protocols.models import DEFAULT_MODEL, LocalModel, resolve
 from swarmnet_protocols.quantization.formats import Format
 from swarmnet_protocols.quantization.products import load_products
 from swarmnet_protocols.quantization.unpack import unpack
+from tests.bench import gpu_training
 from tests.support.gguf.packed_matrices import random_matrix
 from tests.support.processes.nodes import Swarm
 
@@ -279,7 +282,7 @@ def card() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--parts", nargs="+", default=["exact", "speed", "memory", "swarm"])
+    parser.add_argument("--parts", nargs="+", default=["exact", "speed", "training", "memory", "swarm"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -298,6 +301,7 @@ def main() -> None:
         parts: dict[str, Callable[[], dict[str, Any]]] = {
             "exact": lambda: exact(local, device),
             "speed": lambda: speed(local, device, options.tokens, options.rounds),
+            "training": lambda: gpu_training.measure(device),
         }
         if device.type == "cuda":
             parts["memory"] = lambda: memory(options.model, Path(folder))

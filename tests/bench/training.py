@@ -4,7 +4,8 @@ and simulated time.
     python -m tests.bench.training [--methods allreduce diloco:outer_lr=0.5 ...] [--workers 8] [--steps 12000]
                                    [--learning-rate RATE] [--absences 0] [--seed 0] [--out DIR]
 
-A byte-level Llama learns the Python standard library's source. Every method sees equal tokens:
+A byte-level Llama learns the Python standard library's source. Settings of a method may contain
+``optimizer=muon`` and ``learning_rate=RATE``. Every method sees equal tokens:
 --steps inner steps of every worker, rounded down to whole rounds. Prints one JSON object a method;
 in DIR come curves.json and plots.
 """
@@ -39,6 +40,7 @@ def standard_job(
     steps: int,
     workers: int,
     learning_rate: float | None = None,
+    optimizer: str = "adamw",
 ) -> Job:
     """The job of a small byte-level Llama, 28,832 parameters, for ``steps`` inner steps, rounded
     down to whole rounds.
@@ -63,7 +65,12 @@ def standard_job(
             }
         },
         "data": {"path": "python-stdlib", "sequence_length": 64},
-        "training": {"batch_size": 16, "learning_rate": learning_rate, "warmup_steps": 50},
+        "training": {
+            "batch_size": 16,
+            "learning_rate": learning_rate,
+            "warmup_steps": 50,
+            "optimizer": optimizer,
+        },
         "method": {"name": method, "settings": dict(settings)},
         "exchange": {"max_workers": workers},
         "eval": {"batches": 16},
@@ -114,13 +121,14 @@ def compare(methods: Sequence[str], arguments: argparse.Namespace, cache_dir: Pa
     curves: list[Curve] = []
     for label in methods:
         name, settings = parse_method(label)
+        training = {key: settings.pop(key) for key in ("learning_rate", "optimizer") if key in settings}
         job = standard_job(
             name,
             settings,
             seed=arguments.seed,
             steps=arguments.steps,
             workers=arguments.workers,
-            learning_rate=arguments.learning_rate,
+            **{"learning_rate": arguments.learning_rate, **training},  # type: ignore[arg-type]
         )
         trace = absences(
             arguments.seed, workers=arguments.workers, steps=arguments.steps, count=arguments.absences

@@ -109,7 +109,6 @@ class Worker:
             job,
             corpus,
             build_model(job.model, job.job.seed, cache_dir),
-            steps_per_round=job.make_method().steps_per_round,
             device=torch.device("cpu"),
         )
         self.replica = Replica(job, trainer)

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
 from safetensors.torch import load_file
 from torch import Tensor
 
 from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
 from swarmnet_node.training.model import read_model
+from swarmnet_node.training.shared_state import pack
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import UNFINISHED, creating
 from swarmnet_protocols.models import Progress, resolve
@@ -51,7 +51,7 @@ class WorkerCheckpoint:
     """The state of a worker after ``round`` rounds, of which ``revision`` were committed.
 
     - ``parameters``: the agreed parameters, flat ``[n]``.
-    - ``optimizer``: AdamW's state.
+    - ``optimizer``: the inner optimizer's state.
     - ``outer``: the method's outer state, and the residual of error feedback.
     - ``excluded``: workers that sent false results.
     """
@@ -94,10 +94,8 @@ class CheckpointStore:
                 write_model(folder, checkpoint.parameters)
                 (folder / _STATE).mkdir()
                 for name in ("optimizer", "outer"):
-                    tensors = {
-                        key: value.detach().cpu().numpy() for key, value in getattr(checkpoint, name).items()
-                    }
-                    save_file(tensors, folder / _STATE / f"{name}.safetensors")
+                    with (folder / _STATE / f"{name}.safetensors").open("wb") as stream:
+                        stream.writelines(pack(getattr(checkpoint, name)))
                 _write_progress(folder, checkpoint)
             for old in self._folders()[self._keep :]:
                 shutil.rmtree(old)

@@ -39,21 +39,29 @@ class ExpertBalance:
     ``named_parameters()``."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        """Hook ``model``.
+        """Hook ``model``, which computes on ``device``.
 
-        Each forward with gradients then adds the loads of experts to the gradients of their biases.
+        Each forward with gradients then counts the loads of experts.
         """
         places, first = [torch.empty(0, dtype=torch.int64)], 0
         for name, parameter in model.named_parameters():
             if name.endswith(BIAS):
                 places.append(torch.arange(first, first + parameter.numel()))
             first += parameter.numel()
-        self._places = torch.cat(places).to(device)
+        self._places = torch.cat(places)
+        self._loads = torch.zeros(len(self._places), device=device)
+        names = [name for name, _ in model.named_parameters() if name.endswith(BIAS)]
+        parts = torch.split_with_sizes(self._loads, [len(each) for each in places[1:]])
         for path, experts in experts_modules(model):
             around = path.rpartition(".")[0] + "."
-            for name, parameter in model.named_parameters():
-                if name.startswith(around) and name.endswith(BIAS):
-                    experts.register_forward_pre_hook(partial(_add_loads, bias=parameter))
+            for name, part in zip(names, parts, strict=True):
+                if name.startswith(around):
+                    experts.register_forward_pre_hook(partial(_add_loads, loads=part))
+
+    def insert(self, gradient: Tensor) -> None:
+        """Move the counted loads into ``gradient``, ``[n]``, as the gradients of the biases."""
+        gradient[self._places] = self._loads.to(gradient.device)
+        self._loads.zero_()
 
     def extract(self, gradient: Tensor) -> Tensor:
         """Return the gradients of the biases, ``[b]``, and set them to 0 in ``gradient``, ``[n]``.
@@ -76,12 +84,13 @@ class ExpertBalance:
         parameters[self._places] = biases - STEP * loads.sign()
 
 
-def _add_loads(experts: Any, args: tuple[Any, ...], *, bias: nn.Parameter) -> None:
-    """Add loads. ``args``: rows, the experts that the router chose for each row, and their
-    weights."""
-    if bias.grad is None or not torch.is_grad_enabled():
-        return
-    chosen: Tensor = args[1]
-    count = bias.numel()
-    rows = torch.bincount(chosen.flatten(), minlength=count)[:count]
-    bias.grad += (rows / chosen.numel() - 1 / count).view_as(bias)
+def _add_loads(experts: Any, args: tuple[Any, ...], *, loads: Tensor) -> None:
+    """Add to ``loads`` how far each expert's share of the rows is from the mean share.
+
+    ``args``: rows, the experts that the router chose for each row, and their weights.
+    """
+    if torch.is_grad_enabled():
+        chosen: Tensor = args[1]
+        count = loads.numel()
+        rows = torch.bincount(chosen.flatten(), minlength=count)[:count]
+        loads += rows / chosen.numel() - 1 / count

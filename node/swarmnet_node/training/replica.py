@@ -113,7 +113,7 @@ class Replica:
         """
         inner = {}
         if self.method.kind == "gradients":
-            inner = {name: values.clone() for name, values in self.trainer.optimizer_state().items()}
+            inner = self.trainer.optimizer_state()
         agreed = self.method.agreed().to("cpu")
         return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 
@@ -132,7 +132,7 @@ class Replica:
         self._feedback = self._new_feedback()
 
     def checkpoint(self, job_id: str, round: int, excluded: tuple[PeerId, ...] = ()) -> WorkerCheckpoint:
-        """Return a checkpoint of the replica, valid until the next step."""
+        """Return a checkpoint of the replica, which later steps do not change."""
         return WorkerCheckpoint(
             job_id=job_id,
             round=round,

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from swarmnet_node.owner.limits import OwnerLimits
 from swarmnet_node.owner.watched_peer import Purpose, WatchedPeer
 from swarmnet_node.training.job_store import LocalFiles, fetch_job, job_folder, own_jobs
+from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import NetworkStopped, NotAuthorised
 from swarmnet_protocols.joining.network import Network, connect
 from swarmnet_protocols.machine.aio import in_background, persist
@@ -45,6 +46,7 @@ class WorkerConfig:
     data_dir: Path
     cache_dir: Path
     device: str = "auto"
+    memory: MemoryOptions = AUTOMATIC
     threads: int | None = None
     files: LocalFiles = field(default_factory=LocalFiles)
     public_name: str = ""
@@ -76,6 +78,7 @@ async def start(
         transport, directory = await stack.enter_async_context(connect(config.network))
         executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="torch"))
         codec_executor = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="codec"))
+        writer = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="checkpoint"))
         stack.callback(stopped.set)
         sealed = await fetch_job(config.data_dir, directory, config.job)
 
@@ -122,6 +125,7 @@ async def start(
             directory,
             executor,
             codec_executor,
+            writer,
             random.Random(os.urandom(16)),
             identity.sign,
             progress=progress,
@@ -211,6 +215,7 @@ def _open_trainer(
             cache_dir=config.cache_dir,
             available_bytes=_available_bytes(config.limits),
             device=pick_device(config.device),
+            memory=config.memory,
             progress=progress,
             peers=peers,
             tell=tell,

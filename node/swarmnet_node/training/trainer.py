@@ -1,8 +1,4 @@
-"""The inner loop: AdamW steps of one worker on the samples of its slot.
-
-All parameters are views of one flat buffer, and all gradients are views of another. So reading or
-replacing them is one copy, and clipping and AdamW are one operation each.
-"""
+"""The inner loop: optimizer steps of one worker on the samples of its slot."""
 
 import math
 import time
@@ -19,17 +15,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from swarmnet_node.training.data import BatchSampler, Corpus, Share, open_corpus, shares_of
 from swarmnet_node.training.expert_balance import ExpertBalance
-from swarmnet_node.training.model import (
-    build_model,
-    check_flat,
-    check_model,
-    checkpoint_of,
-    flatten,
-    trained_parameters,
-    write_model,
-)
+from swarmnet_node.training.flat_model import FlatModel
+from swarmnet_node.training.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
+from swarmnet_node.training.model import build_model, check_flat, check_model, checkpoint_of, write_model
 from swarmnet_node.training.probes import Shift, perturbed
-from swarmnet_protocols.errors import IntegrityError
+from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.models import LocalModel, Progress
 from swarmnet_protocols.training.job_settings import Job, TrainingSection
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
@@ -40,7 +31,6 @@ if TYPE_CHECKING:
 
 _FINAL_RATE = 0.1
 """The last learning rate of the cosine schedule, as a fraction of the peak."""
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -77,8 +67,8 @@ class Trainer:
         corpus: Corpus,
         model: PreTrainedModel,
         *,
-        steps_per_round: int,
         device: torch.device,
+        memory: MemoryOptions = AUTOMATIC,
         progress: Progress = lambda *_: None,
     ) -> None:
         """``progress`` is called at every inner step. An exception from it ends the computation."""
@@ -87,8 +77,9 @@ class Trainer:
         """The checkpoint that the job starts from, or None."""
         self._progress = progress
         self._training = job.training
-        self._steps_per_round = steps_per_round
-        self._total_steps = job.job.rounds * steps_per_round
+        method = job.make_method()
+        self._steps_per_round = method.steps_per_round
+        self._total_steps = job.job.rounds * self._steps_per_round
         self._device = device
         self._sampler = BatchSampler(
             seed=job.job.seed,
@@ -97,19 +88,17 @@ class Trainer:
                 for count, source in zip(corpus.train.counts, job.data.sources, strict=True)
             ),
             batch_size=job.training.batch_size,
-            steps_per_round=steps_per_round,
+            steps_per_round=self._steps_per_round,
             slots=job.exchange.max_workers,
         )
-        self._model = model.to(device)
-        self._trained = [parameter for _, parameter in trained_parameters(model)]
-        self._flat = torch.nn.Parameter(flatten(self._trained))
+        self._model = model
+        self._flat = FlatModel(model, device, AS_STORED if method.kind == "scalars" else memory)
         self._balance = ExpertBalance(model, device)
-        self._optimizer = torch.optim.AdamW(
-            [self._flat],
-            lr=job.training.learning_rate,
-            betas=job.training.betas,
-            weight_decay=job.training.weight_decay,
-            fused=True,
+        self._optimizer = InnerOptimizer(
+            job.training,
+            self._flat.values,
+            self._flat.matrices,
+            eight_bit=memory.optimizer_states == "8bit",
         )
 
     @classmethod
@@ -120,6 +109,7 @@ class Trainer:
         cache_dir: Path,
         available_bytes: int,
         device: torch.device,
+        memory: MemoryOptions = AUTOMATIC,
         progress: Progress = lambda *_: None,
         peers: "SwarmPeers | None" = None,
         tell: Callable[[MemoryNeeds], None] = lambda needs: None,
@@ -127,48 +117,55 @@ class Trainer:
         """Return a trainer with the job's initial parameters.
 
         ``peers`` provide missing weights. ``tell`` hears of the memory before any weight is loaded.
-        Raises ``JobError`` for data or a model that this machine cannot train.
+        Raises ``JobError`` for data or a model that this machine cannot train, and ``ConfigError``
+        for options about memory that do not fit the job.
         """
         method = job.make_method()
+        if memory.optimizer_states == "8bit" and method.kind == "gradients":
+            raise ConfigError(
+                f"with {method.name}, all workers keep the same optimizer states, in float32",
+                hint="leave out --optimizer-states 8bit",
+            )
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
         needs = check_model(
             job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir
         )
         tell(needs)
-        seed, steps = job.job.seed, method.steps_per_round
+        seed = job.job.seed
         dtype = method.dtype if isinstance(method, ZeroOrder) else torch.float32
         model = build_model(job.model, seed, cache_dir, progress, device=device, local=local, dtype=dtype)
-        trainer = cls(job, corpus, model, steps_per_round=steps, device=device, progress=progress)
+        trainer = cls(job, corpus, model, device=device, memory=memory, progress=progress)
         trainer.local = local
         return trainer
 
     @property
     def parameter_count(self) -> int:
-        return self._flat.numel()
+        return self._flat.values.numel()
 
     def view(self) -> Tensor:
         """Return the parameters, ``[n]`` on the CPU, valid until the next step or ``load``.
 
         They are float32, except in a job that only takes forward passes."""
-        return self._flat.detach().to("cpu")
+        return self._flat.values.to("cpu")
 
     def parameters(self) -> Tensor:
         """Return a copy of the parameters, ``[n]`` on the CPU, ordered like
         ``named_parameters()``."""
-        return self._flat.detach().to("cpu", copy=True)
+        return self._flat.values.to("cpu", copy=True)
 
     def storage(self) -> Tensor:
-        """Return the parameters' own memory, ``[n]`` on the device, for changes in place."""
-        return self._flat.data
+        """Return the parameters' own memory, ``[n]``, for changes in place without gradients."""
+        return self._flat.values
 
     def load(self, parameters: Tensor) -> None:
-        """Replace the parameters by ``[n]`` of the same type. AdamW keeps its state.
+        """Replace the parameters by ``[n]`` of the same type. The inner optimizer keeps its state.
 
         Raises ``IntegrityError`` for other shapes and types.
         """
-        with torch.no_grad():
-            self._flat.copy_(check_flat(parameters, self.parameter_count, self._flat.dtype))
+        values = self._flat.values
+        values.copy_(check_flat(parameters, self.parameter_count, values.dtype))
+        self._flat.refresh()
 
     def steps(self, round: int, slot: int, count: int, *, first: int = 0) -> StepReport:
         """Run the inner steps [first, first + count) of a round."""
@@ -180,7 +177,7 @@ class Trainer:
             self._update(round, step)
             losses += loss
             tokens += counted
-        self._free_gradients()
+        self._flat.free_gradients()
         self.report_steps(first + count)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
 
@@ -201,20 +198,20 @@ class Trainer:
         """Return the mean unclipped gradient of the slot's batch, ``[n]`` float32 on the CPU."""
         started = time.perf_counter()
         loss, tokens = self._backward(round, step, slot)
-        gradient = self._gradients().to("cpu", copy=True)
+        gradient = self._flat.gradients().to("cpu", copy=True)
         return gradient, StepReport(float(loss), tokens, time.perf_counter() - started)
 
     def apply_gradient(self, round: int, step: int, gradient: Tensor) -> None:
         """Run one inner step with ``gradient`` (``[n]`` float32), clipped like the trainer's own
         gradients."""
-        self._gradients().copy_(check_flat(gradient, self.parameter_count))
+        self._flat.gradients().copy_(check_flat(gradient, self.parameter_count))
         self._update(round, step)
 
     def loss(self, round: int, step: int, slot: int, shift: Shift) -> float:
         """Return the mean loss of the slot's batch at perturbed weights, in nats per token."""
         self.report_steps(step)
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
-        with torch.no_grad(), perturbed(self._model, self._trained, shift):
+        with torch.no_grad(), perturbed(self._model, self._flat.parameters, shift):
             total = sum(float(self._loss_sum(part)) for part in self._microbatches(batch))
         return total / max(1, _target_count(batch))
 
@@ -245,60 +242,28 @@ class Trainer:
         return mean, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """Return AdamW's state on the CPU, valid until the next step.
-
-        The state has the scalar ``step`` and two moments ``[n]``. It is empty before the first
-        step.
-        """
-        state = self._optimizer.state.get(self._flat, {})
-        return {name: value.detach().to("cpu") for name, value in state.items()}
+        """Return a copy of the inner optimizer's state, as in ``InnerOptimizer.state``."""
+        return self._optimizer.state()
 
     def load_optimizer_state(self, state: Mapping[str, Tensor]) -> None:
-        """Replace AdamW's state by a result of ``optimizer_state``.
+        """Replace the inner optimizer's state by a result of ``optimizer_state``.
 
         Raises ``IntegrityError`` for other names or shapes, and for values that are not finite.
         """
-        if not state:
-            self._optimizer.state.clear()
-            return
-        if set(state) != {"step", *_MOMENTS} or state["step"].shape != ():
-            raise IntegrityError("this is not the state of AdamW")
-        moments = {name: check_flat(state[name], self.parameter_count) for name in _MOMENTS}
-        if not all(bool(value.isfinite().all()) for value in moments.values()):
-            raise IntegrityError("the state of AdamW holds values that are not finite")
-        self._optimizer.state[self._flat] = {
-            "step": state["step"].to(self._device, torch.float32, copy=True),
-            **{name: value.to(self._device, copy=True) for name, value in moments.items()},
-        }
+        self._optimizer.load(state)
 
     def write(self, folder: Path, parameters: Tensor) -> None:
         """Write the model with ``parameters`` into ``folder``, in Hugging Face layout."""
-        write_model(self._model, check_flat(parameters, self.parameter_count, self._flat.dtype), folder)
+        write_model(
+            self._model, check_flat(parameters, self.parameter_count, self._flat.values.dtype), folder
+        )
 
     @property
     def _microbatch_size(self) -> int:
         return self._training.microbatch or self._training.batch_size
 
-    def _parts(self, flat: Tensor) -> list[tuple[torch.nn.Parameter, Tensor]]:
-        parts = torch.split_with_sizes(flat, [parameter.numel() for parameter in self._trained])
-        return [(p, part.view(p.shape)) for p, part in zip(self._trained, parts, strict=True)]
-
-    def _gradients(self) -> Tensor:
-        """Return the flat gradient, allocated on first use: zeroth-order methods never need one."""
-        if self._flat.grad is None:
-            self._flat.grad = torch.zeros_like(self._flat)
-            for parameter, part in self._parts(self._flat.grad):
-                parameter.grad = part
-        return self._flat.grad
-
-    def _free_gradients(self) -> None:
-        """Free the gradients, because the next exchange needs the memory."""
-        self._flat.grad = None
-        for parameter in self._trained:
-            parameter.grad = None
-
     def _backward(self, round: int, step: int, slot: int) -> tuple[Tensor, int]:
-        self._gradients().zero_()
+        self._flat.gradients().zero_()
         batch = self.corpus.train.take(self._sampler.batch(round, step, slot))
         tokens = _target_count(batch)
         total = torch.zeros((), device=self._device)
@@ -306,6 +271,7 @@ class Trainer:
             loss = self._loss_sum(part) / max(1, tokens)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
+        self._balance.insert(self._flat.gradients())
         return total, tokens
 
     def _microbatches(self, batch: Tensor) -> tuple[Tensor, ...]:
@@ -322,15 +288,15 @@ class Trainer:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets, reduction="sum", ignore_index=-1)
 
     def _update(self, round: int, step: int) -> None:
-        gradient = self._gradients()
+        gradient = self._flat.gradients()
         loads = self._balance.extract(gradient)
         norm = torch.linalg.vector_norm(gradient)
         gradient.mul_((self._training.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         steps_before = round * self._steps_per_round + step
-        self._optimizer.param_groups[0]["lr"] = learning_rate(self._training, steps_before, self._total_steps)
-        biases = self._balance.biases(self._flat.data)
-        self._optimizer.step()
-        self._balance.step(self._flat.data, biases, loads)
+        biases = self._balance.biases(self._flat.values)
+        self._optimizer.step(gradient, learning_rate(self._training, steps_before, self._total_steps))
+        self._balance.step(self._flat.values, biases, loads)
+        self._flat.refresh()
 
 
 def _target_count(batch: Tensor) -> int:

@@ -6,7 +6,7 @@ round:
 1. Train: run the inner steps on this worker's slot of the data. With overlap, the exchange of the
    previous round ends during these steps.
 2. Finish the exchange of the previous round: apply its average, publish the new shared state,
-   evaluate and save a checkpoint.
+   evaluate and copy a checkpoint, which is written during the next steps.
 3. Match: form a group with the other workers in this round (``matchmaking``). Its roster has the
    slots of the next round.
 4. Exchange: average the contributions of the group in the background (``rounds.averaging``).
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -83,6 +84,8 @@ class WorkerDependencies:
     """One thread, which runs all torch computation."""
     codec_executor: Executor
     """A second thread, which encodes and decodes contributions during inner steps."""
+    writer: Executor
+    """A third thread, which writes checkpoints during inner steps."""
     rng: random.Random
     sign: Callable[[bytes], bytes]
     """Signs with the key of the transport's peer id."""
@@ -130,6 +133,8 @@ class Worker:
         self._slot: int | None = None
         """This worker's share of the data in the next round. None until a roster assigns one."""
         self._pending: PendingExchange | None = None
+        self._writing: asyncio.Future[Path] | None = None
+        """The checkpoint that is being written."""
         self._last_exchange = 0
         self._step_s = 0.0
         """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
@@ -198,6 +203,7 @@ class Worker:
                 try:
                     if failure := await race(self._failure, self._run_rounds()):
                         await self._save()
+                        await self._written()
                         raise failure
                 finally:
                     await cancel(self._pending.task if self._pending else None)
@@ -229,6 +235,7 @@ class Worker:
         elif not self._method.shares_weights:
             await self._merge_replicas()
         await self._save()
+        await self._written()
 
     def _is_done(self) -> bool:
         return self.stopping or self.round >= self._job.job.rounds
@@ -451,6 +458,7 @@ class Worker:
         here, there = self._matchmaking.position, verdict.position
         if self.round and there.round > self.round + 2:
             await self._save()
+            await self._written()
             await self._compute(self._checkpoints.set_aside)
         # Workers that ask for the position during the download get the new one, and wait.
         await self._matchmaking.set_position(there)
@@ -489,15 +497,22 @@ class Worker:
         await self._matchmaking.set_position(WorkerPosition(self.round, state))
 
     async def _save(self) -> None:
-        """Write a checkpoint of the rounds whose exchange is over."""
+        """Copy the state after the rounds whose exchange is over, and start to write it."""
+        await self._written()
         done = self.round if self._pending is None else self._pending.round
         excluded = tuple(self._workers.excluded)
+        saved = await self._compute(self._replica.checkpoint, self.job_id, done, excluded)
+        self._writing = asyncio.get_running_loop().run_in_executor(
+            self._dependencies.writer, self._checkpoints.save, saved, self._replica.trainer.write
+        )
+        if self._method.kind == "scalars":  # its weights are not copied
+            await self._written()
 
-        def save() -> None:
-            checkpoint = self._replica.checkpoint(self.job_id, done, excluded)
-            self._checkpoints.save(checkpoint, self._replica.trainer.write)
-
-        await self._compute(save)
+    async def _written(self) -> None:
+        """Wait until the last checkpoint is on the disk. Raises ``OutOfResources``."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     # ---- helpers --------------------------------------------------------------------------------
 

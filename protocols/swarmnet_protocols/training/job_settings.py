@@ -209,6 +209,8 @@ class TrainingSection(_Section):
     warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["cosine", "constant"] = "cosine"
     weight_decay: float = Field(default=0.1, ge=0, le=1)
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """The inner optimizer. Muon updates hidden matrices, and AdamW everything else."""
     betas: Annotated[tuple[float, float], Field(strict=False)] = (0.9, 0.95)
     clip_norm: float = Field(default=1.0, gt=0)
 
@@ -429,7 +431,15 @@ class Job(_Section):
 
         code = self.method.code
         if code is None or self.method.name in METHODS or is_loaded(code):
-            slopes = self.make_method().kind == "scalars" or self.exchange.codec == "log8"
+            kind = self.make_method().kind
+            if self.training.optimizer == "muon" and kind != "parameters":
+                raise JobError(
+                    "training",
+                    "optimizer",
+                    f"is 'muon', but workers exchange {kind} with {self.method.name}",
+                    hint='use another method, such as diloco, or optimizer = "adamw"',
+                )
+            slopes = kind == "scalars" or self.exchange.codec == "log8"
             if slopes and self.exchange.aggregate != "mean":
                 raise JobError(
                     "exchange",

@@ -76,6 +76,7 @@ learning_rate = {learning_rate}
 warmup_steps = 50
 schedule = "cosine"                    # down to a tenth of the rate; or "constant"
 weight_decay = 0.1
+# optimizer = "muon"                   # updates hidden matrices by Muon, and the rest by AdamW; needs torch 2.9
 betas = [0.9, 0.95]
 clip_norm = 1.0
 

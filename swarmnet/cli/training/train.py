@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -29,6 +29,7 @@ from swarmnet.cli.options import (
     PublicNameOption,
     SwarmOption,
     device_option,
+    one_of,
 )
 from swarmnet.cli.output import note, print_json, print_text, progress
 from swarmnet.cli.training import train_results, train_status
@@ -45,12 +46,14 @@ from swarmnet.cli.training.train_words import code_facts, facts_of, tell
 from swarmnet.paths import default_data_dir, locked_data_dir
 from swarmnet.swarm_file.entry import Entry, enter
 from swarmnet.systemd import notify_ready, notify_stopping
+from swarmnet_node.training.memory_options import OPTIMIZER_STATES, PRECISIONS, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, Unreachable
 from swarmnet_protocols.joining.network import Network, client_listen, connect
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.lean_imports import import_transformers
 
 if TYPE_CHECKING:
+    from swarmnet_node.training.memory_options import OptimizerStates, Precision
     from swarmnet_node.training.start import WorkerConfig
     from swarmnet_protocols.training.jobs import JobFile
     from swarmnet_protocols.training.memory_needs import MemoryNeeds
@@ -209,6 +212,31 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             "--cores", "--threads", metavar="N", min=1, max=1024, help="Compute with this many cores."
         ),
     ] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            "--precision",
+            metavar="|".join(PRECISIONS),
+            help="Format of the computation. bfloat16 halves its memory; the trained weights stay in float32. auto: bfloat16 on CUDA.",
+            callback=one_of("--precision", *PRECISIONS),
+        ),
+    ] = "auto",
+    recompute: Annotated[
+        bool,
+        typer.Option(
+            "--recompute",
+            help="Compute activations twice instead of keeping them: less memory, a third more time.",
+        ),
+    ] = False,
+    optimizer_states: Annotated[
+        str,
+        typer.Option(
+            "--optimizer-states",
+            metavar="|".join(OPTIMIZER_STATES),
+            help="Where AdamW's two numbers for each weight are: 8bit takes a quarter of the memory (pip install bitsandbytes), cpu leaves them out of the GPU.",
+            callback=one_of("--optimizer-states", *OPTIMIZER_STATES),
+        ),
+    ] = "float32",
     data: Annotated[
         list[Path],
         typer.Option(
@@ -286,6 +314,9 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             data_dir=directory,
             cache_dir=cache_dir,
             device=device,
+            memory=MemoryOptions(
+                cast("Precision", precision), recompute, cast("OptimizerStates", optimizer_states)
+            ),
             threads=cores,
             files=files,
             public_name=public_name,

@@ -8,6 +8,7 @@ import pytest
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint, params_hash
 from swarmnet_node.training.replica import RESIDUAL
+from swarmnet_protocols.errors import OutOfResources
 from swarmnet_protocols.net.identity import Identity
 from swarmnet_protocols.net.protocol_ids import EXCHANGE, MATCHMAKING
 from swarmnet_protocols.training.job_records import find_workers
@@ -309,3 +310,32 @@ def test_a_job_resumes_from_the_checkpoint_of_any_worker(tmp_path: Path) -> None
     assert min(again.rounds("anna")) == 4, "the checkpoint was written after round 3"
     assert before != again.rounds("anna")[4]["params_hash"]
     assert again.events["anna"][-1] == {"event": "done", "round": 6, "rounds": 6, "revision": 6}
+
+
+def test_a_slow_disk_delays_no_round(tmp_path: Path) -> None:
+    """A checkpoint is written while the next two rounds run."""
+    ends: dict[float, float] = {}
+    for write_s in (0.0, 2.0):
+        (folder := tmp_path / str(write_s)).mkdir()
+
+        def clock(_: str, event: dict[str, Any], write_s: float = write_s) -> None:
+            if event["event"] == "round":
+                ends[write_s] = asyncio.get_running_loop().time()
+
+        lab = WorkerLab(
+            folder, write_job(folder, "diloco", SETTINGS["diloco"]), observer=clock, write_s=write_s
+        )
+        run(train(lab, "anna"))
+        assert saved(lab, "anna").round == ROUNDS
+    assert ends[0.0] == ends[2.0]
+
+
+def test_a_full_disk_ends_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OutOfResources("the disk is full")
+
+    monkeypatch.setattr(CheckpointStore, "save", full)
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", SETTINGS["diloco"]))
+    with pytest.raises(OutOfResources, match="the disk is full"):
+        run(train(lab, "anna"))
+    assert len(lab.rounds("anna")) < ROUNDS

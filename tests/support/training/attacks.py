@@ -158,8 +158,6 @@ async def _exchange(lab: TrainingLab, exchange_number: int, sent: Tensor, bad: i
 def _replicas(job: Job, folder: Path) -> list[Replica]:
     """Replicas at the job's first parameters that share one copy of the data."""
     corpus = open_corpus(job.data, folder / "cache")
-    steps, device = job.make_method().steps_per_round, torch.device("cpu")
+    device = torch.device("cpu")
     models = [build_model(job.model, job.job.seed, folder / "cache") for _ in range(WORKERS)]
-    return [
-        Replica(job, Trainer(job, corpus, model, steps_per_round=steps, device=device)) for model in models
-    ]
+    return [Replica(job, Trainer(job, corpus, model, device=device)) for model in models]

@@ -94,6 +94,8 @@ class WorkerLab:
         default_factory=lambda: MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02, bytes_per_s=1e6))
     )
     observer: Callable[[str, dict[str, Any]], None] = lambda name, event: None
+    write_s: float = 0.3
+    """Virtual seconds of writing a checkpoint."""
 
     def __post_init__(self) -> None:
         written = parse_job(self.toml.encode()).job
@@ -155,8 +157,9 @@ class WorkerLab:
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
             compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
+            writer = TimedExecutor(self.write_s)
             dependencies = WorkerDependencies(
-                transport, directory, compute, codec, random.Random(name), identity.sign
+                transport, directory, compute, codec, writer, random.Random(name), identity.sign
             )
             checkpoints = CheckpointStore(self.folder / name)
 

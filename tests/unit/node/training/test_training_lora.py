@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.data import BatchSampler, Share
 from swarmnet_node.training.model import check_model, trained_parameters
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.models import resolve
@@ -78,12 +77,9 @@ def test_steps_equal_peft_on_the_plain_model(base: Path, tmp_path: Path, weights
             parameter.copy_(begun)
     t = job.training
     optimizer = torch.optim.AdamW(learned, lr=1.0, betas=t.betas, weight_decay=t.weight_decay)
-    sampler = BatchSampler(
-        job.job.seed, (Share(len(trainer.corpus.train)),), t.batch_size, 5, job.exchange.max_workers
-    )
     losses = []
     for step in range(5):
-        batch = trainer.corpus.train.take(sampler.batch(0, step, 1))
+        batch = trainer.corpus.train.take(trainer._sampler.batch(0, step, 1))
         optimizer.zero_grad()
         logits = plain(input_ids=batch[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())

@@ -208,7 +208,7 @@ def test_probes_are_at_shifted_weights_which_stay_as_they_are(tmp_path: Path) ->
         return trainer.loss(0, 0, 0, lambda part, at: part + by * direction[at : at + len(part)])
 
     probes = [probe(1e-3), probe(-1e-3)]
-    assert trainer._flat.grad is None
+    assert trainer._flat._gradients is None
     assert torch.equal(trainer.parameters(), start)
     gradient, report = trainer.gradient(0, 0, 0)
     assert (probes[0] - probes[1]) / 2e-3 == pytest.approx(float(gradient @ direction), rel=0.02)

@@ -1,0 +1,134 @@
+"""Muon, and optimizer states of 8 bits: steps, states, and what a worker says without them."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from swarmnet_node.training.flat_model import FlatModel
+from swarmnet_node.training.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.memory_options import AUTOMATIC
+from swarmnet_node.training.model import build_model, flat_copy
+from swarmnet_node.training.trainer import learning_rate
+from swarmnet_protocols.errors import ConfigError, IntegrityError
+from swarmnet_protocols.training.job_settings import JobError, TrainingSection
+from swarmnet_protocols.training.job_templates import template
+from swarmnet_protocols.training.jobs import parse_job
+from tests.support.models.hub_families import FAMILIES
+from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
+
+MUON = {"training": {"optimizer": "muon"}}
+
+
+def test_steps_by_muon_equal_a_plain_pytorch_loop(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path, **MUON)
+    started = trainer.parameters()
+    trainer.steps(0, 1, 5)
+    job = tiny_job(tmp_path, **MUON)
+    model: Any = build_model(job.model, job.job.seed, tmp_path)
+    t = job.training
+    hidden = [each for name, each in model.named_parameters() if each.dim() == 2 and "embed" not in name]
+    others = [each for name, each in model.named_parameters() if each.dim() != 2 or "embed" in name]
+    optimizers = (
+        torch.optim.Muon(hidden, weight_decay=t.weight_decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(others, betas=t.betas, weight_decay=t.weight_decay),
+    )
+    for step in range(5):
+        batch = trainer.corpus.train.take(trainer._sampler.batch(0, step, 1))
+        model.zero_grad()
+        logits = model(input_ids=batch[:, :-1]).logits
+        F.cross_entropy(logits.reshape(-1, 256), batch[:, 1:].reshape(-1)).backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), t.clip_norm)
+        for optimizer in optimizers:
+            optimizer.param_groups[0]["lr"] = learning_rate(t, step, 50)
+            optimizer.step()
+    # Muon computes in bfloat16, where the smallest difference of gradients may change a digit.
+    expected = flat_copy(model)
+    assert (trainer.parameters() - expected).norm() < 0.03 * (expected - started).norm()
+    assert set(trainer.optimizer_state()) == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+
+
+def test_hidden_matrices_are_neither_embeddings_nor_biases(tmp_path: Path) -> None:
+    config = CONFIG | FAMILIES["gpt_oss"].config | {"vocab_size": 256, "tie_word_embeddings": False}
+    job = tiny_job(tmp_path, model={"config": config})
+    model = build_model(job.model, 0, tmp_path)
+    flat = FlatModel(model, torch.device("cpu"), AUTOMATIC)
+    starts, done = {}, 0
+    for name, parameter in model.named_parameters():
+        starts[done] = name
+        done += parameter.numel()
+    named = {starts[start].rpartition(".layers.")[2] for start in flat.matrices if start in starts}
+    experts = {"gate_up_proj", "down_proj"}
+    assert {
+        name.removeprefix("0.mlp.experts.") for name in named if name.startswith("0.mlp.experts")
+    } == experts
+    assert not {
+        name for name in named if "bias" in name or "norm" in name or "embed" in name or "head" in name
+    }
+    assert sum(shape == (32, 32) for shape in flat.matrices.values()) >= 2
+    rows = [shape for start, shape in flat.matrices.items() if start not in starts]
+    assert rows  # every expert after the first of a layer
+
+
+def _vector(count: int) -> torch.Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(0))
+
+
+def test_states_of_eight_bits_follow_adamw() -> None:
+    pytest.importorskip("bitsandbytes")
+    section = TrainingSection(batch_size=1, learning_rate=1e-2)
+    count = 10_000
+    exact, small = _vector(count), _vector(count)
+    one = InnerOptimizer(section, exact, {})
+    other = InnerOptimizer(section, small, {}, eight_bit=True)
+    for step in range(20):
+        gradient = _vector(count) + step / 20
+        one.step(gradient, 1e-2)
+        other.step(gradient, 1e-2)
+    moved = (exact - _vector(count)).norm()
+    assert (exact - small).norm() < 0.05 * moved
+    kept = next(iter(other._groups[0].optimizer.state.values()))
+    assert kept["state1"].dtype == kept["state2"].dtype == torch.uint8
+    again = small.clone()
+    resumed = InnerOptimizer(section, again, {}, eight_bit=True)
+    resumed.load(other.state())
+    for optimizer in (other, resumed):
+        optimizer.step(gradient, 1e-2)
+    assert torch.equal(again, small)
+
+
+@pytest.mark.parametrize("name", ["momentum_buffer", "step", "exp_avg"])
+def test_a_state_of_muon_without_a_part_is_refused(tmp_path: Path, name: str) -> None:
+    trainer = tiny_trainer(tmp_path, **MUON)
+    trainer.steps(0, 0, 1)
+    state = trainer.optimizer_state()
+    trainer.load_optimizer_state(state)
+    with pytest.raises(IntegrityError):
+        trainer.load_optimizer_state({key: values for key, values in state.items() if key != name})
+
+
+def test_a_torch_without_muon_is_told_to_upgrade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(JobError, match=r"torch 2\.9 or newer") as refused:
+        tiny_trainer(tmp_path, **MUON)
+    assert refused.value.hint == "pip install --upgrade torch"
+
+
+def test_without_bitsandbytes_its_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    section = TrainingSection(batch_size=1, learning_rate=1e-2)
+    with pytest.raises(ConfigError, match="bitsandbytes") as refused:
+        InnerOptimizer(section, _vector(8), {}, eight_bit=True)
+    assert "pip install bitsandbytes" in refused.value.hint
+
+
+@pytest.mark.parametrize("method", ["allreduce", "zo"])
+def test_muon_is_refused_if_no_parameters_are_exchanged(method: str) -> None:
+    text = template(method).replace('# optimizer = "muon"', 'optimizer = "muon"')
+    with pytest.raises(ConfigError, match=r"'optimizer' in .training. is 'muon', but workers exchange"):
+        parse_job(text.encode())
+    parse_job(template("diloco").replace('# optimizer = "muon"', 'optimizer = "muon"').encode())
