@@ -61,6 +61,7 @@ class Commands(LazyGroup):
         LazyCommand("swarm", "commands.swarm.swarm:app", OWN, "Create swarms and manage their members."),
         LazyCommand("dashboard", "commands.dashboard:dashboard", OWN, "Show a swarm on a web page."),
         LazyCommand("tune", "training.tune:tune", TRAIN, "Fine-tune a model that runs on the swarm."),
+        LazyCommand("adapter", "training.adapter:app", TRAIN, "Merge adapters."),
         LazyCommand("train", "training.train:app", TRAIN, "Train a model together with others."),
     )
 

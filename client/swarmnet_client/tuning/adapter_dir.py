@@ -56,6 +56,20 @@ def check_adapter(directory: Path) -> dict[str, Any]:
     return config
 
 
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of an adapter that ``check_adapter`` accepted, by name.
+
+    Raises ``IntegrityError`` for a damaged file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise IntegrityError(f"{directory / WEIGHTS_FILE} is damaged: {error}", hint=_HINT) from error
+
+
 def check_made_for(directory: Path, manifest: bytes) -> None:
     """Raise ``ConfigError`` if ``swarmnet tune`` made the adapter for a model of another manifest
     hash."""
@@ -94,14 +108,13 @@ def load_adapter(model: Any, directory: Path) -> Any:
     config = check_adapter(directory)
     require_peft()
     from peft import PeftModel, get_peft_model_state_dict
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     made_for = config.get("base_model_name_or_path") or "another model"
     other = ConfigError(f"the adapter in {directory} does not fit this model", hint=f"it is for {made_for}")
     try:
-        with safe_open(directory / WEIGHTS_FILE, "pt") as file:
-            stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        if not _ranks_fit(config, stored) or not _prompts_fit(config, model.config, stored):
+        stored = stored_shapes(directory)
+        if not ranks_fit(config, stored) or not _prompts_fit(config, model.config, stored):
             raise other
         with quiet_peft():
             # refused below
@@ -134,7 +147,7 @@ def _read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     return content
 
 
-def _ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
+def ranks_fit(config: dict[str, Any], stored: dict[str, tuple[int, ...]]) -> bool:
     """Return whether every LoRA rank of the config is at most the largest dimension in the file.
     True for other methods."""
     if config["peft_type"] != "LORA":

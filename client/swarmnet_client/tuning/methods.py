@@ -16,6 +16,18 @@ class TuneMethod(StrEnum):
     CLASSIFIER = "classifier"
 
 
+class MergeMethod(StrEnum):
+    """How PEFT combines adapters. All but ``cat`` and ``svd`` need equal ranks."""
+
+    TIES = "ties"
+    LINEAR = "linear"
+    CAT = "cat"
+    SVD = "svd"
+    DARE_TIES = "dare_ties"
+    DARE_LINEAR = "dare_linear"
+    MAGNITUDE_PRUNE = "magnitude_prune"
+
+
 LEARNING_RATES = {
     TuneMethod.LORA: 1e-3,
     TuneMethod.PROMPT: 3e-2,

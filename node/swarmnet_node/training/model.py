@@ -27,6 +27,7 @@ from swarmnet_protocols.models.partial_model import build_whole, causal_class, d
 from swarmnet_protocols.models.peft_adapters import (
     WEIGHTS_FILE,
     attach,
+    config_of,
     linear_names,
     lora_config,
     require_peft,
@@ -307,7 +308,7 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
         named[name] = part.detach().to("cpu", copy=True).view(parameter.shape)
         done += parameter.numel()
     if is_adapted(model):
-        write_adapter(model, {stored_name(name): each for name, each in named.items()}, folder)
+        write_adapter(config_of(model), {stored_name(name): each for name, each in named.items()}, folder)
         return
     with _no_progress_bar():
         model.save_pretrained(folder, state_dict=named)

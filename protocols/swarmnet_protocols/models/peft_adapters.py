@@ -74,11 +74,16 @@ def stored_name(name: str) -> str:
     return name.replace(f".{_NAME}.", ".")
 
 
-def write_adapter(tuned: Any, tensors: Mapping[str, Any], folder: Path) -> None:
-    """Write the adapter of a PEFT model with other values: ``tensors``, by their names in files."""
+def config_of(tuned: Any) -> Any:
+    """Return the config of the adapter that ``attach`` made."""
+    return tuned.peft_config[_NAME]
+
+
+def write_adapter(config: Any, tensors: Mapping[str, Any], folder: Path) -> None:
+    """Write an adapter of PEFT: its config, and ``tensors`` by their names in files."""
     from safetensors.torch import save_file
 
-    config = copy.copy(tuned.peft_config[_NAME])
+    config = copy.copy(config)
     config.inference_mode = True
     config.save_pretrained(folder)
     save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
