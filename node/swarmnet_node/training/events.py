@@ -69,7 +69,7 @@ class WorkerReporter:
         elif kind in {"round", "merge"}:
             self._add_exchange(event)
         elif kind == "eval":
-            self._report.val_loss = event["val_loss"]
+            self._report.val_loss, self._report.val_tokens = event["val_loss"], event["tokens"]
         elif kind == "done":
             self._report.state = "done" if event["round"] >= self._job.job.rounds else "left"
         self._handler(event)

@@ -156,7 +156,7 @@ def check(report: pb.NodeReport) -> None:
         worker = report.worker
         texts += [worker.name, worker.method, worker.state]
         numbers += [worker.round, worker.rounds, worker.tokens, worker.bytes_sent, worker.bytes_received]
-        numbers += [abs(worker.loss), abs(worker.val_loss)]
+        numbers += [abs(worker.loss), abs(worker.val_loss), worker.val_tokens]
         _require(len(worker.job) == 32, "no id of a job")
         _require(len(worker.contributions) <= MAX_CONTRIBUTIONS, "too many contributions")
         for each in worker.contributions:

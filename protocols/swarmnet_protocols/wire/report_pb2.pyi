@@ -164,7 +164,7 @@ class Flow(_message.Message):
     def __init__(self, upstream: _Optional[str] = ..., downstream: _Optional[str] = ..., sessions: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions")
+    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions", "val_tokens")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +177,7 @@ class WorkerReport(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    VAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     name: str
     method: str
@@ -189,7 +190,8 @@ class WorkerReport(_message.Message):
     bytes_sent: int
     bytes_received: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
-    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ...) -> None: ...
+    val_tokens: int
+    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., val_tokens: _Optional[int] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("peer", "rounds")

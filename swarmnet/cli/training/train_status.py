@@ -14,7 +14,7 @@ from swarmnet.cli.options import BootstrapOption, DataDirOption, JsonFlag
 from swarmnet.cli.output import clear_terminal, note, print_json, print_table, progress
 from swarmnet.cli.training.job_names import OptionalJobArgument, find_here, job_here, job_in_swarm, short_ids
 from swarmnet.cli.training.record import newest_job, read_status
-from swarmnet.cli.training.train_words import job_summary, model_of, summary, worker_summary
+from swarmnet.cli.training.train_words import job_summary, loss_of_all, model_of, summary, worker_summary
 from swarmnet.swarm_file.entry import client_network
 from swarmnet.units import counted
 from swarmnet_protocols.errors import SwarmnetError
@@ -81,7 +81,8 @@ async def _watch_swarm(network: Network, name: str, *, watch: bool, as_json: boo
         async with connect(network, client_mode=True) as (transport, directory):
             job, _ = await find_job(directory, await job_in_swarm(name, directory))
             while True:
-                fields = _about(job) | {"workers": await _workers(transport, directory, job)}
+                workers = await _workers(transport, directory, job)
+                fields = _about(job) | {"val_loss": loss_of_all(job.job, workers), "workers": workers}
                 waiting.close()
                 if fields != shown:
                     shown = fields
@@ -112,6 +113,7 @@ async def _workers(transport: "Transport", directory: "Directory", job: "SealedJ
                 "round": min(about.round if about is not None else position.round, job.job.job.rounds),
                 "loss": about.loss if about is not None and about.HasField("loss") else None,
                 "val_loss": about.val_loss if about is not None and about.HasField("val_loss") else None,
+                "val_tokens": about.val_tokens if about is not None else None,
                 "weights": position.state.hex(),
                 "addresses": list(worker.addresses),
             }
@@ -247,6 +249,8 @@ def _print_worker(fields: dict[str, Any]) -> None:
 
 def _print_swarm(fields: dict[str, Any]) -> None:
     about = {name: fields[name] for name in ("job", "owner", "method", "model", "rounds")}
+    if fields["val_loss"] is not None:
+        about["validation"] = f"{fields['val_loss']:.4f} on what all workers hold out"
     print_table(fields["name"], about)
     if not fields["workers"]:
         note("no worker trains it now")

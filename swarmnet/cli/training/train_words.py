@@ -1,6 +1,7 @@
 """The events and the status of a training worker as sentences, for ``train join`` and ``train
 status``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +25,16 @@ def facts_of(
     machine's user, not by the job's author."""
     begins = f"the checkpoint {job.model.checkpoint}" if job.model.is_checkpoint else "a new model"
     sent = "an adapter" if job.model.is_lora else "the model's weights"
+    told = "parts of the data can be reconstructed from them"
+    if any(source.is_own for source in job.data.sources):
+        told = (
+            "the text of your files can be reconstructed from them in part, and with allreduce word for word"
+        )
     return {
         "job": f"{job.job.name}, {counted(job.job.rounds, 'round')} of {job.method.name}; its id is {id}",
         "reads": "; ".join(map(_read, job.data.sources)),
         "begins with": begins,
-        "sends": f"changes of {sent}, to the other workers; parts of the data can be reconstructed from them"
+        "sends": f"changes of {sent}, to the other workers; {told}"
         + (f"; to everybody the name {name}" if name else ""),
         "computes on": f"{device}, {'every core' if threads is None else counted(threads, 'core')}",
         "keeps": f"checkpoints in {disk}",
@@ -39,7 +45,7 @@ def _read(source: "DataSource") -> str:
     from swarmnet_protocols.training.job_settings import PYTHON_STDLIB
 
     if source.is_own:
-        return f"{source.path}, files of your own: they stay here, and no other worker has them"
+        return f"{source.path}, files of your own, which stay here"
     if source.hub is not None:
         read = f"the dataset {source.hub} of the hub"
     elif source.path == PYTHON_STDLIB:
@@ -86,6 +92,24 @@ def job_summary(job: Fields) -> str:
 def worker_summary(worker: Fields, rounds: int) -> str:
     """Return the progress of a worker as it reports it, in one line."""
     return ", ".join([worker["state"] or "gives no report", *_numbers(worker, rounds)])
+
+
+def loss_of_all(job: "Job", workers: Sequence[Fields]) -> float | None:
+    """Return the mean loss on the held-out tokens of all workers, as they report it; None without
+    any report.
+
+    A worker counts at most the tokens of one evaluation, whatever it claims.
+    """
+    most = _evaluation_tokens(job)
+    known = [
+        (each["val_loss"], min(each["val_tokens"], most)) for each in workers if each["val_loss"] is not None
+    ]
+    tokens = sum(counted for _, counted in known)
+    return sum(loss * counted for loss, counted in known) / tokens if tokens else None
+
+
+def _evaluation_tokens(job: "Job") -> int:
+    return job.eval.batches * job.training.batch_size * job.data.sequence_length
 
 
 def _numbers(status: Fields, rounds: int) -> list[str]:

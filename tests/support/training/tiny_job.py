@@ -34,6 +34,7 @@ def tiny_job(folder: Path, **changes: dict[str, Any]) -> Job:
         "training": {"batch_size": 4, "learning_rate": 1e-2, "warmup_steps": 2},
         "method": {"name": "diloco", "settings": {"sync_every": 5}},
         "exchange": {"max_workers": 4},
+        "eval": {},
     }
     return Job.model_validate({name: section | changes.get(name, {}) for name, section in sections.items()})
 

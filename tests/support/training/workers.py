@@ -4,8 +4,8 @@ import asyncio
 import random
 import shutil
 import sysconfig
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,8 @@ class WorkerLab:
     observer: Callable[[str, dict[str, Any]], None] = lambda name, event: None
     write_s: float = 0.3
     """Virtual seconds of writing a checkpoint."""
+    own: Mapping[str, Path] = field(default_factory=dict)
+    """The data of each worker, in a job that trains every worker on its own."""
 
     def __post_init__(self) -> None:
         written = parse_job(self.toml.encode()).job
@@ -150,7 +152,8 @@ class WorkerLab:
 
     async def _live(self, name: str) -> None:
         identity = Identity.from_seed(name.encode())
-        job = self.files.applied_to(open_job(self.sealed).job)
+        files = replace(self.files, data=(self.own[name],)) if name in self.own else self.files
+        job = files.applied_to(open_job(self.sealed).job)
         async with self.network.transport(identity.peer_id) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
             trainer = Trainer.open(

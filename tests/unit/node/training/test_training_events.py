@@ -60,9 +60,9 @@ def test_the_report_sums_rounds(tmp_path: Path) -> None:
 
 def test_discarded_rounds_are_not_contributions(tmp_path: Path) -> None:
     report = report_after(
-        tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5}
+        tmp_path, READY, trained(2, ME, committed=False), {"event": "eval", "val_loss": 2.5, "tokens": 64}
     )
-    assert (len(report.contributions), report.val_loss) == (0, 2.5)
+    assert (len(report.contributions), report.val_loss, report.val_tokens) == (0, 2.5, 64)
 
 
 @pytest.mark.parametrize(
