@@ -117,8 +117,8 @@ def test_the_residual_is_in_the_checkpoint(tmp_path: Path) -> None:
 def test_later_steps_do_not_change_a_checkpoint(tmp_path: Path, method: str) -> None:
     worker = replica(tmp_path, method)
     for round in range(2):
-        values, _ = worker.contribution(round, 0)
         worker.trainer.steps(round, 0, 1)
+        values, _ = worker.contribution(round, 0)
         worker.apply(round, Average(values, ("me",)))
         saved = worker.checkpoint("a job", round + 1)
         vectors = {"parameters": saved.parameters, **saved.optimizer, **saved.outer}
