@@ -1,12 +1,14 @@
 """A worker alone in a job of the standard task, against a bare PyTorch loop over the same model and
 data.
 
-    python -m tests.bench.train_overhead [--rounds 5] [--steps 50] [--threads 2] [--cpu-time]
+    python -m tests.bench.train_overhead [--rounds 5] [--steps 50] [--threads 2]
+                                         [--cpu-time] [--checkpoints]
 
 The worker does whole DiLoCo rounds: inner steps, contribution, outer step on its own contribution,
 loading the result. The loop has its data in memory and its optimizer fused. In turn, float32 on the
 CPU. Prints JSON. ``--cpu-time`` counts the process's CPU seconds, for a machine that others use
-too; then let it have one thread.
+too; then let it have one thread. ``--checkpoints`` instead compares rounds during which the worker
+writes a checkpoint with rounds without one; the time includes the copy.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import statistics
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
 from swarmnet_node.training.model import build_model
+from swarmnet_node.training.replica import Replica
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.job_templates import template
@@ -69,12 +74,47 @@ def _worker_round(trainer: Trainer, method: Method, number: int, steps: int) -> 
     return time.perf_counter() - started
 
 
+def with_checkpoints(job: Job, trainer: Trainer, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    """Seconds of rounds with a checkpoint, relative to the rounds before them without one."""
+    replica, store = Replica(job, trainer), CheckpointStore(folder / "checkpoints")
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    copying_s, writing_s = [], []
+    with ThreadPoolExecutor(1) as writer:
+        for number in range(2 * rounds + 2):
+            saves = bool(number % 2)
+            started = time.perf_counter()
+            if saves:
+                checkpoint = replica.checkpoint("a job", number)
+                copying_s.append(time.perf_counter() - started)
+
+                def write(saved: WorkerCheckpoint = checkpoint) -> None:
+                    began = time.perf_counter()
+                    store.save(saved, trainer.write)
+                    writing_s.append(time.perf_counter() - began)
+
+                writing = writer.submit(write)
+            _worker_round(trainer, replica.method, number, steps)
+            if number > 1:
+                seconds[saves].append(time.perf_counter() - started)
+            if saves:
+                writing.result()
+    ratios = [one / other for one, other in zip(seconds[True], seconds[False], strict=True)]
+    return {
+        "round_s": round(statistics.median(seconds[False]), 3),
+        "copying_s": round(statistics.median(copying_s), 4),
+        "writing_s": round(statistics.median(writing_s), 4),
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu-time", action="store_true")
+    parser.add_argument("--checkpoints", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.cpu_time else time.perf_counter
@@ -83,6 +123,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
         trainer = Trainer.open(job, cache_dir=cache, available_bytes=1 << 40, device=torch.device("cpu"))
+        if arguments.checkpoints:
+            found = with_checkpoints(job, trainer, cache, arguments.rounds, arguments.steps)
+            print(json.dumps({"bench": "train_overhead --checkpoints", **found}))
+            return
         tokens = torch.from_numpy(trainer.corpus.train.tokens.astype("int64"))
         bare = BareLoop(job, tokens, cache)
         method = job.make_method()
