@@ -177,6 +177,8 @@ class Screen:
             print_json(answer.to_json() | {"notices": self.notices})
             return
         print_text()
+        if len(answer.token_ids) <= 1 and not answer.text.strip():
+            note("the model ended its answer at once: ask in other words")
         for peer in answer.wrong_hosts:
             note(f"host {peer} gave wrong outputs and was replaced: this answer may be wrong, ask again")
         if len(answer.precisions) > 1:

@@ -129,7 +129,7 @@ def summary(status: Fields) -> str:
             f"{show_size(status['bytes_sent'])} sent, {show_size(status['bytes_received'])} received"
         )
     if "wait_share" in status:
-        parts.append(f"{status['wait_share']:.0%} waiting")
+        parts.append(f"{status['wait_share']:.0%} of the time waiting")
     return ", ".join(parts)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,7 @@ from swarmnet.swarm_file.members import (
     read_revocations,
     revocations_path,
 )
-from swarmnet.units import counted, parse_duration_s
+from swarmnet.units import counted, parse_duration_s, show_time
 from swarmnet_protocols.errors import ConfigError, OutOfResources, Unreachable
 from swarmnet_protocols.machine.clock import wall_clock
 from swarmnet_protocols.machine.files import write_whole
@@ -211,8 +212,8 @@ def members(*, which: OwnSwarm, as_json: JsonFlag = False) -> None:
         return
     for row in rows:
         facts = {
-            "last seen": row["last_seen"],
-            "until": row["until"],
+            "last seen": _when(row["last_seen"]),
+            "until": _when(row["until"]),
             "invite": row["invite"],
             "with its client": row["client"],
         }
@@ -223,8 +224,12 @@ def members(*, which: OwnSwarm, as_json: JsonFlag = False) -> None:
         note("none yet")
     for each in invites:
         used = f"used {each['used']} of {each['uses']}"
-        parts = (each["label"], each["id"], ", ".join(each["roles"]), used, f"until {each['expires']}")
+        parts = (each["label"], each["id"], ", ".join(each["roles"]), used, f"until {_when(each['expires'])}")
         note(f"open invite: {_line(*parts)}")
+
+
+def _when(iso: str | None) -> str:
+    return show_time(datetime.fromisoformat(iso).timestamp()) if iso else ""
 
 
 def _line(*parts: str) -> str:
@@ -280,7 +285,7 @@ def _print_invite(
     print_text(text)
     whom = f"peer {terms.peer}" if terms.peer else counted(terms.uses, "peer")
     secret = "no other peer can use it" if terms.peer else "keep it secret: it admits any peer"
-    note(f"admits {whom} as {name_roles(terms.roles)} until {iso_time(terms.not_after)}; {secret}")
+    note(f"admits {whom} as {name_roles(terms.roles)} until {show_time(terms.not_after)}; {secret}")
     if not known:
         where = " outside the local network of a node" if file.mdns else ""
         note(f"the invite holds no address, so a newcomer{where} has to add --bootstrap ADDR")

@@ -54,7 +54,9 @@ def test_bars_show_long_steps_then_rounds(tmp_path: Path) -> None:
     assert "loading a model" in shots[2]
     assert "loading" not in shots[3]
     assert re.search(r"rounds +\S* +11% \d+:\d\d:\d\d|rounds.*11%", shots[4])
-    assert "round 1 of 9, loss 5.0000, 2 workers, 10 B sent, 20 B received, 25% waiting" in shots[4]
+    assert (
+        "round 1 of 9, loss 5.0000, 2 workers, 10 B sent, 20 B received, 25% of the time waiting" in shots[4]
+    )
     assert "validation 6.0000" in shots[5]
     assert re.search(r"inner steps.*25%", shots[6])
     assert re.search(r"fetching the state.*75%", shots[7])
