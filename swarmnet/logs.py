@@ -15,24 +15,27 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from swarmnet.terminal import shown
 from swarmnet_protocols.machine.clock import Clock
-from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
+
+if TYPE_CHECKING:
+    from swarmnet_protocols.net.limits.rate_limit import TokenBucket
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-INFOS = RateLimit(per_s=2.0, burst=20)
-"""Info records that one line of code may log. Whoever asks for them wants to see most."""
-WARNINGS = RateLimit(per_s=1 / 30, burst=20)
-"""Warnings and errors that one line of code may log, because strangers can cause some as often as
+INFOS = (2.0, 20.0)
+"""Info records a second that one line of code may log, and most at once. Whoever asks for them
+wants to see most."""
+WARNINGS = (1 / 30, 20.0)
+"""Warnings and errors, likewise. They have a limit, because strangers can cause some as often as
 they like. With a higher rate, a flood writes more than a megabyte a day. With a lower one, an owner
 misses when a fault has ended."""
-OF_A_PEER = RateLimit(per_s=1 / 300, burst=5)
-"""Warnings about one peer from one line of code. With a higher rate, a single peer hides the
-others."""
+OF_A_PEER = (1 / 300, 5.0)
+"""Warnings about one peer from one line of code, likewise. With a higher rate, a single peer hides
+the others."""
 MAX_PEERS = 1024
 """Most peers that are told apart, at all lines of code together."""
 
@@ -112,15 +115,18 @@ class Throttle(logging.Filter):
                 record.suppressed = dropped
         return True
 
-    def _buckets(self, place: _Place, record: logging.LogRecord, now: float) -> list[TokenBucket]:
+    def _buckets(self, place: _Place, record: logging.LogRecord, now: float) -> "list[TokenBucket]":
+        # `--help` and most commands log nothing, and need not import the network.
+        from swarmnet_protocols.net.limits.rate_limit import RateLimit, TokenBucket
+
         if record.levelno < logging.WARNING:
-            return [self._places.setdefault(place, TokenBucket(INFOS, now))]
-        buckets = [self._places.setdefault(place, TokenBucket(WARNINGS, now))]
+            return [self._places.setdefault(place, TokenBucket(RateLimit(*INFOS), now))]
+        buckets = [self._places.setdefault(place, TokenBucket(RateLimit(*WARNINGS), now))]
         if peer := _PEER.search(f"{record.getMessage()} {vars(record).get('peer', '')}"):
             about = place, peer[0]
             if about not in self._peers and len(self._peers) >= MAX_PEERS:
                 del self._peers[next(iter(self._peers))]
-            buckets.append(self._peers.setdefault(about, TokenBucket(OF_A_PEER, now)))
+            buckets.append(self._peers.setdefault(about, TokenBucket(RateLimit(*OF_A_PEER), now)))
         return buckets
 
 

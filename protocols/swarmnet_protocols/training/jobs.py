@@ -160,13 +160,17 @@ def open_job(data: bytes) -> SealedJob:
         raise broken
     if not verify(owner, signature, _SIGNATURE_DOMAIN + canonical):
         raise broken
+    other_version = ConfigError(
+        "this job was made by another version of swarmnet",
+        hint="train it with that version, or make it anew from its job file: swarmnet train create JOB.toml",
+    )
     if document["format"] != FORMAT:
-        raise ConfigError("this job was made by another version of swarmnet", hint="update swarmnet")
+        raise other_version
     job = _validate(content)
     job.check_published()
     job.check()
     if _signed_fields(job, owner) != canonical:  # otherwise one job would have two ids
-        raise broken
+        raise other_version
     return SealedJob(job, owner)
 
 

@@ -188,7 +188,7 @@ def verify(
         count = counted(len(local.present_files), "file")
         missing = len(local.manifest.files) - len(local.present_files)
         rest = f"; {missing} not on this machine" if missing else ""
-        print_text(f"{local.name}: {count} match the manifest{rest}")
+        print_text(f"{local.name}: {count} as in the manifest{rest}")
 
 
 def _memory_notice(local: "LocalModel") -> str:

@@ -25,13 +25,12 @@ def export(
 ) -> None:
     """Write the newest model of a job with its tokenizer, in Hugging Face layout, as transformers
     loads it. Of a job that trains an adapter, write the adapter as PEFT loads it."""
-    job = job_here(job, data_dir)
-
-    import_transformers()
-    from swarmnet_node.training.checkpoint import export_model
-    from swarmnet_protocols.training.job_settings import BYTES
-
     with progress(quiet=as_json) as report:
+        job = job_here(job, data_dir)
+        import_transformers()
+        from swarmnet_node.training.checkpoint import export_model
+        from swarmnet_protocols.training.job_settings import BYTES
+
         exported = export_model(data_dir, job, out, cache_dir=cache_dir, overwrite=force, progress=report)
     tokenizer, base = exported.data.tokenizer, exported.model.checkpoint or ""
     if as_json:

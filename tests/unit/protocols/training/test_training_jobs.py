@@ -187,7 +187,7 @@ def test_a_signature_does_not_make_a_bad_job_good() -> None:
 def test_a_job_that_leaves_out_a_default_has_no_second_id() -> None:
     sealed = json.loads(seal_job(for_others(parse_job(DILOCO.encode()).job), OWNER))
     del sealed["job"]["eval"]
-    with pytest.raises(IntegrityError):
+    with pytest.raises(ConfigError, match="another version"):
         open_job(_resigned(sealed))
 
 
