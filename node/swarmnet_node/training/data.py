@@ -1,14 +1,15 @@
 """The training data of a job: documents as tokens in a memory-mapped cache, divided among the
 workers.
 
-1. ``open_corpus`` tokenises the documents (``documents.py``) once. The cache files are keyed by the
-   content of the data and the tokenizer.
+1. ``open_source`` tokenises the documents of a source (``documents.py``) once. The cache files are
+   keyed by the content of the source and the tokenizer.
 2. The hash of a document decides whether it belongs to the training or the validation part, so all
    machines agree. If a small corpus leaves one part without a sequence, the tokens themselves are
    divided.
-3. Each part is cut into ``Sequences`` of equal length.
-4. ``BatchSampler`` computes the sequences of each slot from the job's seed, so workers divide the
-   data without communication.
+3. Each part of all sources is cut into ``Sequences`` of equal length (``open_corpus``).
+4. ``BatchSampler`` mixes the sources by their weights, and computes the sequences of each slot from
+   the job's seed. So workers divide the data without communication. A source of its own, a worker
+   has to itself.
 """
 
 import hashlib
@@ -115,9 +116,8 @@ class Sequences:
         """
         ends = np.cumsum(self.counts)
         rows = []
-        for number in numbers.tolist():
-            source = int(np.searchsorted(ends, number, side="right"))
-            start = (number - int(ends[source]) + self.counts[source]) * self.length
+        for number, source in zip(numbers, np.searchsorted(ends, numbers, side="right"), strict=True):
+            start = int(number - (ends[source - 1] if source else 0)) * self.length
             rows.append(self.sources[source][start : start + self.length + 1])
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 

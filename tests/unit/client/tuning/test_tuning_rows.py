@@ -1,11 +1,14 @@
 """Rows of data files: the tokens that count in the loss, and the messages for bad rows."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from swarmnet_client.tuning import rows as rows_module
 from swarmnet_client.tuning.batches import IGNORED, MAX_LABELS, Dataset, classes, epoch_order, split
@@ -215,6 +218,22 @@ def test_a_file_may_begin_with_a_byte_order_mark(tokenizer: Any, tmp_path: Path)
     path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "w5 w6"}\n{"text": "w7 w8"}\n', encoding="utf-8-sig")
     assert len(read_rows(path, Encoder(tokenizer, 32)).rows) == 2
+
+
+def test_a_file_may_be_compressed_or_parquet(tokenizer: Any, tmp_path: Path) -> None:
+    rows = [{"prompt": "w5", "completion": "w6"}, {"prompt": "w7", "completion": "w8 w9"}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    zipped, table = tmp_path / "rows.jsonl.gz", tmp_path / "rows.parquet"
+    zipped.write_bytes(gzip.compress(path.read_bytes()))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+    for file in (path, zipped, table):
+        assert [learned(row) for row in read_rows(file, Encoder(tokenizer, 32)).rows] == [
+            [6, END],
+            [8, 9, END],
+        ]
+    parquet.write_table(pyarrow.table({"prompt": ["w5", "w6"], "completion": ["w7", None]}), table)
+    with pytest.raises(ConfigError, match=r"rows\.parquet:2: a row has the fields"):
+        read_rows(table, Encoder(tokenizer, 32))
 
 
 def test_a_file_is_bounded(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

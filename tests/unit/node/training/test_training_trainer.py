@@ -65,6 +65,22 @@ def test_only_tokens_that_count_are_in_the_loss(tmp_path: Path) -> None:
     assert torch.isfinite(trainer.parameters()).all()
 
 
+def test_each_source_counts_in_an_evaluation_by_its_weight(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    text = trainer.corpus.validation.sources[0]
+    held_out = Sequences((text[:330], text[1000:1100]), 16)
+    alone = []
+    for start, count in ((0, 15), (20, 5)):
+        batch = held_out.take(np.arange(start, start + count))
+        with torch.no_grad():
+            alone.append(float(trainer._loss_sum(batch)) / (16 * count))
+    trainer.corpus = replace(trainer.corpus, validation=held_out)
+    trainer._sampler = replace(trainer._sampler, shares=(Share(9, weight=3.0), Share(9, weight=1.0)))
+    loss, tokens = trainer.evaluate(5)  # 5 batches of 4
+    assert loss == pytest.approx(0.75 * alone[0] + 0.25 * alone[1], rel=1e-5)
+    assert tokens == 16 * 20
+
+
 @pytest.mark.parametrize("clip_norm", [0.1, 100.0])
 @pytest.mark.parametrize("tied", [True, False])
 def test_steps_equal_a_plain_pytorch_loop(tmp_path: Path, clip_norm: float, tied: bool) -> None:
