@@ -5,6 +5,7 @@ sequence, so that it is that of weights, gradients and optimizer states.
 """
 
 import copy
+import gc
 import importlib.util
 import math
 import tempfile
@@ -90,6 +91,7 @@ def measure(device: torch.device) -> dict[str, Any]:
             found: dict[str, Any] = {}
             for tokens, sequences in ((32, 1), (length, batch)):
                 job = _job(tokens, sequences, "muon" if "Muon" in name else "adamw", layers)
+                gc.collect()
                 if on_card:
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats(device)
@@ -105,7 +107,7 @@ def measure(device: torch.device) -> dict[str, Any]:
                     found["tokens_per_s"] = round(report.tokens / seconds)
                     found["peak_gib"] = peak and round(peak / 2**30, 2)
                     found["losses"] = [round(each.loss, 4) for each in (warm, report)]
-                del trainer
+                del trainer  # its hooks form cycles
             ways[name] = found
     exact = ways["float32"]["losses"][1]
     losses = [way["losses"][1] for name, way in ways.items() if "losses" in way and "Muon" not in name]

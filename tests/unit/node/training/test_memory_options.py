@@ -1,5 +1,6 @@
 """Ways to save memory: each changes the memory, and what a worker learns hardly or not at all."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from swarmnet_node.training.memory_options import MemoryOptions
 from swarmnet_node.training.trainer import Trainer
 from swarmnet_protocols.errors import ConfigError
-from tests.support.training.tiny_job import tiny_job, tiny_trainer
+from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 from tests.unit.node.training.test_expert_balance import biases, with_experts
 
 STEPS = 5
@@ -54,6 +55,40 @@ def test_bfloat16_learns_as_float32_does(tmp_path: Path) -> None:
     half.load(plain.parameters())
     assert torch.equal(half.parameters(), plain.parameters())
     assert half.evaluate(4)[0] == pytest.approx(plain.evaluate(4)[0], rel=0.002)
+
+
+def _live_bytes() -> int:
+    """Bytes of all tensors of this process, each memory once."""
+    found = {}
+    for each in gc.get_objects():
+        if type(each) in (torch.Tensor, torch.nn.Parameter):
+            for tensor in (each, each.grad if each.is_leaf else None):
+                if tensor is not None and tensor.device.type == "cpu":
+                    found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(found.values())
+
+
+@pytest.mark.parametrize(
+    ("memory", "optimizer", "expected"),
+    [
+        (MemoryOptions("float32"), "adamw", 16),
+        (MemoryOptions("bfloat16"), "adamw", 18),
+        (MemoryOptions("bfloat16", optimizer_states="cpu"), "adamw", 18),
+        (MemoryOptions("float32"), "muon", 12),
+    ],
+)
+def test_the_documented_bytes_are_those_of_all_tensors(
+    tmp_path: Path, memory: MemoryOptions, optimizer: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a backward pass and an update: weights, gradients and optimizer states."""
+    gc.collect()
+    before = _live_bytes()
+    wide = CONFIG | {"hidden_size": 256, "intermediate_size": 512}
+    trainer = _trainer(tmp_path, memory, model={"config": wide}, training={"optimizer": optimizer})
+    found: list[int] = []
+    monkeypatch.setattr(trainer._flat, "free_gradients", lambda: found.append(_live_bytes()))
+    trainer.steps(0, 0, 2)
+    assert (found[0] - before) / trainer.parameter_count == pytest.approx(expected, abs=0.5)
 
 
 def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path: Path) -> None:
