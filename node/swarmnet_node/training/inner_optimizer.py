@@ -127,9 +127,9 @@ class InnerOptimizer:
                 raise IntegrityError("this is not the state of the job's optimizer")
             if "step" in state and state["step"].shape != ():
                 raise IntegrityError("the number of steps is not a number")
-            if not all(
-                bool(check_flat(state[name], count).isfinite().all()) for name, count in sizes.items()
-            ):
+            for name, count in sizes.items():
+                check_flat(state[name], count)
+            if not all(bool(values.isfinite().all()) for values in state.values()):
                 raise IntegrityError("the state of the optimizer holds values that are not finite")
         for group in self._groups:
             group.optimizer.state.clear()

@@ -92,7 +92,8 @@ class Trainer:
             slots=job.exchange.max_workers,
         )
         self._model = model
-        self._flat = FlatModel(model, device, AS_STORED if method.kind == "scalars" else memory)
+        memory = AS_STORED if method.kind == "scalars" else memory
+        self._flat = FlatModel(model, device, memory)
         self._balance = ExpertBalance(model, device)
         self._optimizer = InnerOptimizer(
             job.training,

@@ -197,10 +197,11 @@ def _bad_states() -> dict[str, dict[str, Tensor]]:
         "dtype": good | {"exp_avg": torch.zeros(PARAMETERS, dtype=torch.float64)},
         "nan": good | {"exp_avg_sq": nan},
         "steps": good | {"step": torch.zeros(PARAMETERS)},
+        "endless": good | {"step": torch.tensor(torch.inf)},
     }
 
 
-@pytest.mark.parametrize("fault", ["missing", "more", "shape", "dtype", "nan", "steps"])
+@pytest.mark.parametrize("fault", ["missing", "more", "shape", "dtype", "nan", "steps", "endless"])
 def test_a_foreign_optimizer_state_is_refused(tmp_path: Path, fault: str) -> None:
     with pytest.raises(IntegrityError):
         tiny_trainer(tmp_path).load_optimizer_state(_bad_states()[fault])
