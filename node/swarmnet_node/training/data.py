@@ -281,12 +281,15 @@ class BatchSampler:
 
 
 def shares_of(total: int, weights: Sequence[float]) -> list[int]:
-    """Divide ``total`` by ``weights``: largest remainders, and at least 1 each."""
+    """Divide ``total`` by ``weights``: largest remainders, and at least 1 each, even if these are
+    more than ``total``."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [max(1, int(share)) for share in exact]
     order = sorted(range(len(weights)), key=lambda index: int(exact[index]) - exact[index])
     for index in order[: max(0, total - sum(counts))]:
         counts[index] += 1
+    while sum(counts) > max(total, len(counts)):  # for a share below 1, the largest gives
+        counts[counts.index(max(counts))] -= 1
     return counts
 
 

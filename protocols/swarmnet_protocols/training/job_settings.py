@@ -187,19 +187,17 @@ class DataSection(_Section):
     def _of_tables(cls, tables: object) -> object:
         if isinstance(tables, dict) and "sources" in tables:
             return tables
-        listed = [
-            table for table in (tables if isinstance(tables, list) else [tables]) if isinstance(table, dict)
-        ]
-        if not listed:
-            return tables
         shared: dict[str, object] = {}
-        for table in listed:
-            for key in cls.model_fields.keys() & table.keys():
+        sources = []
+        for table in tables if isinstance(tables, list) else [tables]:
+            if not isinstance(table, dict):
+                return tables
+            keys = (cls.model_fields.keys() & table.keys()) - {"sources"}
+            for key in keys:
                 if shared.setdefault(key, table[key]) != table[key]:
                     raise JobError("data", key, "differs between sources", hint="give it once")
-        return shared | {
-            "sources": [{key: table[key] for key in table.keys() - shared.keys()} for table in listed]
-        }
+            sources.append({key: value for key, value in table.items() if key not in keys})
+        return shared | {"sources": sources}
 
 
 class TrainingSection(_Section):

@@ -112,6 +112,15 @@ def test_sources_are_mixed_by_their_weights_and_own_ones_not_divided() -> None:
     assert len(both) == 500
 
 
+@given(total=st.integers(1, 2000), weights=st.lists(st.floats(1e-9, 1e6), min_size=1, max_size=16))
+def test_shares_fill_the_total_and_leave_no_source_out(total: int, weights: list[float]) -> None:
+    counts = data_module.shares_of(total, weights)
+    assert sum(counts) == max(total, len(weights))
+    assert min(counts) >= 1
+    exact = [total * weight / sum(weights) for weight in weights]
+    assert all(abs(count - share) <= len(weights) for count, share in zip(counts, exact, strict=True))
+
+
 def test_batches_follow_from_the_seed_alone() -> None:
     mine, theirs = (BatchSampler(7, (Share(100),), 4, 10, 8) for _ in range(2))
     assert mine.batch(3, 2, 5).tolist() == theirs.batch(3, 2, 5).tolist()

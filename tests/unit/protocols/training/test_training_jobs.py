@@ -287,6 +287,7 @@ WRONG_SOURCES = {
     "another tokenizer": ("weight = 3", 'tokenizer = "org/other"\nweight = 3', "tokenizer"),
     "a weight of nothing": ("weight = 3", "weight = 0", "weight"),
     "an unknown key": ("weight = 3", "wieght = 3", "wieght"),
+    "sources within a source": ("weight = 3", "sources = []", "sources"),
 }
 
 
