@@ -236,9 +236,11 @@ def record_messages() -> Iterator[Protobuf]:
 def worker_messages() -> Iterator[Protobuf]:
     pb = workers_pb2
     addresses = _ADDRESSES
-    member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, last_exchange=9)
+    member = pb.Member(id=_PEER.id, addresses=addresses, weight=8192, last_exchange=9, round_s=12.5)
     measured = pb.Measured(id=_PEER.id, bytes_per_s=2.5e6)
-    yield pb.WorkerRecord(job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1)
+    yield pb.WorkerRecord(
+        job=_MANIFEST, round=7, state=_MANIFEST[::-1], addresses=addresses, protocol=1, round_s=12.5
+    )
     yield pb.JobRecord(sealed=b"a sealed job")
     yield pb.MatchmakingRequest(
         job=_MANIFEST, round=7, state=_MANIFEST[::-1], member=member, measured=[measured]
@@ -252,17 +254,24 @@ def worker_messages() -> Iterator[Protobuf]:
     yield pb.MatchmakingRequest(
         job=_MANIFEST,
         state=_MANIFEST[::-1],
-        member=pb.Member(weight=8192, last_exchange=9),
+        member=pb.Member(weight=8192, last_exchange=9, round_s=12.5),
         known=_MANIFEST[:16],
     )
     roster = pb.Roster(
-        round=7, exchange_number=10, known=_MANIFEST[:16], weights=[8192, 0], bytes_per_s=[2.5e6]
+        round=7,
+        exchange_number=10,
+        known=_MANIFEST[:16],
+        weights=[8192, 0],
+        bytes_per_s=[2.5e6],
+        rounds_s=[12.5],
     )
     yield pb.MatchmakingReply(roster=roster)
     yield pb.MatchmakingReply(unknown=pb.UnknownAddresses())
     yield pb.MatchmakingReply(position=pb.Position(round=8, state=_MANIFEST, leader=member))
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], describe=pb.Describe())
     yield pb.StateRequest(job=_MANIFEST, state=_MANIFEST[::-1], fetch=pb.Fetch(chunk=300))
+    yield pb.StateRequest(job=_MANIFEST, ask_offer=pb.AskOffer(round=7))
+    yield pb.StateReply(offer=pb.Offer(round=6, state=_MANIFEST[::-1]))
     yield pb.StateReply(description=pb.Description(size_bytes=1 << 30))
     yield pb.StateReply(chunk=pb.Chunk(index=300))
 
@@ -537,6 +546,7 @@ def report_messages() -> Iterator[Protobuf]:
         bytes_sent=1 << 33,
         bytes_received=300,
         contributions=[pb.Contribution(peer=_PEER.id, rounds=7)],
+        val_tokens=4096,
     )
     yield pb.ReportRequest()
     yield pb.NodeReport(version="0.1.0", public_name="a volunteer", uptime_s=3600.5, host=host)

@@ -76,15 +76,23 @@ class KnownWorkers:
         """Whether this worker has not trained, or has only just begun."""
         return not self._has_trained() or _now() - self.started_s < NEW_S
 
+    def pause_s(self) -> float:
+        """Return the seconds between two reads of the directory."""
+        return min(REFRESH_S, (_now() - self.started_s) / LOOK_AGAIN)
+
     async def refresh(self, *, at_once: bool = False) -> None:
         """Add the workers in the directory, unless they were just read."""
-        age_s = _now() - self.started_s
-        if not at_once and _now() - self._refreshed_s < min(REFRESH_S, age_s / LOOK_AGAIN):
+        if not at_once and _now() - self._refreshed_s < self.pause_s():
             return
         self._refreshed_s = _now()
-        for worker in await find_workers(self._directory, self._job_id):
-            if worker.peer != self._me and worker.peer not in self.excluded:
-                self._known.setdefault(worker.peer, worker)
+        found = {each.peer: each for each in await find_workers(self._directory, self._job_id)}
+        if found:  # otherwise the directory did not answer
+            mates = {peer: each for peer, each in self._known.items() if peer in self._mates}
+            self._known = {
+                peer: each
+                for peer, each in (found | mates).items()
+                if peer != self._me and peer not in self.excluded
+            }
 
     def alive(self) -> list[RoundMember]:
         """Return the workers that may be alive, without distrusted ones."""

@@ -17,6 +17,8 @@ from swarmnet_protocols.net import Buffer, PeerId
 from swarmnet_protocols.training.codecs import ErrorFeedback, get_codec
 from swarmnet_protocols.training.job_settings import Job
 from swarmnet_protocols.training.methods import OWN, Average, ZeroOrder
+from swarmnet_protocols.training.methods.arithmetic import add_scaled
+from swarmnet_protocols.training.methods.base import OuterMethod
 from swarmnet_protocols.training.rounds.terms import Slice
 
 NO_STEPS = StepReport(0.0, 0, 0.0)
@@ -28,8 +30,8 @@ class Replica:
     """The replica after ``revision`` committed rounds. ``codec`` encodes its contributions.
 
     A biased codec loses a part of each contribution: the residual. Later contributions include it
-    (error feedback). A replica that loads another worker's state discards its residual, because it
-    does not know which of its contributions were committed.
+    (error feedback). A replica that loads another worker's state discards its residual if it does
+    not know whether its last contribution was committed.
     """
 
     def __init__(self, job: Job, trainer: Trainer) -> None:
@@ -117,19 +119,27 @@ class Replica:
         agreed = self.method.agreed().to("cpu")
         return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 
-    def load_shared(self, data: bytearray) -> None:
+    def load_shared(self, data: bytearray, keep: float = 0.0) -> None:
         """Replace the state by a packed one. ``data`` must not change afterwards.
 
-        Raises ``IntegrityError`` if it is not a state of this job.
+        ``keep``: the share of this worker's inner steps since its last round that the parameters
+        keep, with its residual. The next contribution then contains it. Raises ``IntegrityError``
+        if ``data`` is not a state of this job.
         """
         state = SharedState.unpack(data)
-        self.trainer.load(state.agreed)
+        late, residual = None, None
+        if keep and isinstance(self.method, OuterMethod):
+            late = self.method.progress(self.trainer.view())
+            residual = None if self._feedback is None else self._feedback.residual()
+        self.trainer.load(state.agreed if late is None else add_scaled(state.agreed, keep, late))
         if state.inner:
             self.trainer.load_optimizer_state(state.inner)
         self._begin(state.agreed)
         self.method.restore(state.outer)
         self.revision = state.revision
         self._feedback = self._new_feedback()
+        if self._feedback is not None and residual is not None:
+            self._feedback.restore(residual)
 
     def checkpoint(self, job_id: str, round: int, excluded: tuple[PeerId, ...] = ()) -> WorkerCheckpoint:
         """Return a checkpoint of the replica, which later steps do not change."""

@@ -210,7 +210,7 @@ def _open_trainer(
     opened = open_job(sealed)
     with opened.naming_job():
         config.files.load_method(opened.job)
-        return Trainer.open(
+        trainer = Trainer.open(
             config.files.applied_to(opened.job),
             cache_dir=config.cache_dir,
             available_bytes=_available_bytes(config.limits),
@@ -220,6 +220,9 @@ def _open_trainer(
             peers=peers,
             tell=tell,
         )
+        if opened.job.make_method().kind == "parameters":
+            trainer.time_step()
+        return trainer
 
 
 def _available_bytes(limits: OwnerLimits) -> int:

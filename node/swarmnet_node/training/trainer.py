@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -75,6 +75,8 @@ class Trainer:
         self.corpus = corpus
         self.local: LocalModel | None = None
         """The checkpoint that the job starts from, or None."""
+        self.step_s = 0.0
+        """Seconds of an inner step on this machine; 0 until ``time_step``."""
         self._progress = progress
         self._training = job.training
         method = job.make_method()
@@ -114,7 +116,7 @@ class Trainer:
         progress: Progress = lambda *_: None,
         peers: "SwarmPeers | None" = None,
         tell: Callable[[MemoryNeeds], None] = lambda needs: None,
-    ) -> "Trainer":
+    ) -> Self:
         """Return a trainer with the job's initial parameters.
 
         ``peers`` provide missing weights. ``tell`` hears of the memory before any weight is loaded.
@@ -181,6 +183,13 @@ class Trainer:
         self._flat.free_gradients()
         self.report_steps(first + count)
         return StepReport(float(losses) / max(1, count), tokens, time.perf_counter() - started)
+
+    def time_step(self) -> None:
+        """Measure ``step_s`` with a gradient that is discarded."""
+        started = time.perf_counter()
+        self._backward(0, 0, 0)
+        self._free_gradients()
+        self.step_s = time.perf_counter() - started
 
     @property
     def blocks(self) -> int:

@@ -24,7 +24,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -34,7 +34,7 @@ import torch
 from swarmnet_node.owner.given import Given
 from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.events import EventHandler, exchange_fields
-from swarmnet_node.training.known_workers import REFRESH_S, KnownWorkers
+from swarmnet_node.training.known_workers import KnownWorkers
 from swarmnet_node.training.replica import NO_STEPS, Replica, combined
 from swarmnet_node.training.shared_state import max_state_bytes
 from swarmnet_node.training.trainer import StepReport, Trainer
@@ -43,7 +43,7 @@ from swarmnet_protocols.directory.announcer import Announcement, Announcer
 from swarmnet_protocols.errors import SwarmnetError
 from swarmnet_protocols.machine.aio import cancel, in_background, persist, race
 from swarmnet_protocols.models import Progress
-from swarmnet_protocols.net import Transport
+from swarmnet_protocols.net import PeerId, Transport
 from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training.bandwidth import ArrivalRates
 from swarmnet_protocols.training.catch_up import CatchUp, Stay, WorkerPosition
@@ -52,6 +52,8 @@ from swarmnet_protocols.training.job_records import job_announcement, worker_ann
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
+from swarmnet_protocols.training.pacing import Speed, kept_share, overlap_of, steps_in_time
+from swarmnet_protocols.training.pairs import Pairs
 from swarmnet_protocols.training.rosters import Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.averaging import Averager
@@ -96,12 +98,12 @@ class WorkerDependencies:
 
 @dataclass(frozen=True)
 class PendingExchange:
-    """The exchange of ``round`` among ``roster``, which runs in the background."""
+    """The exchange of ``round`` among ``workers``, which runs in the background."""
 
     round: int
-    roster: Roster
+    workers: int
     report: StepReport
-    task: "asyncio.Task[Outcome]"
+    task: "asyncio.Future[Outcome]"
     start_s: float
     matchmaking_s: float
 
@@ -135,10 +137,17 @@ class Worker:
         self._pending: PendingExchange | None = None
         self._writing: asyncio.Future[Path] | None = None
         """The checkpoint that is being written."""
+        self._late = NO_STEPS
+        """The work of a contribution that came too late for its round. It counts in the next."""
         self._last_exchange = 0
-        self._step_s = 0.0
-        """Seconds of a recent inner step. An exchange that overlaps N steps is paced to take N
-        times this long."""
+        self._speed = Speed(trainer.step_s) if trainer.step_s else None
+        """This worker's measured speed. None until it is known."""
+        self._rounds_s: list[float] = []
+        """Seconds that a whole round takes the other workers."""
+        self._computed_s = 0.0
+        """Seconds of computing since the last roster."""
+        self._stepped_s = 0.0
+        """Seconds of inner steps since the last roster."""
         self._rates = ArrivalRates()
         self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
         self._job_hash = bytes.fromhex(self.job_id)
@@ -160,17 +169,17 @@ class Worker:
             same_state=self._method.shares_weights,
             is_excluded=self._workers.excluded.__contains__,
         )
-        self._averager = Averager(
-            RoundContext(
-                self._transport,
-                self._job_hash,
-                dependencies.sign,
-                RoundTiming(exchange.deadline_s / 3, 2 * exchange.deadline_s / 3, exchange.deadline_s),
-                AggregationRules.named(exchange.aggregate, float(opened.job.round_tokens)),
-                dependencies.codec_executor,
-                on_proven=lambda peer: self._workers.exclude([peer]),
-            )
+        context = RoundContext(
+            self._transport,
+            self._job_hash,
+            dependencies.sign,
+            RoundTiming(exchange.deadline_s / 3, 2 * exchange.deadline_s / 3, exchange.deadline_s),
+            AggregationRules.named(exchange.aggregate, float(opened.job.round_tokens)),
+            dependencies.codec_executor,
+            on_proven=lambda peer: self._workers.exclude([peer]),
         )
+        self._averager = Averager(context)
+        self._pairs = Pairs(context, self._state_server, self._replica.codec)
 
     async def run(self) -> None:
         """Train until the last round of the job, or until ``stop``. Then save a checkpoint.
@@ -243,11 +252,16 @@ class Worker:
     async def _run_round(self) -> None:
         """Run one round, up to the start of its exchange.
 
-        Raises ``OutOfSync`` if its group is at another round or state.
+        Raises ``OutOfSync`` if the others are at another round or state. The contribution is then
+        late.
         """
         contribution, report = None, NO_STEPS
         looking = self._workers.refresh()
-        if self._slot is None:
+        late, self._late = self._late, NO_STEPS
+        if late.tokens:
+            await looking
+            contribution, report = (await self._compute(self._replica.contribution, self.round, 0))[0], late
+        elif self._slot is None:
             await looking
         else:  # read the directory during the inner steps
             (contribution, report), _ = await asyncio.gather(self._train(self._slot), looking)
@@ -259,8 +273,19 @@ class Worker:
                 await self._move(verdict)
         # The slot may have been lost above. Then the contribution comes from a state that the group
         # does not have.
-        if self._slot is None:
+        if self._slot is None and not late.tokens:
             contribution, report = None, NO_STEPS
+        try:
+            if self._method.shares_weights:
+                await self._join_group(contribution, report)
+            else:
+                await self._join_partner(contribution, report)
+        except OutOfSync:
+            self._late = report
+            raise
+
+    async def _join_group(self, contribution: torch.Tensor | None, report: StepReport) -> None:
+        """Form this round's group, and start its exchange."""
         start_s = self._now()
         roster = await self._form_group(float(report.tokens))
         enough = len(roster.members) >= self._job.exchange.min_workers
@@ -268,11 +293,38 @@ class Worker:
         if not any(member.weight for member in roster.members):
             # No member has trained: the group only assigns slots.
             if not enough:
-                self._emit("waiting", round=self.round, workers=len(roster.members))
-                await asyncio.sleep(REFRESH_S)
+                await self._wait_for_workers(len(roster.members))
             return
         self._start_exchange(roster, contribution, report, self._now() - start_s)
         self.round += 1
+
+    async def _join_partner(self, contribution: torch.Tensor | None, report: StepReport) -> None:
+        """Average with this round's partner, if the method averages in pairs."""
+        self._measure_rest()
+        start_s, me, exchange = self._now(), self._transport.peer_id, self._job.exchange
+        others = {each.peer: each for each in self._workers.alive()}
+        roster = sorted([me, *others])
+        self._rounds_s = [each.round_s for each in others.values()]
+        enough = len(roster) >= exchange.min_workers
+        self._slot = roster.index(me) % exchange.max_workers if enough else None
+        if contribution is None:
+            if isinstance(verdict := await self._compare(), CatchUp):
+                await self._move(verdict)
+            elif not enough:
+                await self._wait_for_workers(len(roster))
+            return
+        partners = [peer for peer in self._method.partners(self.round, roster, me) if peer != me]
+        partner = others[PeerId(partners[0])] if partners else None
+        outcome = await self._pairs.average(self.round, partner, contribution, float(report.tokens))
+        done: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        done.set_result(outcome)
+        waited_s = self._now() - start_s
+        self._pending = PendingExchange(self.round, len(roster), report, done, start_s, waited_s)
+        self.round += 1
+
+    async def _wait_for_workers(self, present: int) -> None:
+        self._emit("waiting", round=self.round, workers=present)
+        await asyncio.sleep(self._workers.pause_s())
 
     async def _train(self, slot: int) -> tuple[torch.Tensor | None, StepReport]:
         """Train one round. Return its contribution.
@@ -281,8 +333,10 @@ class Worker:
         """
         report = NO_STEPS
         if self._method.kind == "parameters":
-            steps = self._method.steps_per_round
-            overlapped = min(self._method.overlap_steps, steps) if self._pending is not None else 0
+            steps = self._steps()
+            if self._speed is not None and not self._method.shares_weights:
+                self._state_server.expect(self.round, steps * self._speed.step_s)
+            overlapped = self._overlap() if self._pending is not None else 0
             report = await self._inner_steps(slot, 0, overlapped)
             if overlapped < steps:
                 await self._finish_exchange()
@@ -299,26 +353,50 @@ class Worker:
         self._dependencies.given.trained(report.tokens, sample_tokens, trainer.blocks, gpu_s)
 
     async def _inner_steps(self, slot: int, first: int, end: int) -> StepReport:
-        start_s = self._now()
+        before_s = self._computed_s
         report = await self._compute(self._replica.steps, self.round, slot, first, end)
-        self._step_s = (self._now() - start_s) / max(1, end - first)
+        took_s = self._computed_s - before_s
+        self._stepped_s += took_s
+        if end > first:
+            self._speed = replace(self._speed or Speed(0.0), step_s=took_s / (end - first))
         self._count(report)
         return report
+
+    def _steps(self) -> int:
+        """Return the inner steps of this round, with which all workers end it together."""
+        most = self._method.steps_per_round
+        return most if self._speed is None else steps_in_time(self._speed, self._rounds_s, most)
+
+    def _overlap(self) -> int:
+        """Return the inner steps during the exchange of the previous round."""
+        return overlap_of(self._steps(), self._method.overlap_steps, self._method.steps_per_round)
 
     async def _form_group(self, weight: float) -> Roster:
         """Form this round's group. Return its roster.
 
         ``weight``: the tokens that this worker trained on in the round.
         """
+        self._measure_rest()
         me = RoundMember(
             self._transport.peer_id,
             tuple(self._transport.addresses()),
             weight=weight,
             last_exchange=self._last_exchange,
+            round_s=self._round_s(),
         )
         roster = await self._matchmaking.form_group(me, self._workers.alive(), self._rates.bytes_per_s())
         self._workers.set_roster(roster.members)
+        self._rounds_s = [member.round_s for member in roster.members]
         return roster
+
+    def _measure_rest(self) -> None:
+        """Note the time of this round besides its inner steps."""
+        if self._speed is not None and self._stepped_s:
+            self._speed = self._speed.with_rest(self._computed_s - self._stepped_s)
+        self._computed_s = self._stepped_s = 0.0
+
+    def _round_s(self) -> float:
+        return 0.0 if self._speed is None else self._speed.round_s(self._method.steps_per_round)
 
     def _start_exchange(
         self, roster: Roster, contribution: torch.Tensor | None, report: StepReport, matchmaking_s: float
@@ -335,11 +413,12 @@ class Worker:
             weight=float(report.tokens),
             codec=self._replica.codec,
             state=self._matchmaking.position.state if self._method.shares_weights else b"",
-            spread_s=0.0 if is_last else self._method.overlap_steps * self._step_s,
+            spread_s=0.0 if is_last or self._speed is None else self._overlap() * self._speed.step_s,
         )
         self._last_exchange = roster.exchange_number
         task = asyncio.create_task(averaging, name="exchange")
-        self._pending = PendingExchange(self.round, roster, report, task, self._now(), matchmaking_s)
+        workers = len(roster.members)
+        self._pending = PendingExchange(self.round, workers, report, task, self._now(), matchmaking_s)
 
     async def _finish_exchange(self) -> None:
         """Wait for the pending exchange, if any, and apply its outcome."""
@@ -365,14 +444,13 @@ class Worker:
         await self._compute(self._replica.apply, pending.round, average, delivered)
         await self._publish_state()
         params_hash = await self._compute(self._replica.params_hash)
-        members = pending.roster.members
-        trained = sum(member.weight for member in members if member.peer in contributors)
         self._emit(
             "round",
             round=pending.round,
             loss=round(pending.report.loss, 6) if pending.report.tokens else None,
-            tokens=round(trained),
-            workers=len(members),
+            tokens=round(outcome.tokens),
+            own_tokens=pending.report.tokens,
+            workers=pending.workers,
             **exchange_fields(outcome),
             exchange_s=round(self._now() - pending.start_s, 3),
             wait_s=round(wait_s, 3),
@@ -479,13 +557,15 @@ class Worker:
             self._emit("heal_failed", round=there.round, reason=str(error))
             await asyncio.sleep(RETRY_DOWNLOAD_S)
             return
-        await self._compute(self._replica.load_shared, data)
+        keep = kept_share(there.round - here.round) if self._late.tokens else 0.0
+        await self._compute(self._replica.load_shared, data, keep)
         self.round, self._slot, self._pending = there.round, None, None
         await self._publish_state()
         self._emit(
             "healed",
             round=self.round,
             bytes=len(data),
+            late_tokens=self._late.tokens,
             seconds=round(self._now() - start_s, 3),
             dropped=[{"peer_id": peer, "reason": why} for peer, why in dropped.items()],
         )
@@ -517,7 +597,9 @@ class Worker:
     # ---- helpers --------------------------------------------------------------------------------
 
     def _announcements(self) -> Iterable[Announcement]:
-        yield worker_announcement(self.job_id, self._transport.addresses(), self._matchmaking.position)
+        yield worker_announcement(
+            self.job_id, self._transport.addresses(), self._matchmaking.position, self._round_s()
+        )
         yield job_announcement(self._sealed)
 
     def _last_word(self) -> Iterable[Announcement]:
@@ -532,4 +614,7 @@ class Worker:
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run ``function`` on the computing thread."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
+        start_s = loop.time()
+        result = await loop.run_in_executor(self._dependencies.executor, lambda: function(*args, **kwargs))
+        self._computed_s += loop.time() - start_s
+        return result

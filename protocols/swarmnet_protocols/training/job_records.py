@@ -10,12 +10,12 @@ from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.announcer import Announcement
 from swarmnet_protocols.directory.catalog import read_catalog
 from swarmnet_protocols.directory.host_announcements import listed
-from swarmnet_protocols.errors import ConfigError, SwarmnetError, Unreachable
+from swarmnet_protocols.errors import ConfigError, ProtocolViolation, SwarmnetError, Unreachable
 from swarmnet_protocols.machine.aio import all_of
 from swarmnet_protocols.net.identity import peer_id_of
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.jobs import SealedJob, open_job
-from swarmnet_protocols.training.rosters import MAX_ADDRESSES
+from swarmnet_protocols.training.rosters import MAX_ADDRESSES, round_seconds
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -102,10 +102,13 @@ async def find_jobs(directory: Directory) -> list[SealedJob]:
     return [job for job in await all_of(*map(find, ids)) if job is not None]
 
 
-def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerPosition) -> Announcement:
+def worker_announcement(
+    job_id: str, addresses: Sequence[str], position: WorkerPosition, round_s: float = 0.0
+) -> Announcement:
     """Return the announcement of a worker, for ``WORKER_LIFETIME_S``.
 
-    A worker that leaves announces itself without ``addresses``.
+    A worker that leaves announces itself without ``addresses``. For ``round_s`` see
+    ``RoundMember``.
     """
     record = pb.WorkerRecord(
         job=bytes.fromhex(job_id),
@@ -113,6 +116,7 @@ def worker_announcement(job_id: str, addresses: Sequence[str], position: WorkerP
         state=position.state,
         addresses=listed(addresses),
         protocol=PROTOCOL,
+        round_s=round_s,
     )
     return Announcement(f"train/{job_id}", record.SerializeToString(), WORKER_LIFETIME_S)
 
@@ -128,10 +132,12 @@ async def find_workers(
     for record in await directory.lookup(f"train/{job_id}"):
         try:
             body = pb.WorkerRecord.FromString(record.body)
-        except DecodeError:
+            round_s = round_seconds(body.round_s)
+        except (DecodeError, ProtocolViolation):
             continue
         if body.job.hex() == job_id and body.protocol == PROTOCOL and len(body.state) == HASH_BYTES:
-            worker = RoundMember(peer_id_of(record.signer), tuple(body.addresses[:MAX_ADDRESSES]))
+            addresses = tuple(body.addresses[:MAX_ADDRESSES])
+            worker = RoundMember(peer_id_of(record.signer), addresses, round_s=round_s)
             if worker.addresses or also_left:
                 found[worker] = WorkerPosition(body.round, body.state)
     return dict(sorted(found.items(), key=lambda each: each[0].peer))

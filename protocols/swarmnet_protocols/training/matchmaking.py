@@ -377,10 +377,12 @@ class Matchmaking:
     def _is_coming(self, peer: PeerId, position: WorkerPosition) -> bool:
         """Return whether a worker is at this worker's position or will reach it.
 
-        A member of the last roster that has not finished that round will reach it.
+        A member of the last roster that has not finished that round will reach it. Replicas of
+        gossip are a round apart, and reach it without a roster.
         """
         is_one_behind = position.round == self.position.round - 1
-        return self._is_here(position) or (is_one_behind and peer in self._book.addresses)
+        is_known = peer in self._book.addresses or not self._same_state
+        return self._is_here(position) or (is_one_behind and is_known)
 
     def _is_here(self, position: WorkerPosition) -> bool:
         return position.round == self.position.round and not self._is_other(position.state)

@@ -17,6 +17,8 @@ from swarmnet_protocols.wire import workers_pb2 as pb
 MAX_ADDRESSES = 16
 MAX_BYTES_PER_S = 1e12
 MAX_WEIGHT = 1e12
+MAX_ROUND_S = 1e7
+"""Longest round that a worker may claim: four months."""
 EXCHANGES_PER_ROUND = 1 << 16
 """Number of exchanges that a round can have. Each round numbers its exchanges from its own start.
 
@@ -120,16 +122,18 @@ def member_to_wire(member: RoundMember, book: AddressBook = NO_ADDRESSES) -> pb.
         addresses=() if known else member.addresses[:MAX_ADDRESSES],
         weight=member.weight,
         last_exchange=member.last_exchange,
+        round_s=member.round_s,
     )
 
 
 def member_from_wire(member: pb.Member) -> RoundMember:
-    """Parse a member. Raises ``ProtocolViolation`` for an invalid peer id or weight."""
+    """Parse a member. Raises ``ProtocolViolation`` for an invalid peer id, weight or round time."""
     return RoundMember(
         _peer(member.id),
         tuple(member.addresses[:MAX_ADDRESSES]),
         weight=_weight(member.weight),
         last_exchange=member.last_exchange,
+        round_s=round_seconds(member.round_s),
     )
 
 
@@ -189,6 +193,7 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
         known=known,
         weights=_compact([member.weight for member in roster.members]),
         bytes_per_s=_compact(rates),
+        rounds_s=_compact([member.round_s for member in roster.members]),
     )
 
 
@@ -229,9 +234,18 @@ def _known_members(wire: pb.Roster, book: AddressBook) -> tuple[RoundMember, ...
         raise ProtocolViolation("the roster refers to an address book that this worker does not have")
     weights = _expand(wire.weights, len(book.addresses))
     rates = _expand(wire.bytes_per_s, len(book.addresses))
+    rounds_s = _expand(wire.rounds_s, len(book.addresses))
     return tuple(
-        RoundMember(peer, addresses, bytes_per_s=_rate(rate), weight=_weight(weight))
-        for (peer, addresses), rate, weight in zip(book.addresses.items(), rates, weights, strict=True)
+        RoundMember(
+            peer,
+            addresses,
+            bytes_per_s=_rate(rate),
+            weight=_weight(weight),
+            round_s=round_seconds(round_s),
+        )
+        for (peer, addresses), rate, weight, round_s in zip(
+            book.addresses.items(), rates, weights, rounds_s, strict=True
+        )
     )
 
 
@@ -250,6 +264,13 @@ def _weight(weight: float) -> float:
     if not 0 <= weight <= MAX_WEIGHT:
         raise ProtocolViolation("a member's weight is out of range")
     return weight
+
+
+def round_seconds(seconds: float) -> float:
+    """Return the claimed time of a worker's round. Raises ``ProtocolViolation`` out of range."""
+    if not 0 <= seconds <= MAX_ROUND_S:
+        raise ProtocolViolation("the time of a worker's round is out of range")
+    return seconds
 
 
 def _peer(id: str) -> PeerId:

@@ -3,8 +3,12 @@
 It does so when it is new, or was away. The id of a state is the SHA-256 of its size and its chunks'
 hashes, so every chunk from any worker is verified on its own. ``fetching/download.py`` assigns
 chunks to sources, repeats slow ones, and drops a source that sends wrong bytes.
+
+The contributions of gossip travel in the same way (``pairs.py``): a partner asks for the id.
 """
 
+import asyncio
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -35,6 +39,14 @@ STREAMS = 2
 chunk."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
+KEPT_OFFERS = 2
+"""Contributions in memory. Partners that are a round apart need the one before the last."""
+MAX_PATIENCE_S = 10.0
+"""Most seconds of a round that a partner waits for a contribution. Well below ``Timing.chunk_s``,
+after which the partner gives up."""
+PATIENCE = 1 / 4
+"""Share of a round that a partner waits. With more, a worker that is a little late delays others
+longer. With less, averages contain older contributions."""
 
 
 def state_id(size_bytes: int, chunk_hashes: bytes) -> bytes:
@@ -92,6 +104,13 @@ class StateServer:
         self._timing = timing
         self._states: dict[bytes, PackedState] = {}
         self._fetched: dict[Stream, bytes] = {}
+        self._offers: dict[int, PackedState] = {}
+        """This worker's last contributions, by round."""
+        self._expected: tuple[int, float, float] = (-1, 0.0, 0.0)
+        """The round of the next contribution, its loop time, and the seconds to wait for it."""
+        self._offered = asyncio.Condition()
+        self.contributed_bytes = 0
+        """Bytes of contributions that partners downloaded."""
 
     async def serve(self) -> None:
         """Serve until the transport closes."""
@@ -108,8 +127,36 @@ class StateServer:
         """Serve no state until the next ``offer``: the memory of the present one changes."""
         self._states.clear()
 
+    def expect(self, round: int, in_s: float) -> None:
+        """Let partners wait for the contribution to ``round``, which will come ``in_s`` seconds
+        from now."""
+        patience_s = min(PATIENCE * in_s, MAX_PATIENCE_S)
+        self._expected = round, asyncio.get_running_loop().time() + in_s, patience_s
+
+    async def contribute(self, round: int, contribution: PackedState) -> None:
+        """Offer this worker's contribution to ``round``."""
+        self._offers.pop(round, None)
+        self._offers[round] = contribution
+        for old in [*self._offers][:-KEPT_OFFERS]:
+            del self._offers[old]
+        async with self._offered:
+            self._offered.notify_all()
+
+    async def _offer(self, round: int) -> pb.Offer:
+        """Return the contribution to ``round``, or the newest one if that will not come soon."""
+        expected, ready_s, patience_s = self._expected
+        late_s = ready_s + patience_s - asyncio.get_running_loop().time()
+        if expected == round and late_s <= 2 * patience_s:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(late_s), self._offered:
+                    await self._offered.wait_for(lambda: round in self._offers)
+        if not self._offers:
+            raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this worker has not contributed yet")
+        nearest = round if round in self._offers else [*self._offers][-1]
+        return pb.Offer(round=nearest, state=self._offers[nearest].id)
+
     def _forget(self) -> None:
-        *older, _ = self._states
+        older = [*self._states][:-1]
         fetched = [state for state in older if state in self._fetched.values()]
         for state in set(older) - set(fetched[1 - KEPT_STATES :]):
             del self._states[state]
@@ -119,7 +166,11 @@ class StateServer:
             with stream.stream.scope.reserve(Resource.TRANSFERS):
                 while True:
                     request, _ = await stream.receive()
-                    await stream.send(*self._reply(stream.stream, request))
+                    if request.HasField("ask_offer") and request.job == self._job:
+                        offer = await self._offer(request.ask_offer.round)
+                        await stream.send(pb.StateReply(offer=offer))
+                    else:
+                        await stream.send(*self._reply(stream.stream, request))
         finally:
             if self._fetched.pop(stream.stream, None) is not None:
                 self._forget()
@@ -129,7 +180,8 @@ class StateServer:
 
         Raises ``Refusal`` for a state that is not kept here.
         """
-        state = self._states.get(request.state)
+        offers = {offer.id: offer for offer in self._offers.values()}
+        state = self._states.get(request.state) or offers.get(request.state)
         if request.job != self._job or state is None:
             raise Refusal(refusal_pb2.REASON_UNKNOWN_STATE, "this state is not kept here")
         self._fetched[stream] = state.id
@@ -142,6 +194,8 @@ class StateServer:
                 ), state.chunk_hashes
             case "fetch" if request.fetch.chunk < len(state.chunk_hashes) // HASH_BYTES:
                 index = request.fetch.chunk
+                if state.id in offers:
+                    self.contributed_bytes += len(state.chunk(index))
                 return pb.StateReply(chunk=pb.Chunk(index=index)), state.chunk(index)
             case _:
                 raise ProtocolViolation("not a request for a part of a state")
@@ -208,6 +262,18 @@ class StateSource:
         """Close the stream."""
         if self._stream is not None:
             self._stream.close()
+
+
+async def ask_offer(
+    transport: Transport, job: bytes, partner: RoundMember, round: int, timing: Timing
+) -> tuple[int, bytes]:
+    """Ask ``partner`` for its contribution to ``round``. Returns the round and the id of the
+    contribution that it offers. Raises the errors of ``TypedStream``."""
+    stream = await STATE.open(transport, partner.peer, timing, addresses=partner.addresses)
+    reply, _ = await stream.ask(pb.StateRequest(job=job, ask_offer=pb.AskOffer(round=round)))
+    if not reply.HasField("offer"):
+        raise ProtocolViolation("not an offer")
+    return reply.offer.round, reply.offer.state
 
 
 async def fetch_state(  # noqa: PLR0913 - what, from whom, and how

@@ -7,18 +7,20 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("job", "round", "state", "addresses", "protocol")
+    __slots__ = ("job", "round", "state", "addresses", "protocol", "round_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
+    ROUND_S_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     addresses: _containers.RepeatedScalarFieldContainer[str]
     protocol: int
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ...) -> None: ...
+    round_s: float
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., addresses: _Optional[_Iterable[str]] = ..., protocol: _Optional[int] = ..., round_s: _Optional[float] = ...) -> None: ...
 
 class JobRecord(_message.Message):
     __slots__ = ("sealed",)
@@ -27,16 +29,18 @@ class JobRecord(_message.Message):
     def __init__(self, sealed: _Optional[bytes] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("id", "addresses", "weight", "last_exchange")
+    __slots__ = ("id", "addresses", "weight", "last_exchange", "round_s")
     ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     LAST_EXCHANGE_FIELD_NUMBER: _ClassVar[int]
+    ROUND_S_FIELD_NUMBER: _ClassVar[int]
     id: str
     addresses: _containers.RepeatedScalarFieldContainer[str]
     weight: float
     last_exchange: int
-    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., last_exchange: _Optional[int] = ...) -> None: ...
+    round_s: float
+    def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., last_exchange: _Optional[int] = ..., round_s: _Optional[float] = ...) -> None: ...
 
 class MatchmakingRequest(_message.Message):
     __slots__ = ("job", "round", "state", "member", "measured", "known")
@@ -85,20 +89,22 @@ class LeaderHeartbeat(_message.Message):
     def __init__(self, leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights")
+    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights", "rounds_s")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
     BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_S_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     exchange_number: int
     bytes_per_s: _containers.RepeatedScalarFieldContainer[float]
     known: bytes
     weights: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ...) -> None: ...
+    rounds_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., rounds_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("round", "state", "leader")
@@ -111,16 +117,18 @@ class Position(_message.Message):
     def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ..., leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class StateRequest(_message.Message):
-    __slots__ = ("job", "state", "describe", "fetch")
+    __slots__ = ("job", "state", "describe", "fetch", "ask_offer")
     JOB_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     DESCRIBE_FIELD_NUMBER: _ClassVar[int]
     FETCH_FIELD_NUMBER: _ClassVar[int]
+    ASK_OFFER_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     state: bytes
     describe: Describe
     fetch: Fetch
-    def __init__(self, job: _Optional[bytes] = ..., state: _Optional[bytes] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
+    ask_offer: AskOffer
+    def __init__(self, job: _Optional[bytes] = ..., state: _Optional[bytes] = ..., describe: _Optional[_Union[Describe, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ..., ask_offer: _Optional[_Union[AskOffer, _Mapping]] = ...) -> None: ...
 
 class Describe(_message.Message):
     __slots__ = ()
@@ -133,12 +141,28 @@ class Fetch(_message.Message):
     def __init__(self, chunk: _Optional[int] = ...) -> None: ...
 
 class StateReply(_message.Message):
-    __slots__ = ("description", "chunk")
+    __slots__ = ("description", "chunk", "offer")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
+    OFFER_FIELD_NUMBER: _ClassVar[int]
     description: Description
     chunk: Chunk
-    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    offer: Offer
+    def __init__(self, description: _Optional[_Union[Description, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ...) -> None: ...
+
+class AskOffer(_message.Message):
+    __slots__ = ("round",)
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    def __init__(self, round: _Optional[int] = ...) -> None: ...
+
+class Offer(_message.Message):
+    __slots__ = ("round", "state")
+    ROUND_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    round: int
+    state: bytes
+    def __init__(self, round: _Optional[int] = ..., state: _Optional[bytes] = ...) -> None: ...
 
 class Description(_message.Message):
     __slots__ = ("size_bytes",)

@@ -40,7 +40,8 @@ def test_every_method_completes_a_job(method: str, tmp_path: Path) -> None:
     run(train(lab, *NAMES[:3]))
 
     for name in NAMES[:3]:
-        assert list(lab.rounds(name)) == list(range(ROUNDS))
+        if method != "noloco":  # its workers do not wait for each other at the start
+            assert list(lab.rounds(name)) == list(range(ROUNDS))
         assert lab.events[name][-1]["event"] == "done"
         assert all(event["loss"] > 0 for event in lab.rounds(name).values())
     if method != "noloco":  # its replicas are close but never equal

@@ -51,6 +51,8 @@ class TimedExecutor(ThreadPoolExecutor):
     def __init__(self, takes_s: float) -> None:
         super().__init__(1)
         self.takes_s = takes_s
+        self.owed_s = 0.0
+        """Virtual seconds that the work of a call adds to the time of the call."""
 
 
 class WaitingExecutor(Executor):
@@ -129,9 +131,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             if future.cancelled():
                 return
             try:
-                future.set_result(func(*args))
+                done = partial(future.set_result, func(*args))
             except Exception as error:  # noqa: BLE001 - as an executor does
-                future.set_exception(error)
+                done = partial(future.set_exception, error)
+            if isinstance(executor, TimedExecutor) and executor.owed_s:
+                owed_s, executor.owed_s = executor.owed_s, 0.0
+                self.call_later(owed_s, lambda: None if future.done() else done())
+            else:
+                done()
 
         def compute_on_thread() -> None:
             try:

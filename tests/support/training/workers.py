@@ -84,6 +84,17 @@ def write_job(folder: Path, method: str, settings: str = "", exchange: str = "",
     return _JOB.format(rounds=rounds, data=data, method=method, settings=settings, exchange=exchange)
 
 
+class _TimedTrainer(Trainer):
+    """A trainer whose gradients take virtual time."""
+
+    def takes(self, step_s: Callable[[], float], executor: TimedExecutor) -> None:
+        self.step_s, self._step_s, self._executor = step_s(), step_s, executor
+
+    def _backward(self, round: int, step: int, slot: int) -> tuple[torch.Tensor, int]:
+        self._executor.owed_s += self._step_s()
+        return super()._backward(round, step, slot)
+
+
 @dataclass
 class WorkerLab:
     """Workers of one job by name, each with a folder that survives crashes."""
@@ -98,6 +109,8 @@ class WorkerLab:
     """Virtual seconds of writing a checkpoint."""
     own: Mapping[str, Path] = field(default_factory=dict)
     """The data of each worker, in a job that trains every worker on its own."""
+    step_s: dict[str, float] = field(default_factory=dict)
+    """Virtual seconds of an inner step by worker; 0 for others."""
 
     def __post_init__(self) -> None:
         written = parse_job(self.toml.encode()).job
@@ -156,11 +169,12 @@ class WorkerLab:
         job = files.applied_to(open_job(self.sealed).job)
         async with self.network.transport(identity.peer_id) as transport:
             directory = MemoryDirectory(self.board, identity, SWARM)
-            trainer = Trainer.open(
+            compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
+            trainer = _TimedTrainer.open(
                 job, cache_dir=self.folder / "cache", available_bytes=1 << 33, device=torch.device("cpu")
             )
-            compute, codec = TimedExecutor(COMPUTE_S), TimedExecutor(0.0)
             writer = TimedExecutor(self.write_s)
+            trainer.takes(lambda: self.step_s.get(name, 0.0), compute)
             dependencies = WorkerDependencies(
                 transport, directory, compute, codec, writer, random.Random(name), identity.sign
             )

@@ -185,6 +185,10 @@ class OuterMethod(AllToAll):
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         return self._weights - parameters
 
+    def progress(self, parameters: torch.Tensor) -> torch.Tensor:
+        """Return what this worker's inner steps added to the parameters and no round has yet."""
+        return parameters - self._weights
+
     def state(self) -> dict[str, torch.Tensor]:
         return dict(self._state)
 

@@ -56,6 +56,9 @@ class Eager(OuterMethod):
         self._state |= {"own.delta": delta, "own.start": parameters.clone()}
         return delta
 
+    def progress(self, parameters: torch.Tensor) -> torch.Tensor:
+        return parameters - self._state["own.start"]
+
     def apply(self, round: int, parameters: torch.Tensor, average: Average | None) -> torch.Tensor:
         if average is None:
             return parameters

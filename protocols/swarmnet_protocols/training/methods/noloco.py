@@ -1,7 +1,7 @@
 """NoLoCo (Kolehmainen et al., arXiv 2506.10911, modified Nesterov momentum): random pairs average.
 
-Matchmaking still gathers all workers, because the pairs of a round follow from its roster. Then
-each pair averages on its own: no worker sends to or waits for more than one other.
+A worker's partner follows from the round's number, a seed, and the workers that it knows of. No
+worker sends to or waits for more than one other (``pairs.py``).
 
 δ_i <- α δ_i + (β/n) Σ_k (θ_k - φ_k) - γ (φ_i - mean_k φ_k); φ_i <- φ_i + δ_i; θ_i <- φ_i.
 
@@ -21,6 +21,9 @@ from pydantic import Field, model_validator
 from swarmnet_protocols.training.methods.arithmetic import add_scaled
 from swarmnet_protocols.training.methods.base import Average, OuterMethod, Settings
 
+_BITS = 256
+"""Bits of a hash."""
+
 
 def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
     """Return the least γ that no longer shrinks the variance between ``replicas``.
@@ -33,6 +36,16 @@ def gamma_bound(alpha: float, replicas: float = math.inf) -> float:
     """
     within = 0.5 * (1 + 1 / (replicas - 1))
     return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * within)
+
+
+def _left_over(tree: list[int], bits: int) -> int:
+    """Return the leaf of an odd ``tree`` that has no pair in it. Its leaves differ in the low
+    ``bits``."""
+    while len(tree) > 1:
+        bits -= 1
+        ones = [leaf for leaf in tree if leaf >> bits & 1]
+        tree = ones if len(ones) % 2 else [leaf for leaf in tree if not leaf >> bits & 1]
+    return tree[0]
 
 
 class NoLoCoSettings(Settings):
@@ -79,12 +92,27 @@ class NoLoCo(OuterMethod):
         self._settings = settings
 
     def partners(self, round: int, roster: Sequence[str], me: str) -> tuple[str, ...]:
-        """Return the pair of ``me``: neighbours in a random order from the seed and the round."""
-        order = sorted(
-            roster, key=lambda peer: sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()
-        )
-        first = order.index(me) & ~1
-        return tuple(sorted(order[first : first + 2]))
+        """Return the pair of ``me``.
+
+        The workers are leaves of a binary tree, at the bits of a hash of the seed, the round and
+        their names. Every subtree pairs its leaves, and an odd one is left over for the tree above.
+        So a worker that only some workers know of changes about two pairs, and not all.
+        """
+        leaves = {
+            int.from_bytes(sha256(f"{self._settings.seed}/{round}/{peer}".encode()).digest()): peer
+            for peer in roster
+        }
+        mine = next(leaf for leaf, peer in leaves.items() if peer == me)
+        tree, besides = list(leaves), []
+        for bit in reversed(range(_BITS)):
+            besides.append((bit, [leaf for leaf in tree if (leaf ^ mine) >> bit & 1]))
+            tree = [leaf for leaf in tree if not (leaf ^ mine) >> bit & 1]
+            if len(tree) == 1:
+                break
+        for bit, found in reversed(besides):
+            if len(found) % 2:
+                return tuple(sorted((me, leaves[_left_over(found, bit)])))
+        return (me,)
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:
         progress = (parameters - self._weights) * self._settings.beta

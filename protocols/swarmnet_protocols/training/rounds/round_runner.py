@@ -92,6 +92,8 @@ class Outcome:
     wait_s: float
     arrivals: tuple[Arrival, ...]
     """Transfer times of every member's last contribution and last result."""
+    tokens: float = 0.0
+    """Tokens behind the average, as its contributors reported them."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
         """Return the members with a contribution in at least one slice of the average, sorted."""
@@ -397,6 +399,7 @@ class RoundRunner:
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)
+        inside = {each.member for summary in summaries for each in summary.contributors}
         return Outcome(
             committed=committed,
             behind=finish.hashes is None,
@@ -414,6 +417,7 @@ class RoundRunner:
             arrivals=tuple(
                 Arrival(peers[member], *timed) for (member, _), timed in self._assembly.timed.items()
             ),
+            tokens=sum(self._terms.members[member].weight for member in inside),
         )
 
     def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:

@@ -1,0 +1,70 @@
+"""Paces workers of unequal speed, so that all of them end a round at the same time. Pure.
+
+Each worker measures its ``Speed``, and tells the others the seconds that its longest round takes.
+The fastest worker sets the time of a round and takes all of its inner steps. A slower one takes as
+many as it can in that time (FedCompass, Li et al., arXiv 2309.14675). Contributions are
+weighted by tokens, so one of fewer steps counts for less.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+LEAST_SHARE = 1 / 16
+"""Least share of a round's inner steps that a worker takes.
+
+With less, a worker that claims a false speed could reduce the others' steps further. With more,
+faster workers wait for a machine that is slower by a smaller factor.
+"""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A worker's measured speed.
+
+    - ``step_s``: seconds of an inner step.
+    - ``rest_s``: seconds of a round besides its inner steps: outer step, evaluation, checkpoint.
+    """
+
+    step_s: float
+    rest_s: float = 0.0
+
+    def round_s(self, steps: int) -> float:
+        """Return the seconds of a round with ``steps`` inner steps, without its exchange."""
+        return self.rest_s + steps * self.step_s
+
+    def with_rest(self, rest_s: float) -> "Speed":
+        """Return this speed after another round. ``rest_s`` is averaged with the rounds before,
+        because not every round has an evaluation."""
+        return replace(self, rest_s=(self.rest_s + rest_s) / 2)
+
+
+def steps_in_time(mine: Speed, rounds_s: Iterable[float], most: int) -> int:
+    """Return the inner steps with which this worker ends its round when the fastest one does.
+
+    - ``rounds_s``: seconds that ``most`` inner steps take each other worker; 0 for an unknown time.
+    - ``most``: the inner steps of a round in the job.
+
+    At least ``LEAST_SHARE`` of ``most``, and at least one.
+    """
+    fastest_s = min([mine.round_s(most), *(each for each in rounds_s if each > 0)])
+    least = max(1, round(most * LEAST_SHARE))
+    return min(most, max(least, round((fastest_s - mine.rest_s) / mine.step_s)))
+
+
+def kept_share(staleness: int) -> float:
+    """Return the share of a late contribution that counts. ``staleness``: the rounds it is late.
+
+    (1 + s)^-1/2, as in FedBuff (Nguyen et al., arXiv 2106.06639).
+    """
+    return 1 / math.sqrt(1 + max(0, staleness))
+
+
+def overlap_of(steps: int, overlap: int, most: int) -> int:
+    """Return how many of ``steps`` inner steps run during the exchange of the round before.
+
+    ``overlap``: how many of ``most`` inner steps the method lets run. The exchange gets the same
+    share of the round's time. It ends before the last step, unless the method gives it the whole
+    round.
+    """
+    return steps if overlap >= most else min(-(-overlap * steps // most), steps - 1)
