@@ -188,7 +188,7 @@ class Trainer:
         """Measure ``step_s`` with a gradient that is discarded."""
         started = time.perf_counter()
         self._backward(0, 0, 0)
-        self._free_gradients()
+        self._flat.free_gradients()
         self.step_s = time.perf_counter() - started
 
     @property

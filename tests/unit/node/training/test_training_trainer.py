@@ -335,3 +335,11 @@ def test_transformers_loads_a_written_model(tmp_path: Path) -> None:
     write_model(trainer._model, values, tmp_path / "out")
     loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert torch.equal(flatten(list(loaded.parameters())), values)
+
+
+def test_timing_a_step_changes_nothing(tmp_path: Path) -> None:
+    trainer, other = tiny_trainer(tmp_path), tiny_trainer(tmp_path)
+    trainer.time_step()
+    assert trainer.step_s > 0
+    assert torch.equal(trainer.parameters(), other.parameters())
+    assert trainer.steps(0, 0, 2).loss == other.steps(0, 0, 2).loss
