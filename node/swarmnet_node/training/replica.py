@@ -119,6 +119,11 @@ class Replica:
         agreed = self.method.agreed().to("cpu")
         return SharedState(self.revision, agreed, self.method.state(), inner).pack()
 
+    @property
+    def keeps_progress(self) -> bool:
+        """Whether ``load_shared`` can keep the inner steps of a late contribution."""
+        return isinstance(self.method, OuterMethod)
+
     def load_shared(self, data: bytearray, keep: float = 0.0) -> None:
         """Replace the state by a packed one. ``data`` must not change afterwards.
 

@@ -281,7 +281,8 @@ class Worker:
             else:
                 await self._join_partner(contribution, report)
         except OutOfSync:
-            self._late = report
+            if self._replica.keeps_progress:
+                self._late = report
             raise
 
     async def _join_group(self, contribution: torch.Tensor | None, report: StepReport) -> None:
