@@ -55,6 +55,16 @@ def plot(
 ) -> None:
     """Draw the loss of the worker on this machine against tokens, bytes sent and time. Several jobs
     are drawn together, to compare them."""
+    with progress(quiet=as_json):
+        ids, paths = _drawn(jobs, out, data_dir)
+    if as_json:
+        print_json({"jobs": ids, "paths": [str(path) for path in paths]})
+    else:
+        print_text("\n".join(str(path) for path in paths))
+
+
+def _drawn(jobs: list[str], out: Path, data_dir: Path) -> tuple[list[str], list[Path]]:
+    """Draw the curves of the jobs, or of the newest job. Return their ids and the pictures."""
     from swarmnet.cli.training.plots import plot_histories
 
     ids = list(dict.fromkeys(job_here(job, data_dir) for job in jobs)) or [newest_job(data_dir)]
@@ -68,8 +78,4 @@ def plot(
             )
         name = names.get(id) or short[id]
         runs[name if name not in runs else f"{name} {short[id]}"] = points
-    paths = plot_histories(runs, out)
-    if as_json:
-        print_json({"jobs": ids, "paths": [str(path) for path in paths]})
-    else:
-        print_text("\n".join(str(path) for path in paths))
+    return ids, plot_histories(runs, out)
