@@ -232,7 +232,7 @@ class Trainer:
         """
         held_out, weights = self.corpus.validation, [share.weight for share in self._sampler.shares]
         wanted = shares_of(batches * self._training.batch_size, weights)
-        mean, tokens, first = 0.0, 0, 0
+        mean, weighed, tokens, first = 0.0, 0.0, 0, 0
         self._model.eval()
         try:
             with torch.no_grad():
@@ -244,12 +244,13 @@ class Trainer:
                         batch = held_out.take(numbers)
                         total += float(self._loss_sum(batch))
                         counted += _target_count(batch)
-                    mean += weight / sum(weights) * total / max(1, counted)
+                    if counted:  # a source of few rows may hold out none with an answer
+                        mean, weighed = mean + weight * total / counted, weighed + weight
                     tokens += counted
                     first += count
         finally:
             self._model.train()
-        return mean, tokens
+        return mean / weighed if tokens else 0.0, tokens
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Return a copy of the inner optimizer's state, as in ``InnerOptimizer.state``."""
