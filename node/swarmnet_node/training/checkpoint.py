@@ -28,7 +28,7 @@ from torch import Tensor
 
 from swarmnet_node.training.data import END_OF_DOCUMENT
 from swarmnet_node.training.job_store import job_folder, load_local_files, load_stored_job
-from swarmnet_node.training.model import read_model
+from swarmnet_node.training.model import read_model, update_json
 from swarmnet_node.training.shared_state import pack
 from swarmnet_protocols.errors import ConfigError, IntegrityError, OutOfResources
 from swarmnet_protocols.machine.files import UNFINISHED, creating
@@ -205,7 +205,7 @@ def _write_tokenizer(name: str, folder: Path, cache_dir: Path, progress: Progres
 def _write_byte_tokenizer(folder: Path) -> None:
     """Write a tokenizer whose token N is byte N, and make byte 0 the model's end token."""
     for name in ("config.json", "generation_config.json"):
-        _update_json(folder / name, {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT})
+        update_json(folder / name, {"bos_token_id": None, "eos_token_id": END_OF_DOCUMENT})
     kind = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     vocabulary = {character: byte for byte, character in enumerate(_characters())}
     model = {"type": "BPE", "vocab": vocabulary, "merges": []}
@@ -224,10 +224,6 @@ def _characters() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
-
-
-def _update_json(path: Path, changes: dict[str, Any]) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2) + "\n")
 
 
 def params_hash(parameters: Tensor) -> str:

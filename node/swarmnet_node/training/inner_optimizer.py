@@ -65,8 +65,8 @@ class InnerOptimizer:
     ) -> None:
         """``matrices``: position in the vector and shape of each hidden matrix.
 
-        With ``eight_bit``, AdamW's moments take a byte each. Raises ``JobError`` or ``ConfigError``
-        if a package is missing or too old.
+        With ``eight_bit``, AdamW's moments take a byte each. Raises the errors of
+        ``check_packages``.
         """
         self._eight_bit = eight_bit
         is_muon = training.optimizer == "muon"
@@ -146,6 +146,14 @@ class InnerOptimizer:
                         for name, values in parts.items()
                     }
                 done = end
+
+
+def check_packages(training: TrainingSection, *, eight_bit: bool) -> None:
+    """Raise ``JobError`` or ``ConfigError`` if a package is missing or too old."""
+    if training.optimizer == "muon":
+        _muon()
+    if eight_bit:
+        _adamw_8bit()
 
 
 def _muon() -> Any:

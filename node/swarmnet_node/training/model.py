@@ -2,6 +2,7 @@
 layout."""
 
 import copy
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -312,6 +313,13 @@ def write_model(model: PreTrainedModel, parameters: torch.Tensor, folder: Path) 
         return
     with _no_progress_bar():
         model.save_pretrained(folder, state_dict=named)
+    # transformers names the format that the model computes in
+    update_json(folder / "config.json", {"dtype": str(parameters.dtype).removeprefix("torch.")})
+
+
+def update_json(path: Path, changes: dict[str, Any]) -> None:
+    """Replace these keys of a file of JSON."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2) + "\n")
 
 
 @contextmanager

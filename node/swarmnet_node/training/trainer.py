@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from swarmnet_node.training.data import BatchSampler, Corpus, Share, open_corpus, shares_of
 from swarmnet_node.training.expert_balance import ExpertBalance
 from swarmnet_node.training.flat_model import FlatModel
-from swarmnet_node.training.inner_optimizer import InnerOptimizer
+from swarmnet_node.training.inner_optimizer import InnerOptimizer, check_packages
 from swarmnet_node.training.memory_options import AS_STORED, AUTOMATIC, MemoryOptions
 from swarmnet_node.training.model import build_model, check_flat, check_model, checkpoint_of, write_model
 from swarmnet_node.training.probes import Shift, perturbed
@@ -129,6 +129,7 @@ class Trainer:
                 f"with {method.name}, all workers keep the same optimizer states, in float32",
                 hint="leave out --optimizer-states 8bit",
             )
+        check_packages(job.training, eight_bit=memory.optimizer_states == "8bit")
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
         needs = check_model(

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from swarmnet_node.training.flat_model import FlatModel
 from swarmnet_node.training.inner_optimizer import InnerOptimizer
-from swarmnet_node.training.memory_options import AUTOMATIC
+from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_node.training.model import build_model, flatten
-from swarmnet_node.training.trainer import learning_rate
+from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
@@ -118,11 +118,12 @@ def test_a_torch_without_muon_is_told_to_upgrade(tmp_path: Path, monkeypatch: py
     assert refused.value.hint == "pip install --upgrade torch"
 
 
-def test_without_bitsandbytes_its_states_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_are_checked_before_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
-    section = TrainingSection(batch_size=1, learning_rate=1e-2)
+    job = tiny_job(tmp_path, data={"path": "nowhere"})
+    options: dict[str, Any] = {"cache_dir": tmp_path, "available_bytes": 1, "device": torch.device("cpu")}
     with pytest.raises(ConfigError, match="bitsandbytes") as refused:
-        InnerOptimizer(section, _vector(8), {}, eight_bit=True)
+        Trainer.open(job, memory=MemoryOptions(optimizer_states="8bit"), **options)
     assert "pip install bitsandbytes" in refused.value.hint
 
 

@@ -102,6 +102,16 @@ def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path: Path) -> None:
     assert all(parameter.grad is None for parameter in half._model.parameters())
 
 
+def test_a_worker_of_bfloat16_writes_float32(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = _trainer(tmp_path, MemoryOptions("bfloat16"))
+    trainer.steps(0, 0, 1)
+    trainer.write(tmp_path / "out", trainer.parameters())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(torch.cat([each.flatten() for each in loaded.parameters()]), trainer.parameters())
+
+
 @pytest.mark.parametrize(
     "memory",
     [MemoryOptions("bfloat16", recompute=True), MemoryOptions(recompute=True, optimizer_states="cpu")],
