@@ -546,6 +546,7 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
         ],
         "train_traffic": [],
         "zo_finetune": [],
+        "forward_tuning": [],
     },
 }
 

@@ -287,7 +287,7 @@ def test_the_example_in_the_page_on_tuning_runs(
     reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
-    _, _, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    *_, example = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     monkeypatch.chdir(tmp_path)
     with tiny_swarm(reference) as running:

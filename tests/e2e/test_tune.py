@@ -1,5 +1,6 @@
 """``swarmnet tune`` and ``run --adapter`` over swarms in this process, with the tiny model."""
 
+import hashlib
 import json
 import os
 import signal
@@ -396,3 +397,23 @@ def test_an_adapter_that_will_not_do_is_refused_before_it_is_sent(
     with served(reference, monkeypatch):
         code, (error,) = command("run", model, "w20", "--adapter", str(out))
         assert (code, "does not fit this model" in error["message"]) == (3, True)
+
+
+def test_an_adapter_evolves_by_a_reward_of_this_machine(
+    reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    path = tmp_path / "reward.py"
+    path.write_text("def reward(prompt, answer, expected):\n    return len(answer.split()) / 4\n")
+    tuned = tuning(reference, tmp_path, "--method", "es", "--population", "4", "--max-tokens", "4")
+    rows = [{"prompt": f"w{n} w{n + 1}", "completion": " w30"} for n in range(20, 28)]
+    write_rows(tmp_path / "rows.jsonl", rows)
+    with served(reference, monkeypatch):
+        code, events = command(*tuned, "--reward", str(path), "--steps", "2")
+    assert code == 0, events
+    assert [event["step"] for event in events if event["event"] == "step"] == [1, 2]
+    summary = json.loads((tmp_path / "adapter" / "tune.json").read_text())
+    assert summary["reward"] == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (summary["population"], summary["spread"]) == (4, 0.03)
+    assert load_adapter(
+        reference.local.load_whole(dtype=torch.float32, device=torch.device("cpu")), tmp_path / "adapter"
+    )

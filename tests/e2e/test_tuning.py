@@ -194,7 +194,7 @@ def test_the_example_in_the_page_on_tuning_runs(
     calm_reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text()
-    _, example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    _, _, example, _ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict[str, Any] = {}
     with tiny_swarm(calm_reference) as running:
         monkeypatch.setattr(AutoSwarmModelForCausalLM, "from_pretrained", lambda *_, **__: running.model)

@@ -54,6 +54,7 @@ class SwarmModel:
 
     tokenizer: Any
     config: Any
+    generation_config: Any
     generate: Any
     blocks: RemoteBlocks
     _runtime: Runtime[ModelHosts]

@@ -17,14 +17,14 @@ from swarmnet_client.chain.passes import RemoteBatch
 from swarmnet_client.hosts.model_hosts import ModelHosts
 from swarmnet_client.hosts.runtime import Runtime
 from swarmnet_client.model.client_adapter import ClientAdapter
-from swarmnet_protocols.arrays import as_array, as_tensor
+from swarmnet_protocols.arrays import Array, as_array, as_tensor
 from swarmnet_protocols.session.adapters import Adapter
 
 T = TypeVar("T")
 
 
 class RemoteBlocks:
-    """All blocks of one model on one swarm.
+    """All blocks of one model on one swarm, with the model's own layers (``head.Layers``).
 
     The caller's thread computes. The network runs on the runtime's own loop.
     """
@@ -41,8 +41,8 @@ class RemoteBlocks:
         self.report = ChainReport()
         """The report of the chain or batch that was used last."""
         self._runtime = runtime
-        self._embed = lambda values: as_array(embed(as_tensor(values)))
-        self._read = lambda outputs: as_array(read(as_tensor(outputs)).cpu())
+        self._embed: Callable[[Array], Array] = lambda values: as_array(embed(as_tensor(values)))
+        self._read: Callable[[Array], Array] = lambda outputs: as_array(read(as_tensor(outputs)).cpu())
         self._adapter: Adapter | None = None
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -74,6 +74,25 @@ class RemoteBlocks:
         batch = RemoteBatch(self._runtime.opened, dataclasses.replace(self.spec, adapter=adapter), counts)
         self.report = batch.report
         return batch
+
+    @property
+    def can_rewind(self) -> bool:
+        return True
+
+    def embed(self, ids: Array) -> Array:
+        """Return embeddings [P, D] of token ids [P]."""
+        return self._embed(ids)
+
+    def logits(self, hidden: Array) -> Array:
+        """Return logits [N, V], float32, of outputs [N, D] of the last block."""
+        return self._read(hidden)
+
+    async def pass_forward(
+        self, inputs: torch.Tensor, counts: Sequence[int], adapter: Adapter | None
+    ) -> torch.Tensor:
+        """Return hidden states [P, D] of sequences after all blocks with ``adapter``. Several may
+        be computed at a time."""
+        return await self._batch(counts, adapter).forward(inputs)
 
     def pass_through(
         self,

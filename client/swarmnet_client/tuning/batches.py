@@ -75,11 +75,15 @@ class Dataset:
         return -(-len(self.train) // self.batch_size)
 
     def batch(self, step: int) -> Batch:
-        """Return the batch of step 0, 1, ...: every epoch takes all rows once, in a new order."""
+        """Return the rows of a step, padded."""
+        return self._padded(self.rows(step))
+
+    def rows(self, step: int) -> list[Example]:
+        """Return the rows of step 0, 1, ...: every epoch takes all rows once, in a new order."""
         epoch, index = divmod(step, self.steps_per_epoch)
         order = epoch_order(self.seed, epoch, len(self.train))
         chosen = order[index * self.batch_size : (index + 1) * self.batch_size]
-        return self._padded([self.train[row] for row in chosen])
+        return [self.train[row] for row in chosen]
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Yield all held-out rows, the longest first: rows of one length share a batch."""

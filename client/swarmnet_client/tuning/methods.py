@@ -14,6 +14,8 @@ class TuneMethod(StrEnum):
     PROMPT = "prompt"
     DEEP_PROMPT = "deep-prompt"
     CLASSIFIER = "classifier"
+    ZO = "zo"
+    ES = "es"
 
 
 class MergeMethod(StrEnum):
@@ -33,8 +35,13 @@ LEARNING_RATES = {
     TuneMethod.PROMPT: 3e-2,
     TuneMethod.DEEP_PROMPT: 1e-2,
     TuneMethod.CLASSIFIER: 1e-3,
+    TuneMethod.ZO: 1e-4,
+    TuneMethod.ES: 2e-2,
 }
 """Default learning rates. Those of the prompt methods are from PEFT's examples."""
+FORWARD_ONLY = {TuneMethod.ZO, TuneMethod.ES}
+SPREADS = {TuneMethod.ZO: 1e-2, TuneMethod.ES: 3e-2}
+"""Default distances of candidates. MeZO has 1e-2 for LoRA."""
 _PROMPTS = {TuneMethod.PROMPT, TuneMethod.DEEP_PROMPT}
 
 
@@ -49,6 +56,9 @@ class TuneSettings:
     - ``rank``, ``alpha``, ``target_modules``: for LoRA; no modules means PEFT's choice for the
       architecture.
     - ``virtual_tokens``: for the prompt methods.
+    - ``population``, ``spread``: candidates of a step and their distance, with forward passes only.
+    - ``max_tokens``: longest answer that is rated.
+    - ``reward``: SHA-256 of the file that rates answers.
     """
 
     method: TuneMethod
@@ -64,6 +74,10 @@ class TuneSettings:
     target_modules: tuple[str, ...] = ()
     virtual_tokens: int = 16
     warmup: float = 0.06
+    population: int = 8
+    spread: float = 0.0
+    max_tokens: int = 64
+    reward: str = ""
 
     @property
     def prefix_length(self) -> int:
@@ -74,6 +88,8 @@ class TuneSettings:
         """Return the settings that the method uses."""
         fields = asdict(self) | {"method": str(self.method), "target_modules": list(self.target_modules)}
         unused = {"rank", "alpha", "target_modules"} if self.method in _PROMPTS else {"virtual_tokens"}
+        if self.method not in FORWARD_ONLY:
+            unused |= {"population", "spread", "max_tokens", "reward"}
         return {name: value for name, value in fields.items() if name not in unused}
 
 
@@ -90,9 +106,14 @@ def attach(model: Any, name: str, settings: TuneSettings) -> Any:
             torch.manual_seed(settings.seed)
             model.score.reset_parameters()
     try:
-        return peft_adapters.attach(model, name, _config(settings), seed=settings.seed)
+        tuned = peft_adapters.attach(model, name, _config(settings), seed=settings.seed)
     except ValueError as error:
         raise ConfigError(f"PEFT: {error}", hint=f"--target-modules: {linear_names(model)}") from error
+    if settings.method in FORWARD_ONLY:
+        for path, parameter in tuned.named_parameters():
+            if "lora_A" in path:
+                parameter.requires_grad_(False)
+    return tuned
 
 
 def _config(settings: TuneSettings) -> Any:

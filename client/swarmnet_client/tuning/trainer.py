@@ -42,8 +42,10 @@ class Tuner:
     """Trains those parameters of ``model`` that require gradients, with AdamW.
 
     ``step`` of ``steps`` are done. ``is_whole`` is False during an update, when ``checkpoint``
-    would mix two steps.
+    would mix two steps. ``moments``: names of the optimizer's tensors of a parameter.
     """
+
+    moments: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -113,8 +115,8 @@ class Tuner:
         expected = {f"parameter/{name}": value for name, value in self._parameters.items()}
         if checkpoint.step:
             for name, value in self._parameters.items():
-                moments = {"step": torch.zeros(()), "exp_avg": value, "exp_avg_sq": value}
-                expected |= {f"optimizer/{name}/{key}": like for key, like in moments.items()}
+                for key in self.moments:
+                    expected[f"optimizer/{name}/{key}"] = torch.zeros(()) if key == "step" else value
         given = {name: value.shape for name, value in checkpoint.tensors.items() if name != HISTORY}
         if given != {name: value.shape for name, value in expected.items()}:
             raise ConfigError(
@@ -124,9 +126,8 @@ class Tuner:
         for index, (name, parameter) in enumerate(self._parameters.items()):
             with torch.no_grad():
                 parameter.copy_(checkpoint.tensors[f"parameter/{name}"])
-            if checkpoint.step:
-                keys = ("step", "exp_avg", "exp_avg_sq")
-                states[index] = {key: checkpoint.tensors[f"optimizer/{name}/{key}"] for key in keys}
+            if checkpoint.step and self.moments:
+                states[index] = {key: checkpoint.tensors[f"optimizer/{name}/{key}"] for key in self.moments}
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": states, "param_groups": groups})
         self.step = checkpoint.step

@@ -21,7 +21,14 @@ from swarmnet.cli.options import (
 from swarmnet.cli.training.displays import Fields, display
 from swarmnet.cli.training.trackers import TensorboardOption, WandbOption, trackers
 from swarmnet.cli.training.tune_words import Words
-from swarmnet_client.tuning.methods import LEARNING_RATES, TuneMethod, TuneSettings, attach
+from swarmnet_client.tuning.methods import (
+    FORWARD_ONLY,
+    LEARNING_RATES,
+    SPREADS,
+    TuneMethod,
+    TuneSettings,
+    attach,
+)
 from swarmnet_protocols.errors import ConfigError
 from swarmnet_protocols.machine.lean_imports import import_transformers
 from swarmnet_protocols.models import DEFAULT_MODEL
@@ -93,6 +100,31 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         int,
         typer.Option("--virtual-tokens", metavar="N", min=1, help="Tokens of a trained prompt or prefix."),
     ] = 16,
+    reward: Annotated[
+        Path | None,
+        typer.Option(
+            "--reward",
+            metavar="FILE.py",
+            help="With --method es: a file with reward(prompt, answer, expected), which rates answers "
+            "with a number up to 1. It runs on this machine, and may do whatever you may.",
+        ),
+    ] = None,
+    population: Annotated[
+        int,
+        typer.Option("--population", metavar="N", min=2, max=256, help="Candidates per step of zo and es."),
+    ] = 8,
+    spread: Annotated[
+        float | None,
+        typer.Option(
+            "--spread",
+            metavar="R",
+            help="Distance of the candidates of zo and es from the adapter.",
+            show_default="by method",
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", metavar="N", min=1, help="Longest answer that es rates.")
+    ] = 64,
     seed: Annotated[
         int,
         typer.Option(
@@ -123,7 +155,7 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     as_json: JsonFlag = False,
 ) -> None:
     """Fine-tune a model that runs on the swarm. Its weights stay frozen, and this machine trains an
-    adapter.
+    adapter. With --method zo or es, hosts compute forward passes only.
 
     Rows are {"text"}, {"prompt", "completion"}, {"messages"}, Alpaca's {"instruction", "input",
     "output"}, ShareGPT's {"conversations"}, or for a classifier {"text", "label"}. An interrupted
@@ -134,6 +166,13 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         raise typer.BadParameter(f"{rate} is not a learning rate", param_hint="'--learning-rate'")
     if not 0 <= held_out < 1:
         raise typer.BadParameter(f"{held_out} is not a share from 0 to 1", param_hint="'--held-out'")
+    distance = SPREADS.get(method, 1.0) if spread is None else spread
+    if not 0 < distance < math.inf:
+        raise typer.BadParameter(f"{spread} is not a distance", param_hint="'--spread'")
+    if population % 2:
+        raise typer.BadParameter("candidates come in pairs", param_hint="'--population'")
+    if (method is TuneMethod.ES) != (reward is not None):
+        raise typer.BadParameter("--method es needs it, and no other method", param_hint="'--reward'")
     from swarmnet_client.tuning.rows import check_rows
 
     for path in (data, eval_data):
@@ -143,6 +182,11 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
             raise ConfigError(f"there is no file {path}", hint="name a file with one JSON object a line")
         check_rows(path, labelled=method is TuneMethod.CLASSIFIER)  # before a model is loaded
     require_peft()
+    rewarding = None
+    if reward is not None:
+        from swarmnet_client.tuning.rewards import Reward
+
+        rewarding = Reward.load(reward)
     settings = TuneSettings(
         method=method,
         learning_rate=rate,
@@ -156,6 +200,10 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         alpha=alpha,
         target_modules=tuple(name.strip() for name in target_modules.split(",") if name.strip()),
         virtual_tokens=virtual_tokens,
+        population=population,
+        spread=distance,
+        max_tokens=max_tokens,
+        reward=rewarding.sha256 if rewarding else "",
     )
     with display(as_json=as_json) as shown, ExitStack() as stack:
         import_transformers()
@@ -177,7 +225,12 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
         options = LoadOptions.picked(dtype, device, len(dataset.labels) or None)
         opened = stack.enter_context(load(model, network=client.network(swarm), options=options, **files))
         tuned = attach(opened, model, settings)
-        tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
+        if method in FORWARD_ONLY:
+            from swarmnet_client.tuning.forward_tuner import ForwardTuner
+
+            tuner: Tuner = ForwardTuner(tuned, dataset, settings, lambda: _usage(opened), rewarding)
+        else:
+            tuner = Tuner(tuned, dataset, settings, lambda: _usage(opened))
         if folder.unfinished is not None:
             tuner.restore(folder.unfinished)
         if force:

@@ -83,12 +83,21 @@ def load_file(path: Path, code: str | None = None) -> OutsideMethod:
 
     Raises the errors of ``checked_source``, and ``ConfigError`` for a file without a method.
     """
+    module, source = load_module(path, code)
+    return _take(module, source, str(path))
+
+
+def load_module(path: Path, code: str | None = None, hint: str = _HINT) -> tuple[ModuleType, bytes]:
+    """Run a Python file that the user of this machine named. Returns its module and its source.
+
+    Raises the errors of ``checked_source``, and ``ConfigError`` with ``hint`` if the file fails.
+    """
     source = checked_source(path, code)
-    module = ModuleType(f"swarmnet_method_{hashlib.sha256(source).hexdigest()[:16]}")
-    with _blaming(str(path)):
+    module = ModuleType(f"swarmnet_outside_{hashlib.sha256(source).hexdigest()[:16]}")
+    with blaming(str(path), hint):
         # The bytes that were hashed are run, not the file again, which may change meanwhile.
         exec(compile(source, str(path), "exec"), vars(module))  # noqa: S102 - the user named the file
-    return _take(module, source, str(path))
+    return module, source
 
 
 def find_outside(name: str, code: str | None = None) -> OutsideMethod | None:
@@ -116,14 +125,14 @@ def try_method(name: str, create: Callable[[], Method]) -> None:
     Raises ``ConfigError`` if it breaks the rules of ``Method``: shapes, finite numbers, equal bits
     in two workers, pairs on which both partners agree, and a state from which others continue.
     """
-    with _blaming(f"method {name}"):
+    with blaming(f"method {name}"):
         fault = _fault(create(), create(), create())
     if fault is not None:
         raise ConfigError(f"method {name}: {fault}", hint=_HINT)
 
 
 def _load_installed(entry: EntryPoint, code: str | None) -> OutsideMethod:
-    with _blaming(f"{GROUP}: {entry.value}"):
+    with blaming(f"{GROUP}: {entry.value}"):
         spec = find_spec(entry.module)
         path = Path((spec and spec.origin) or "")
         if entry.attr or not path.is_file():
@@ -145,13 +154,14 @@ def _take(module: ModuleType, source: bytes, where: str) -> OutsideMethod:
 
 
 @contextmanager
-def _blaming(where: str) -> Iterator[None]:
+def blaming(where: str, hint: str = _HINT) -> Iterator[None]:
+    """Turn whatever code from outside raises into a ``ConfigError`` that names ``where``."""
     try:
         yield
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:  # code from outside may raise anything
-        raise ConfigError(f"{where}: {type(error).__name__}: {error}", hint=_HINT) from error
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}", hint=hint) from error
 
 
 def _fault(one: Method, two: Method, newcomer: Method) -> str | None:
