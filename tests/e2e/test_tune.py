@@ -22,9 +22,9 @@ from swarmnet_client.model import remote_blocks
 from swarmnet_client.model.load_options import LoadOptions
 from swarmnet_client.tuning.adapter_dir import load_adapter
 from swarmnet_client.tuning.checkpoint import CHECKPOINT_FILE
-from swarmnet_client.tuning.methods import quiet_peft
 from swarmnet_client.tuning.trainer import Tuner
 from swarmnet_protocols.errors import NoRoute
+from swarmnet_protocols.models.peft_adapters import quiet_peft
 from swarmnet_protocols.net.protocol_ids import PASS
 from tests.support.models.rounding import NEAR, assert_near
 from tests.support.network.memory_network import Delivery
