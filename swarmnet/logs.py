@@ -8,6 +8,7 @@ logged. Text that looks like an invite or a private key is replaced here.
 import contextlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -63,6 +64,8 @@ _SECRET = re.compile(r"swn1[0-9A-Za-z_-]{16,}|-----BEGIN [A-Z ]*PRIVATE KEY-----
 def configure(*, log_format: LogFormat, level: LogLevel) -> None:
     """Write log records from ``level`` upwards to stderr. A later call replaces this
     configuration."""
+    # gRPC writes notes about forks to stderr, unless this is set before it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     root = logging.getLogger()
     for handler in [*root.handlers]:
         if isinstance(handler, _Stderr):

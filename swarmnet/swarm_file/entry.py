@@ -28,7 +28,7 @@ from swarmnet.swarm_file.local_peer import (
     renew_ended,
     share_certificate,
 )
-from swarmnet.swarm_file.stored import cannot_write, find_swarm, store_file, swarm_dir
+from swarmnet.swarm_file.stored import cannot_write, find_swarm, store_file, stored_names, swarm_dir
 from swarmnet_protocols.errors import ConfigError, NotAuthorised, Unreachable
 from swarmnet_protocols.joining.network import Network, Trust, choose_transport, client_listen
 from swarmnet_protocols.machine.clock import wall_clock
@@ -170,13 +170,15 @@ def check_known(swarm: str, data_dir: Path) -> None:
     peer = LocalPeer(data_dir, False)
     is_given = swarm_file.file_in(Path(swarm)).exists()
     if not is_given and not any(find_swarm(each.folder, swarm) for each in (peer, peer.other)):
-        raise _unknown(swarm)
+        raise _unknown(swarm, peer)
 
 
-def _unknown(swarm: str) -> ConfigError:
+def _unknown(swarm: str, peer: LocalPeer) -> ConfigError:
+    names = sorted({*stored_names(peer.folder), *stored_names(peer.other.folder)})
+    known = f"name one that this machine has joined ({', '.join(names)}), " if names else ""
     return ConfigError(
         f"{swarm} is neither a swarm file, nor its directory, nor a swarm that this machine has joined",
-        hint="create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
+        hint=f"{known}create a swarm with `swarmnet swarm create NAME --out DIR`, or get the file from the person who runs it",
     )
 
 
@@ -250,7 +252,7 @@ def _enter_by_name(name: str, peer: LocalPeer, bootstrap: Sequence[str]) -> Entr
     if (file := find_swarm(peer.other.folder, name)) is None:
         if len(Path(name).parts) > 1 or Path(name).suffix:
             swarm_file.read(Path(name))  # raises: there is no such file
-        raise _unknown(name)
+        raise _unknown(name, peer)
     folder = swarm_dir(peer.other.folder, file.swarm_id)
     known = read_known_peers(folder).named_too(read_addresses(peer.data_dir))
     file = store_file(peer.folder, swarm_file.read(folder))

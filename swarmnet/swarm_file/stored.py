@@ -5,6 +5,7 @@ members (rollback protection, as in The Update Framework).
 """
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
 from swarmnet import swarm_file
@@ -65,6 +66,15 @@ def check_update(file: SwarmFile, stored: SwarmFile, source: str) -> None:
             f"{source} does not continue the authority keys of the file used before",
             hint="an old key of the authority may be stolen: ask the person who runs the swarm",
         )
+
+
+def stored_names(data_dir: Path) -> list[str]:
+    """Return the names of the stored swarms whose files can be read."""
+    names = []
+    for path in (data_dir / "swarms").glob(f"*/{FILE_NAME}"):
+        with suppress(ConfigError, IncompatibleVersion, IntegrityError):
+            names.append(swarm_file.load(path).name)
+    return names
 
 
 def find_swarm(data_dir: Path, name: str) -> SwarmFile | None:

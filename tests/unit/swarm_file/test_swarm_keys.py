@@ -14,7 +14,7 @@ from swarmnet.swarm_file import writer as swarm_writer
 from swarmnet.swarm_file.content import Authority, SwarmFile
 from swarmnet.swarm_file.keys import create_key, load_key
 from swarmnet.swarm_file.reader import Reader
-from swarmnet.swarm_file.stored import find_swarm, store_file, swarm_dir
+from swarmnet.swarm_file.stored import find_swarm, store_file, stored_names, swarm_dir
 from swarmnet.swarm_file.writer import NewSwarm
 from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.membership.rules import Admission
@@ -250,6 +250,7 @@ def test_a_damaged_file_hides_no_other_swarm(tmp_path: Path) -> None:
     assert found.name == "a"
     with pytest.raises(ConfigError, match="not valid TOML"):
         find_swarm(data_dir, "b")
+    assert stored_names(data_dir) == ["a"]
 
 
 @defence("a swarm file continues the known keys", off=replacing(Authority, "continues", yes))
