@@ -11,15 +11,16 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from swarmnet_node.training.checkpoint import CheckpointStore, WorkerCheckpoint
-from swarmnet_node.training.model import check_model, trained_parameters
+from swarmnet_node.training.model import build_model, check_model, checkpoint_of, trained_parameters
 from swarmnet_node.training.trainer import Trainer, learning_rate
 from swarmnet_protocols.models import resolve
 from swarmnet_protocols.models.partial_model import weight_bytes
 from swarmnet_protocols.quantization.precisions import PRECISIONS
-from swarmnet_protocols.training.job_settings import JobError
+from swarmnet_protocols.training.job_settings import JobError, ModelSection
 from swarmnet_protocols.training.memory_needs import MemoryNeeds
 from tests.support.models.rounding import assert_near
 from tests.support.network.virtual_time import run
+from tests.support.swarm.weight_swarm import weight_swarm
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 from tests.support.training.workers import WorkerLab, train, write_job
 
@@ -154,3 +155,22 @@ def test_workers_exchange_the_adapter_alone(base: Path, tmp_path: Path, codec: s
     events = list(lab.rounds("anna").values())
     assert all(len(event["contributors"]) == 2 for event in events)
     assert max(event["bytes_sent"] for event in events) < 3 * 4 * TRAINED
+
+
+def test_workers_fetch_the_checkpoint_from_each_other(base: Path, tmp_path: Path) -> None:
+    """The hub does not answer, and the name of the checkpoint is known by its manifest alone."""
+    theirs = resolve(str(base), cache_dir=tmp_path / "theirs")
+    theirs.verify()
+    section = ModelSection(
+        checkpoint=f"org/base@{'a' * 40}",
+        manifest=theirs.manifest.hash.hex(),
+        train="lora",
+        targets=("q_proj",),
+    )
+    with weight_swarm() as swarm:
+        swarm.host(theirs.shared())
+        ours = checkpoint_of(section, tmp_path / "ours", peers=swarm.peers({}))
+        fetched: Any = build_model(section, 0, tmp_path / "ours", local=ours)
+    at_hand: Any = build_model(section, 0, tmp_path / "theirs", local=theirs)
+    ids = torch.arange(1, 17)[None]
+    assert torch.equal(fetched(input_ids=ids).logits, at_hand(input_ids=ids).logits)
