@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 from transformers.utils import logging
 
 from swarmnet_node.training.expert_balance import share_biases
+from swarmnet_node.training.memory_options import AUTOMATIC, MemoryOptions
 from swarmnet_protocols.errors import ConfigError, IntegrityError, Unreachable
 from swarmnet_protocols.models import LocalModel, Progress, resolve
 from swarmnet_protocols.models.checkpoints.checkpoint import CONFIG_FAULTS, WeightForm
@@ -38,7 +39,7 @@ from swarmnet_protocols.models.peft_adapters import (
 from swarmnet_protocols.models.public_names import name_for_peers
 from swarmnet_protocols.quantization.precisions import PRECISIONS, UNQUANTIZED
 from swarmnet_protocols.training.job_settings import Job, JobError, ModelSection, is_published
-from swarmnet_protocols.training.memory_needs import MemoryNeeds
+from swarmnet_protocols.training.memory_needs import MemoryNeeds, activation_bytes, bytes_per_parameter
 
 if TYPE_CHECKING:
     from swarmnet_protocols.fetching.peers import SwarmPeers
@@ -163,7 +164,14 @@ def parameter_count(config: PretrainedConfig) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: Path) -> MemoryNeeds:
+def check_model(
+    job: Job,
+    *,
+    vocab_size: int,
+    available_bytes: int,
+    cache_dir: Path,
+    memory: MemoryOptions = AUTOMATIC,
+) -> MemoryNeeds:
     """Return the memory that a worker needs, from headers alone.
 
     Raises ``JobError`` if the model does not fit the data or the memory.
@@ -198,13 +206,15 @@ def check_model(job: Job, *, vocab_size: int, available_bytes: int, cache_dir: P
             )
         trained = adapter_parameters(job.model, config)
         frozen_bytes = local.whole_bytes(quantized)
-    needs = MemoryNeeds.of(job, count, trained, frozen_bytes)
+    each_bytes = bytes_per_parameter(job, eight_bit=memory.optimizer_states == "8bit")
+    activations = activation_bytes(job, config, recompute=memory.recompute)
+    needs = MemoryNeeds(count, trained, frozen_bytes, round(trained * each_bytes), activations)
     if needs.total_bytes > available_bytes:
         raise JobError(
             "model",
             where,
             f"has {needs}, and {available_bytes / 2**30:.1f} GiB are available",
-            hint='train a smaller model, or an adapter (train = "lora"), or allow more memory',
+            hint='allow more memory, or train a smaller model, an adapter (train = "lora") or a smaller microbatch',
         )
     return needs
 

@@ -133,7 +133,11 @@ class Trainer:
         local = checkpoint_of(job.model, cache_dir, progress, peers) if job.model.is_checkpoint else None
         corpus = open_corpus(job.data, cache_dir, progress)
         needs = check_model(
-            job, vocab_size=corpus.vocab_size, available_bytes=available_bytes, cache_dir=cache_dir
+            job,
+            vocab_size=corpus.vocab_size,
+            available_bytes=available_bytes,
+            cache_dir=cache_dir,
+            memory=memory,
         )
         tell(needs)
         seed = job.job.seed

@@ -152,7 +152,7 @@ def sentence(event: Fields) -> str:
             text = f"training {event['name']} as {event['peer_id']}; others join with --bootstrap and one of"
             return "\n".join([text, *(f"  {address}" for address in event["addresses"])])
         case "memory":
-            return f"training takes {show_memory(event['bytes'])} of memory besides activations"
+            return f"training takes {show_memory(event['bytes'])} of memory"
         case "waiting":
             return f"round {event['round']}: waiting for more workers, {event['workers']} so far"
         case "healed":

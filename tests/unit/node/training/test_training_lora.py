@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -157,8 +158,11 @@ def test_workers_exchange_the_adapter_alone(base: Path, tmp_path: Path, codec: s
     assert max(event["bytes_sent"] for event in events) < 3 * 4 * TRAINED
 
 
-def test_workers_fetch_the_checkpoint_from_each_other(base: Path, tmp_path: Path) -> None:
-    """The hub does not answer, and the name of the checkpoint is known by its manifest alone."""
+def test_workers_fetch_the_checkpoint_from_each_other(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub does not answer, and only the manifest of the checkpoint is known."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     theirs = resolve(str(base), cache_dir=tmp_path / "theirs")
     theirs.verify()
     section = ModelSection(

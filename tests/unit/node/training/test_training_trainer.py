@@ -24,6 +24,7 @@ from swarmnet_protocols.errors import ConfigError, IntegrityError
 from swarmnet_protocols.training.job_settings import Job, JobError, TrainingSection
 from swarmnet_protocols.training.job_templates import template
 from swarmnet_protocols.training.jobs import parse_job
+from swarmnet_protocols.training.memory_needs import activation_bytes
 from tests.support.models.rounding import NEAR, assert_near
 from tests.support.training.tiny_job import CONFIG, tiny_job, tiny_trainer
 
@@ -279,8 +280,9 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
     job = parse_job(template("diloco").encode()).job
     count = parameter_count(model_config(job.model, tmp_path))
     assert count == pytest.approx(1.3e6, rel=0.02)
-    needed = count * 40
-    assert check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path).trained == count
+    needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path)
+    assert (needs.trained, needs.trained_bytes) == (count, 40 * count)
+    needed = needs.total_bytes
     file = parse_job(template("diloco").encode())
     line = 1 + template("diloco").splitlines().index("[model.config]")
     with pytest.raises(ConfigError, match=rf"job\.toml:{line}: .*GiB of memory"), file.naming_lines():
@@ -289,11 +291,29 @@ def test_the_standard_task_has_the_documented_size(tmp_path: Path) -> None:
 
 def test_a_job_without_gradients_needs_less_memory(tmp_path: Path) -> None:
     job = tiny_job(tmp_path, method={"name": "zo", "settings": {}})
-    needed = PARAMETERS * 3
-    needs = check_model(job, vocab_size=256, available_bytes=needed, cache_dir=tmp_path)
-    assert (needs.trained, needs.total_bytes) == (PARAMETERS, needed)
+    needs = check_model(job, vocab_size=256, available_bytes=1 << 40, cache_dir=tmp_path)
+    assert (needs.trained, needs.trained_bytes) == (PARAMETERS, 3 * PARAMETERS)
     with pytest.raises(JobError, match="GiB of memory"):
-        check_model(job, vocab_size=256, available_bytes=needed - 1, cache_dir=tmp_path)
+        check_model(job, vocab_size=256, available_bytes=needs.total_bytes - 1, cache_dir=tmp_path)
+
+
+def test_the_stated_activations_are_those_that_a_pass_keeps(tmp_path: Path) -> None:
+    trainer = tiny_trainer(tmp_path)
+    own = {each.untyped_storage().data_ptr() for each in trainer._model.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(values: Tensor) -> Tensor:
+        kept[values.untyped_storage().data_ptr()] = values
+        return values
+
+    batch = trainer.corpus.train.take(torch.arange(4).numpy())
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda values: values):
+        trainer._loss_sum(batch)
+    found = sum(each.untyped_storage().nbytes() for pointer, each in kept.items() if pointer not in own)
+    job, config = tiny_job(tmp_path), trainer._model.config
+    logits = 4 * 4 * 16 * config.vocab_size
+    assert activation_bytes(job, config) - 2 * logits == pytest.approx(found, rel=0.15)
+    assert activation_bytes(job, config, recompute=True) < activation_bytes(job, config)
 
 
 @pytest.mark.parametrize(
