@@ -10,7 +10,7 @@ from swarmnet_protocols.training.methods import ZeroOrder
 _KEPT_BYTES = 5 * 4
 """Bytes of memory per trained parameter: the parameter in float32, AdamW's two moments, the agreed
 parameter and the outer momentum."""
-_EXCHANGE_BYTES = 5 * 4
+_EXCHANGE_BYTES = 4 * 4
 """Bytes of memory per trained parameter that an exchange adds, as measured. The gradients of the
 inner steps are freed before."""
 _FORWARDS_COPIES = 1.5

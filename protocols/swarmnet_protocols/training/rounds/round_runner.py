@@ -20,6 +20,7 @@ from swarmnet_protocols.machine.aio import all_of, race
 from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
+from swarmnet_protocols.training.codecs import result_codec
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
 from swarmnet_protocols.training.rounds.member_link import MemberLink
@@ -310,11 +311,24 @@ class RoundRunner:
     def _store(self, index: int, result: Result, values: torch.Tensor) -> None:
         if (index, result.hash) not in self._results:
             self._results[index, result.hash] = result
-            if not self._ended.done():  # afterwards the average belongs to the caller
-                start, end = self._terms.slices[index]
-                self._average[start:end] = values
-                self._in_average[index] = result.hash
+            # afterwards the average belongs to the caller
+            if not self._ended.done() and not self._in_average[index]:
+                self._put(index, result, values)
             self._perform(self._round.hold(index, result.hash, self._loop.time()))
+
+    def _put(self, index: int, result: Result, values: torch.Tensor) -> None:
+        """Write the values of a result into the average.
+
+        A result in float32 then shares its memory with the average. Nobody changes this later, but
+        for the chosen result if it is another one.
+        """
+        start, end = self._terms.slices[index]
+        self._results.pop((index, self._in_average[index]), None)
+        self._average[start:end] = values
+        self._in_average[index] = result.hash
+        if not self._terms.is_bundled and result_codec(self._terms.codec).name == "float32":
+            shared = self._average[start:end].view(torch.uint8).numpy().data
+            self._results[index, result.hash] = replace(result, payload=shared)
 
     # ---- received messages ----------------------------------------------------------------------
 
@@ -390,9 +404,7 @@ class RoundRunner:
             result = self._results[index, chosen]
             summaries.append(read_summary(self._terms, index, result.summary))
             if self._in_average[index] != chosen:
-                start, end = self._terms.slices[index]
-                values = read_result(self._terms, index, result, self._me, self._own[index])
-                self._average[start:end] = values
+                self._put(index, result, read_result(self._terms, index, result, self._me, self._own[index]))
         peers = [member.peer for member in self._terms.members]
         excluded = {(peers[each.member], each.reason) for summary in summaries for each in summary.excluded}
         excluded |= {(peer, refute.reason) for peer, refute in self._refuted.items()}
