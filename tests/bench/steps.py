@@ -1,9 +1,11 @@
-"""Duration of a forward of few positions by the decode step in C and by torch: one stage of
-SmolLM2-135M in this process, in turns.
+"""Duration of a forward of few positions by the decode step in C and by torch: one stage in this
+process, in turns.
 
-    python -m tests.bench.steps [--blocks 10] [--rounds 9] [--threads 2] [--contexts 64 2048]
+    python -m tests.bench.steps [--model experts] [--blocks 10] [--rounds 9] [--threads 2]
+                                [--contexts 64 2048]
 
-Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``:
+``--model``: a model, or ``experts`` for random layers with the widths of a small Qwen3-MoE: 32
+experts of 512 units, of which a token takes 4. Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``:
 this many positions of one sequence. Before them, each has a context of a given number of positions.
 Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line for
 each context.
@@ -25,8 +27,19 @@ from swarmnet_node.engine.kernels.native_backend import NativeBackend
 from swarmnet_node.engine.stage import Stage
 from swarmnet_node.engine.stage_loading import load_stage
 from swarmnet_node.engine.torch_layers.torch_stage import TORCH
-from swarmnet_protocols.models import resolve
+from swarmnet_protocols.models import DEFAULT_MODEL, resolve
+from tests.support.models.tiny_models import save_tiny
 
+EXPERTS = {
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 512,
+    "max_position_embeddings": 4096,
+}
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 CHUNKS = (2, 8, 32, 64, 128)
 OTHERS_BYTES = 160 << 20
@@ -61,6 +74,7 @@ def measure(stages: dict[str, Stage], context: int, rounds: int) -> dict[str, di
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--blocks", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2)
@@ -68,7 +82,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory() as folder:
-        model = resolve("smollm2-135m-instruct", cache_dir=Path(folder))
+        name = arguments.model
+        if name == "experts":
+            changes = EXPERTS | {"num_hidden_layers": arguments.blocks, "mlp_only_layers": []}
+            name = str(save_tiny("qwen3-moe", Path(folder) / "experts", **changes))
+        model = resolve(name, cache_dir=Path(folder))
         native = NativeBackend.load(Path(folder))
         if native is None:
             raise SystemExit("there is no C compiler here, so nothing to compare")
@@ -79,7 +97,12 @@ def main() -> None:
             for name, backend in (("native", native), ("torch", TORCH))
         }
         for context in arguments.contexts:
-            about = {"bench": "steps", "blocks": arguments.blocks, "threads": arguments.threads}
+            about = {
+                "bench": "steps",
+                "model": arguments.model,
+                "blocks": arguments.blocks,
+                "threads": arguments.threads,
+            }
             figures = measure(stages, context, arguments.rounds)
             print(json.dumps(about | {"context": context, "ms": figures}), flush=True)
 
