@@ -598,17 +598,19 @@ def load(bench: str) -> list[dict[str, Any]]:
 
 
 def machine() -> str:
-    """The processor and how many of its cores this process may use."""
-    model = platform.processor() or platform.machine()
+    """The processor, and how many of its cores this process may use.
+
+    Cloud machines hide the name of the model, and its numbers tell a Zen 4 from a Zen 5.
+    """
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [
-            line.partition(":")[2].strip()
-            for line in cpuinfo.read_text().splitlines()
-            if "model name" in line
-        ]
-        model = names[0] if names else model
-    return f"{len(os.sched_getaffinity(0))} cores of {model}"
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    # The first of several equal keys stays.
+    about = {
+        key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))
+    }
+    name = about.get("model name") or platform.processor() or platform.machine()
+    numbers = [f"{key.removeprefix('cpu ')} {about[key]}" for key in ("cpu family", "model") if key in about]
+    return ", ".join([f"{len(os.sched_getaffinity(0))} cores of {name}", *numbers])
 
 
 def git(*arguments: str) -> str:
