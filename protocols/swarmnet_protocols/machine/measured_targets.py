@@ -67,11 +67,11 @@ def measure(
 ) -> Times:
     """Return the times of a source's ``double pace(int64_t, ...)``, called with each of ``cases``.
 
-    Empty if there is nothing to choose: a target is forced, the processor has one target besides
-    plain C, or the others cannot be built or measured here.
+    Empty if there is nothing to choose: a target is forced, the processor has plain C alone, or the
+    others cannot be built or measured here.
     """
     targets = [each for each in native_code.targets() if each.features]
-    if native_code.is_forced() or len(targets) < 2:
+    if native_code.is_forced() or not targets:
         return {}
     with ThreadPoolExecutor(len(targets)) as pool:
         built = pool.map(
@@ -79,7 +79,7 @@ def measure(
             targets,
         )
         libraries = {each.name: path for each, path in zip(targets, built, strict=True) if path is not None}
-    if len(libraries) < 2:
+    if not libraries:
         return {}
     names = json.dumps([cases, *(path.name for path in libraries.values())])
     kept = cache_dir / "native" / f"{hashlib.sha256(names.encode()).hexdigest()}.json"

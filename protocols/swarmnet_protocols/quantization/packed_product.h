@@ -99,6 +99,10 @@ ALWAYS void add_blocks(const int64_t format, const uint8_t *in, int64_t count, c
         }
 }
 
+/* Bytes from the weights that are multiplied to those that are fetched meanwhile. With 0, a block is fetched in ascending
+ * order before its fields are read in the order of its format, and the processor fetches the next ones by itself. */
+static int64_t ahead;
+
 /* As packed_product, for one format. */
 ALWAYS void product_of_format(const int64_t format, const segment *s, const activations *x, int64_t size, int64_t rows, range mine,
                               float *out, int64_t stride) {
@@ -112,8 +116,7 @@ ALWAYS void product_of_format(const int64_t format, const segment *s, const acti
             step = s->interleaved ? least(BLOCK_WEIGHTS, size - first) : of->weights;
             const uint8_t *its = in + first / of->weights * GROUP * of->bytes;
             if (s->interleaved)
-                /* Formats read a block's fields in orders of their own, and processors fetch ahead of an ascending one. */
-                for (int i = 0; i < step / of->weights * GROUP * of->bytes; i += 64) __builtin_prefetch(its + i);
+                for (int i = 0; i < step / of->weights * GROUP * of->bytes; i += 64) __builtin_prefetch(its + ahead + i);
             else {
                 interleave_block(of, in, s->row_bytes, s->outputs - group, first / of->weights, blocks);
                 its = blocks;

@@ -58,25 +58,34 @@ int64_t unpack_rows(const segment *of, int64_t columns, int64_t first, int64_t c
     return 1;
 }
 
-/* The least seconds, of a few tries, of one thread's product of some rows with a matrix of this format, which fits in a
- * processor's cache. NaN without memory for it. measured_targets.py calls it. */
-double pace(int64_t format, int64_t row_bytes, int64_t rows) {
-    enum { COLUMNS_OF_PACE = 2048, OUTPUTS_OF_PACE = 4 * GROUP, TRIES = 4 };
-    uint8_t *weights = malloc(OUTPUTS_OF_PACE * row_bytes);
-    float *x = malloc(rows * COLUMNS_OF_PACE * sizeof *x), *out = malloc(rows * OUTPUTS_OF_PACE * sizeof *out);
+/* Sets the number of bytes from the weights that a product multiplies to those that it fetches meanwhile. */
+void fetch_ahead(int64_t bytes) { ahead = bytes; }
+
+/* The least seconds, of a few tries, of one thread's product of some rows with a matrix of this format and this many outputs,
+ * whose weights are fetched `bytes` ahead. NaN without memory for it. The weights stay in memory for the next call.
+ * measured_targets.py calls it. */
+double pace(int64_t format, int64_t row_bytes, int64_t rows, int64_t outputs, int64_t bytes) {
+    enum { COLUMNS_OF_PACE = 2048, TRIES = 4 };
+    static uint8_t *weights;
+    static int64_t size;
+    if (size < outputs * row_bytes) {
+        free(weights);
+        size = outputs * row_bytes;
+        if ((weights = malloc(size))) memset(weights, 0x3c, size); /* scales and numbers of every format become ordinary ones */
+    }
+    float *x = malloc(rows * COLUMNS_OF_PACE * sizeof *x), *out = malloc(rows * outputs * sizeof *out);
     double least_s = NAN;
     if (weights && x && out) {
-        memset(weights, 0x3c, OUTPUTS_OF_PACE * row_bytes); /* scales and numbers of every format become ordinary ones */
         for (int64_t i = 0; i < rows * COLUMNS_OF_PACE; i++) x[i] = (float)(i % 7 - 3);
-        segment matrix = {weights, format, row_bytes, OUTPUTS_OF_PACE, layout_of(format) != NULL};
+        segment matrix = {weights, format, row_bytes, outputs, layout_of(format) != NULL};
         linear of = {&matrix, NULL, 1, COLUMNS_OF_PACE};
+        fetch_ahead(bytes);
         for (int try = 0; try < TRIES; try++) {
             double start = omp_get_wtime();
-            if (!multiply(&of, OUTPUTS_OF_PACE, x, rows, 1, out)) break;
+            if (!multiply(&of, outputs, x, rows, 1, out)) break;
             least_s = fmin(omp_get_wtime() - start, least_s); /* fmin takes the other number for NaN */
         }
     }
-    free(weights);
     free(x);
     free(out);
     return least_s;

@@ -140,19 +140,26 @@ def test_code_that_cannot_be_measured_chooses_nothing(
 def test_a_target_that_does_not_compile_is_left_out(source: Path, caplog: pytest.LogCaptureFixture) -> None:
     source.write_text(CODE + "\n#if SECONDS == 3\n#error\n#endif")
     with caplog.at_level(logging.INFO):
-        assert measured(source) == {}
+        assert measured(source) == {"simple": [2.0, 4.0]}
     assert "code.c for best is left out" in caplog.text
 
 
 def test_a_backend_computes_with_the_fastest_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simplest target pretends to be the fastest. The decode step takes it too."""
     names = [each.name for each in native_code.targets()]
-    times = {name: [1.0 / (1 + number)] for number, name in enumerate(names)}
+    times = {name: [1.0 / (1 + number)] * len(products.AHEAD) for number, name in enumerate(names)}
     monkeypatch.setattr(measured_targets, "measure", lambda *_, **__: times)
     monkeypatch.setattr(native_backend, "load_products", products.load_products.__wrapped__)
     assert native_backend.NativeBackend.load(default_cache_dir()) is not None
     loaded = {native_code.loaded_target(each) for each in (products.SOURCE, native_backend.SOURCE)}
     assert loaded == {names[-1]}
+
+
+def test_products_fetch_as_far_ahead_as_is_fastest_here() -> None:
+    assert [products.fastest_ahead([0.5, 3.0, *rest]) for rest in ((1.0, 2.0, 3.0), (2.0, 3.0, 1.0))] == [
+        products.AHEAD[0],
+        products.AHEAD[-1],
+    ]
 
 
 def test_products_of_all_formats_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
