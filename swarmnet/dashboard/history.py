@@ -175,25 +175,25 @@ class History:
         """Return id, name, work and seconds online of each peer, or only of ``peer``. ``window_s``
         is a day or a month."""
         with self._lock:
-            coarse_since_s, fine_since_s = self._since(now_s, window_s)
             sums = ", ".join(f"SUM(s.{each})" for each in _WORK)
             rows = self._db.execute(
                 f"SELECT p.peer, p.name, SUM(s.online_s), {sums} FROM peer_samples s"  # noqa: S608 - constants
-                " JOIN peers p ON p.id = s.peer WHERE (?1 IS NULL OR p.peer = ?1)"
-                " AND ((s.step_s = ?2 AND s.at_s > ?3) OR (s.step_s = ?4 AND s.at_s > ?5))"
+                " JOIN peers p ON p.id = s.peer WHERE (:peer IS NULL OR p.peer = :peer)"
+                " AND ((s.step_s = :coarse AND s.at_s > :coarse_since)"
+                " OR (s.step_s = :fine AND s.at_s > :fine_since))"
                 " GROUP BY s.peer ORDER BY p.peer",
-                (peer, PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
+                {"peer": peer, **self._steps(now_s, window_s)},
             ).fetchall()
         return [(found, name, Work(*work), online_s) for found, name, online_s, *work in rows]
 
     def observed_s(self, now_s: float, window_s: int) -> float:
         """Return the seconds of a window of a day or a month in which peers were sampled."""
         with self._lock:
-            coarse_since_s, fine_since_s = self._since(now_s, window_s)
             (seconds,) = self._db.execute(
                 "SELECT SUM(longest) FROM (SELECT MAX(seconds) AS longest FROM peer_samples"
-                " WHERE (step_s = ?1 AND at_s > ?2) OR (step_s = ?3 AND at_s > ?4) GROUP BY step_s, at_s)",
-                (PEERS.coarse_s, int(coarse_since_s), PEERS.fine_s, int(fine_since_s)),
+                " WHERE (step_s = :coarse AND at_s > :coarse_since) OR (step_s = :fine AND at_s > :fine_since)"
+                " GROUP BY step_s, at_s)",
+                self._steps(now_s, window_s),
             ).fetchone()
         return float(seconds or 0.0)
 
@@ -215,8 +215,8 @@ class History:
         """Return the newest events, newest first. With ``peer``: only this peer's events."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT event FROM events WHERE ?1 IS NULL OR peer = ?1 ORDER BY number DESC LIMIT ?2",
-                (peer, limit),
+                "SELECT event FROM events WHERE :peer IS NULL OR peer = :peer ORDER BY number DESC LIMIT :limit",
+                {"peer": peer, "limit": limit},
             ).fetchall()
         return [json.loads(event) for (event,) in rows]
 
@@ -230,15 +230,21 @@ class History:
             ).fetchone()
         return None if peak is None else int(peak)
 
-    def _since(self, now_s: float, window_s: int) -> tuple[float, float]:
-        """Return the times after which the coarse and the fine samples of peers make up a
-        window."""
-        if window_s <= DAY_S:
-            return now_s, now_s - window_s
-        newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
-        (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
-        # the newest interval exists in fine samples only
-        return now_s - window_s, max(now_s - window_s, until_s or 0)
+    def _steps(self, now_s: float, window_s: int) -> dict[str, int]:
+        """Return the steps of peers' samples in seconds, and the times after which coarse and fine
+        ones make up a window."""
+        coarse_since_s, fine_since_s = now_s, now_s - window_s
+        if window_s > DAY_S:
+            newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"
+            (until_s,) = self._db.execute(newest, (PEERS.coarse_s,)).fetchone()
+            # the newest interval exists in fine samples only
+            coarse_since_s, fine_since_s = now_s - window_s, max(now_s - window_s, until_s or 0)
+        return {
+            "coarse": PEERS.coarse_s,
+            "coarse_since": int(coarse_since_s),
+            "fine": PEERS.fine_s,
+            "fine_since": int(fine_since_s),
+        }
 
     # ---- within a transaction -------------------------------------------------------------------
 
@@ -273,9 +279,10 @@ class History:
         (count,) = self._db.execute("SELECT COUNT(*) FROM job_points WHERE job = ?", (point.job,)).fetchone()
         if count > MAX_JOB_POINTS:
             self._db.execute(
-                "DELETE FROM job_points WHERE job = ?1 AND round IN (SELECT round FROM"
-                " (SELECT round, ROW_NUMBER() OVER (ORDER BY round) AS place FROM job_points WHERE job = ?1) WHERE place % 2 = 0)",
-                (point.job,),
+                "DELETE FROM job_points WHERE job = :job AND round IN (SELECT round FROM"
+                " (SELECT round, ROW_NUMBER() OVER (ORDER BY round) AS place FROM job_points WHERE job = :job)"
+                " WHERE place % 2 = 0)",
+                {"job": point.job},
             )
 
     def _downsample(self, key: str, resolution: Resolution, merged: str, now_s: float) -> None:
@@ -286,10 +293,10 @@ class History:
         coarse_s = resolution.coarse_s
         self._db.execute(
             f"INSERT OR REPLACE INTO {key}_samples"  # noqa: S608 - constants
-            f" SELECT ?1, {key}, (at_s + ?1 - 1) / ?1 * ?1 AS ending, {merged} FROM {key}_samples"
-            " WHERE step_s = ?2 AND at_s <= ?3 AND at_s >"
-            f" COALESCE((SELECT MAX(at_s) FROM {key}_samples WHERE step_s = ?1), 0) GROUP BY {key}, ending",
-            (coarse_s, resolution.fine_s, int(now_s) // coarse_s * coarse_s),
+            f" SELECT :coarse, {key}, (at_s + :coarse - 1) / :coarse * :coarse AS ending, {merged}"
+            f" FROM {key}_samples WHERE step_s = :fine AND at_s <= :until AND at_s >"
+            f" COALESCE((SELECT MAX(at_s) FROM {key}_samples WHERE step_s = :coarse), 0) GROUP BY {key}, ending",
+            {"coarse": coarse_s, "fine": resolution.fine_s, "until": int(now_s) // coarse_s * coarse_s},
         )
 
     def _delete_old(self, now_s: float) -> None:

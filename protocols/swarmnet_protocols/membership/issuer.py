@@ -112,8 +112,9 @@ class IssuedCertificates:
         """Record that nodes and clients of members are connected, with their names."""
         with self._transaction("IMMEDIATE"):
             self._connection.executemany(
-                "UPDATE issued SET seen_at = ?1, name = iif(peer = ?2, ?3, name) WHERE peer = ?2 OR client = ?2",
-                [(int(now), peer, name) for peer, name in peers.items()],
+                "UPDATE issued SET seen_at = :now, name = iif(peer = :peer, :name, name)"
+                " WHERE peer = :peer OR client = :peer",
+                [{"now": int(now), "peer": peer, "name": name} for peer, name in peers.items()],
             )
 
     def record(self, issued: Issued, *, uses: int | None) -> bool:
