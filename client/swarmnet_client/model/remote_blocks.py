@@ -63,10 +63,14 @@ class RemoteBlocks:
             self._adapter = Adapter(client_adapter.tensors())
         return self._adapter
 
-    def open_chain(self, max_length: int, adapter: Adapter | None) -> AbstractAsyncContextManager[Chain]:
-        """Open a chain for sequences of at most ``max_length`` positions. Hosts apply
-        ``adapter``."""
-        spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter)
+    def open_chain(
+        self, max_length: int, adapter: Adapter | None, *, wait_s: float = 0.0
+    ) -> AbstractAsyncContextManager[Chain]:
+        """Open a chain for sequences of at most ``max_length`` positions. Hosts apply ``adapter``.
+
+        ``wait_s``: longest wait for overloaded hosts; the model's own if that is longer."""
+        wait_s = max(wait_s, self.spec.wait_s)
+        spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter, wait_s=wait_s)
         return Chain.open(self._runtime.opened, spec, self._embed, self._read)
 
     def _batch(self, counts: Sequence[int], adapter: Adapter | None) -> RemoteBatch:

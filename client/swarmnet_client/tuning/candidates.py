@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 AT_ONCE = 4
 """Candidates on the hosts at a time. With fewer, hosts wait for each other. With more, a client
 asks for more than its share of a host."""
+WAIT_S = 600.0
+"""Longest wait for overloaded hosts. With less, a busy swarm ends a run. With more, a run hangs
+where an error would say why."""
 A = TypeVar("A")
 T = TypeVar("T")
 
@@ -72,7 +75,9 @@ def answers(
 
     async def answer_all(adapter: Adapter) -> list[list[int]]:
         longest = max(len(request.ids) for request in requests) + max_tokens
-        async with Batcher(head, lambda _: blocks.open_chain(longest, adapter), limits).running() as batcher:
+        async with Batcher(
+            head, lambda _: blocks.open_chain(longest, adapter, wait_s=WAIT_S), limits
+        ).running() as batcher:
             return await all_of(*(answer(batcher, request) for request in requests))
 
     with ThreadPoolExecutor(1, thread_name_prefix="head") as computing:
