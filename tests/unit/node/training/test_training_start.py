@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -31,7 +32,7 @@ from swarmnet_node.training.job_store import (
     store_job,
     store_local_files,
 )
-from swarmnet_node.training.start import WorkerConfig, start
+from swarmnet_node.training.start import WorkerConfig, _available_bytes, start
 from swarmnet_protocols import timing
 from swarmnet_protocols.directory import Directory
 from swarmnet_protocols.directory.duplicate_identity import DuplicateWatch
@@ -390,3 +391,8 @@ def test_a_job_without_a_checkpoint_cannot_be_exported(tmp_path: Path) -> None:
         export_model(
             tmp_path, "0" * 64, tmp_path / "out", cache_dir=tmp_path, overwrite=False, progress=quiet
         )
+
+
+def test_a_limit_on_memory_counts_what_the_worker_has() -> None:
+    limits = OwnerLimits(max_ram_bytes=psutil.Process().memory_info().rss + (64 << 20))
+    assert _available_bytes(limits) < 128 << 20 < _available_bytes(OwnerLimits())

@@ -68,6 +68,14 @@ def test_a_template_of_no_method_names_those_there_are() -> None:
         ("hidden_size = 128", "hidden_size = nan", "[model.config]", "finite", ""),
         (
             "[model.config]",
+            "[model]\ntrain = 'lora'\n[model.config]",
+            "train",
+            "needs a 'checkpoint'",
+            "instead of a config",
+        ),
+        ("[model.config]", "[model]\nrank = 4\n[model.config]", "rank", "for adapters only", "train ="),
+        (
+            "[model.config]",
             "[model]\ncheckpoint = 'x'\n[model.config]",
             "[model]",
             "needs 'config' or 'checkpoint'",
