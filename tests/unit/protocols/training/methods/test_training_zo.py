@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from swarmnet_node.training.checkpoint import CheckpointStore
 from swarmnet_node.training.replica import Replica
 from swarmnet_protocols.errors import ProtocolViolation
 from swarmnet_protocols.training.codecs.log8 import Log8Codec
@@ -152,6 +153,20 @@ class TestWorker:
         after = trainer.parameters()
         worker.apply(1, None)
         assert torch.equal(trainer.parameters(), after)
+
+    def test_bfloat16_weights_come_back_from_a_checkpoint_and_a_peer(self, tmp_path: Path) -> None:
+        job: dict[str, dict[str, Any]] = {"method": {"name": "zo", "settings": {"sync_every": 2}}}
+        one, two, three = (Replica(tiny_job(tmp_path, **job), tiny_trainer(tmp_path, **job)) for _ in "123")
+        one.apply(0, Average(one.contribution(0, 0)[0] * 1e3, NAMES))
+        store = CheckpointStore(tmp_path / "checkpoints")
+        store.save(one.checkpoint("a job", 1), one.trainer.write)
+        saved = store.load_newest("a job")
+        assert saved is not None
+        two.restore(saved)
+        assert two.params_hash() == one.params_hash() != three.params_hash()
+        three.load_shared(bytearray(b"".join(map(bytes, one.pack_shared()))))
+        assert three.trainer.view().dtype == torch.bfloat16
+        assert three.params_hash() == one.params_hash()
 
     def test_every_step_of_a_round_is_reported_and_its_end(self, tmp_path: Path) -> None:
         heard: list[int] = []
