@@ -184,6 +184,7 @@ def _job_entry(
     loss = _mean([report.loss for report in present or reports if report.HasField("loss")])
     val_loss = _mean([report.val_loss for report in present or reports if report.HasField("val_loss")])
     sent = min(MAX_NUMBER, sum(report.bytes_sent for report in reports))
+    waited = max([each for each in present if each.waited_for], key=lambda each: each.round, default=None)
     return {
         "name": job.name,
         "method": job.method,
@@ -196,6 +197,8 @@ def _job_entry(
         "bytes_sent": max(known.get("bytes_sent", 0), sent),
         "contributors": _contributors(reports) or known.get("contributors", []),
         "state": _job_state(job, round_, len(there), [report.state for report in present]),
+        "waited_for": waited
+        and {"peer_id": waited.waited_for, "why": waited.waited_why, "seconds": waited.waited_s},
         "ended_s": None if there else known.get("ended_s") or round(now_s),
     }
 

@@ -256,6 +256,7 @@ def worker_messages() -> Iterator[Protobuf]:
         state=_MANIFEST[::-1],
         member=pb.Member(weight=8192, last_exchange=9, round_s=12.5),
         known=_MANIFEST[:16],
+        spent_s=[10.0, 0.5, 2.0],
     )
     roster = pb.Roster(
         round=7,
@@ -264,6 +265,7 @@ def worker_messages() -> Iterator[Protobuf]:
         weights=[8192, 0],
         bytes_per_s=[2.5e6],
         rounds_s=[12.5],
+        waited=pb.Waited(member=1, why="disk", seconds=2.5),
     )
     yield pb.MatchmakingReply(roster=roster)
     yield pb.MatchmakingReply(unknown=pb.UnknownAddresses())
@@ -546,6 +548,9 @@ def report_messages() -> Iterator[Protobuf]:
         bytes_sent=1 << 33,
         bytes_received=300,
         contributions=[pb.Contribution(peer=_PEER.id, rounds=7)],
+        waited_for=_PEER.id,
+        waited_why="network",
+        waited_s=2.5,
         val_tokens=4096,
     )
     yield pb.ReportRequest()

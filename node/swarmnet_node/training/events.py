@@ -95,6 +95,9 @@ class WorkerReporter:
         if event["event"] == "round":
             self._report.round = event["round"] + 1
             self._report.tokens += event["tokens"]
+            waited = event.get("waited_for") or {"peer_id": "", "why": "", "seconds": 0.0}
+            self._report.waited_for, self._report.waited_why = waited["peer_id"], waited["why"]
+            self._report.waited_s = waited["seconds"]
             if event["loss"] is not None:
                 self._report.loss = event["loss"]
         if event["committed"]:

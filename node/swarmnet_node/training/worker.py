@@ -52,7 +52,15 @@ from swarmnet_protocols.training.job_records import job_announcement, worker_ann
 from swarmnet_protocols.training.jobs import open_job
 from swarmnet_protocols.training.matchmaking import Matchmaking, OutOfSync
 from swarmnet_protocols.training.methods import Average
-from swarmnet_protocols.training.pacing import Speed, kept_share, overlap_of, steps_in_time
+from swarmnet_protocols.training.pacing import (
+    LEAST_WAIT_S,
+    Speed,
+    Spent,
+    Wait,
+    kept_share,
+    overlap_of,
+    steps_in_time,
+)
 from swarmnet_protocols.training.pairs import Pairs
 from swarmnet_protocols.training.rosters import Roster
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
@@ -106,6 +114,8 @@ class PendingExchange:
     task: "asyncio.Future[Outcome]"
     start_s: float
     matchmaking_s: float
+    waited: Wait | None = None
+    """The worker that the group waited for."""
 
 
 class Worker:
@@ -148,6 +158,10 @@ class Worker:
         """Seconds of computing since the last roster."""
         self._stepped_s = 0.0
         """Seconds of inner steps since the last roster."""
+        self._network_s = 0.0
+        """Seconds of exchanges and downloads without training since the last roster."""
+        self._disk_s = 0.0
+        """Seconds that checkpoints delayed this worker since the last roster."""
         self._rates = ArrivalRates()
         self._failure: asyncio.Future[SwarmnetError] = asyncio.get_running_loop().create_future()
         self._job_hash = bytes.fromhex(self.job_id)
@@ -377,6 +391,7 @@ class Worker:
 
         ``weight``: the tokens that this worker trained on in the round.
         """
+        spent = Spent(self._computed_s, self._network_s, self._disk_s)
         self._measure_rest()
         me = RoundMember(
             self._transport.peer_id,
@@ -385,7 +400,9 @@ class Worker:
             last_exchange=self._last_exchange,
             round_s=self._round_s(),
         )
-        roster = await self._matchmaking.form_group(me, self._workers.alive(), self._rates.bytes_per_s())
+        roster = await self._matchmaking.form_group(
+            me, self._workers.alive(), self._rates.bytes_per_s(), spent
+        )
         self._workers.set_roster(roster.members)
         self._rounds_s = [member.round_s for member in roster.members]
         return roster
@@ -394,7 +411,7 @@ class Worker:
         """Note the time of this round besides its inner steps."""
         if self._speed is not None and self._stepped_s:
             self._speed = self._speed.with_rest(self._computed_s - self._stepped_s)
-        self._computed_s = self._stepped_s = 0.0
+        self._computed_s = self._stepped_s = self._network_s = self._disk_s = 0.0
 
     def _round_s(self) -> float:
         return 0.0 if self._speed is None else self._speed.round_s(self._method.steps_per_round)
@@ -413,13 +430,15 @@ class Worker:
             torch.zeros(end - start) if contribution is None else contribution,
             weight=float(report.tokens),
             codec=self._replica.codec,
-            state=self._matchmaking.position.state if self._method.shares_weights else b"",
+            state=self._matchmaking.position.state,
             spread_s=0.0 if is_last or self._speed is None else self._overlap() * self._speed.step_s,
         )
         self._last_exchange = roster.exchange_number
         task = asyncio.create_task(averaging, name="exchange")
         workers = len(roster.members)
-        self._pending = PendingExchange(self.round, workers, report, task, self._now(), matchmaking_s)
+        self._pending = PendingExchange(
+            self.round, workers, report, task, self._now(), matchmaking_s, roster.waited
+        )
 
     async def _finish_exchange(self) -> None:
         """Wait for the pending exchange, if any, and apply its outcome."""
@@ -428,7 +447,10 @@ class Worker:
             return
         start_s = self._now()
         outcome = await pending.task
+        self._network_s += self._now() - start_s
         wait_s = pending.matchmaking_s + self._now() - start_s
+        waits = [each for each in (pending.waited, outcome.waited) if each is not None]
+        waited = max(waits, key=lambda each: each.seconds, default=None)
         self._pending = None
         self._rates.add(outcome.arrivals)
         if outcome.behind:
@@ -455,6 +477,9 @@ class Worker:
             **exchange_fields(outcome),
             exchange_s=round(self._now() - pending.start_s, 3),
             wait_s=round(wait_s, 3),
+            waited_for=None
+            if waited is None or waited.seconds < LEAST_WAIT_S
+            else {"peer_id": waited.peer, "why": waited.why, "seconds": round(waited.seconds, 3)},
             params_hash=params_hash,
         )
         if (pending.round + 1) % self._job.eval.every_rounds == 0:
@@ -593,7 +618,9 @@ class Worker:
         """Wait until the last checkpoint is on the disk. Raises ``OutOfResources``."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            start_s = self._now()
             await writing
+            self._disk_s += self._now() - start_s
 
     # ---- helpers --------------------------------------------------------------------------------
 

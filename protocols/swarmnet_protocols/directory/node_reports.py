@@ -154,9 +154,9 @@ def check(report: pb.NodeReport) -> None:
         )
     elif report.HasField("worker"):
         worker = report.worker
-        texts += [worker.name, worker.method, worker.state]
+        texts += [worker.name, worker.method, worker.state, worker.waited_for, worker.waited_why]
         numbers += [worker.round, worker.rounds, worker.tokens, worker.bytes_sent, worker.bytes_received]
-        numbers += [abs(worker.loss), abs(worker.val_loss), worker.val_tokens]
+        numbers += [abs(worker.loss), abs(worker.val_loss), worker.val_tokens, worker.waited_s]
         _require(len(worker.job) == 32, "no id of a job")
         _require(len(worker.contributions) <= MAX_CONTRIBUTIONS, "too many contributions")
         for each in worker.contributions:

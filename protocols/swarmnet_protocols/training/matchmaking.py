@@ -23,6 +23,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 from swarmnet_protocols.errors import NotAuthorised, ProtocolViolation, StreamEnded, SwarmnetError
@@ -34,6 +35,7 @@ from swarmnet_protocols.timing import Timing
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured
 from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.pacing import NOTHING, Spent
 from swarmnet_protocols.training.rosters import (
     MAX_AHEAD_OF_LEADER,
     NO_ADDRESSES,
@@ -157,17 +159,20 @@ class Matchmaking:
             if not answer.done():
                 answer.set_exception(StreamEnded("this worker leaves"))
 
-    async def form_group(self, me: RoundMember, others: Sequence[RoundMember], measured: Measured) -> Roster:
+    async def form_group(
+        self, me: RoundMember, others: Sequence[RoundMember], measured: Measured, spent: Spent = NOTHING
+    ) -> Roster:
         """Return the roster of the round at this worker's position.
 
         - ``others``: workers believed to be alive.
         - ``measured``: bandwidths that this worker measured.
+        - ``spent``: what this worker spent on the round.
 
         Raises ``OutOfSync`` if the others are at another position.
         """
         self._averaging = False
         await self._dismiss_out_of_sync()
-        mine = JoinRequest(me, self.position, measured)
+        mine = JoinRequest(me, self.position, measured, spent, asyncio.get_running_loop().time())
         others = sorted(others, key=lambda member: member.peer)
         leaders = [each for each in others if each.peer < me.peer and each.peer not in self._followers]
         expected = {each.peer: each for each in others if each.peer > me.peer} | self._returning
@@ -418,7 +423,8 @@ class Matchmaking:
             await stream.send(pb.MatchmakingReply(unknown=pb.UnknownAddresses()))
             request, _ = await stream.receive()
         stream.silence_s = math.inf  # a follower waits for the group without sending
-        join = request_from_wire(request, stream.peer, self._book)
+        arrived_s = asyncio.get_running_loop().time()
+        join = replace(request_from_wire(request, stream.peer, self._book), arrived_s=arrived_s)
         answer: asyncio.Future[Roster] = asyncio.get_running_loop().create_future()
         self._followers[stream.peer] = join, answer
         try:

@@ -7,8 +7,12 @@ weighted by tokens, so one of fewer steps counts for less.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from swarmnet_protocols.net import PeerId
 
 LEAST_SHARE = 1 / 16
 """Least share of a round's inner steps that a worker takes.
@@ -16,6 +20,44 @@ LEAST_SHARE = 1 / 16
 With less, a worker that claims a false speed could reduce the others' steps further. With more,
 faster workers wait for a machine that is slower by a smaller factor.
 """
+
+
+LEAST_WAIT_S = 1.0
+"""Shortest wait that is reported. With less, a worker is named for the jitter of its network."""
+
+
+class Spent(NamedTuple):
+    """Seconds that a worker spent on its last round."""
+
+    compute: float = 0.0
+    network: float = 0.0
+    disk: float = 0.0
+
+
+NOTHING = Spent()
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A wait of ``seconds`` for ``peer`` alone. ``why``: a field of ``Spent``."""
+
+    peer: PeerId
+    why: str
+    seconds: float
+
+
+def waited_for(arrived_s: Mapping[PeerId, float], spent: Mapping[PeerId, Spent]) -> Wait | None:
+    """Return for whom all others waited, given when each worker arrived and what it ``spent``.
+
+    The cause is the work that took the last worker longer than the median of the others, by the
+    largest difference. None if the last worker came less than ``LEAST_WAIT_S`` after the others.
+    """
+    *others, last = sorted(arrived_s, key=lambda peer: (arrived_s[peer], peer))
+    if not others or (seconds := arrived_s[last] - arrived_s[others[-1]]) < LEAST_WAIT_S:
+        return None
+    usual = Spent(*(median(parts) for parts in zip(*(spent[peer] for peer in others), strict=True)))
+    excess = {name: getattr(spent[last], name) - getattr(usual, name) for name in Spent._fields}
+    return Wait(last, max(excess, key=excess.__getitem__), seconds)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training.catch_up import WorkerPosition
 from swarmnet_protocols.training.codecs import Codec
 from swarmnet_protocols.training.matchmaking import OutOfSync
+from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.round_runner import Outcome, RoundContext
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.training.state_transfer import PackedState, StateServer, ask_offer, fetch_state
@@ -56,22 +57,29 @@ class Pairs:
         ``MOST_APART`` rounds.
         """
         me, count = self._context.transport.peer_id, len(values)
-        start_s = asyncio.get_running_loop().time()
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
         encoded = await self._compute(lambda: self._codec.encode(values))
         packed = await self._compute(lambda: PackedState.of([_WEIGHT.pack(weight), encoded]))
         await self._states.contribute(round, packed)
         found = {me: (weight, await self._compute(lambda: self._codec.decode(encoded, count)))}
-        reason, received = "", 0
+        reason, received, waited = "", 0, None
         if partner is not None:
+            asked_s = clock()
+            why = "network"
             try:
                 async with asyncio.timeout(self._context.timing.deadline_s):
-                    data = await self._fetch(round, partner, _WEIGHT.size + self._codec.max_bytes(count))
+                    id = await self._ask(round, partner)
+                    offered_s = clock()
+                    data = await self._fetch(partner, id, _WEIGHT.size + self._codec.max_bytes(count))
+                    why = "compute" if offered_s - asked_s > clock() - offered_s else "network"
                 received = len(data)
                 found[partner.peer] = await self._compute(lambda: self._read(data, count))
             except OutOfSync:
                 raise
             except (SwarmnetError, TimeoutError) as error:
                 reason = f"averaged without {partner.peer}: {error or 'it is too slow'}"
+            waited = Wait(partner.peer, why, clock() - asked_s)
         average, excluded = await self._compute(lambda: self._combine(found))
         sent, self._sent_bytes = (
             self._states.contributed_bytes - self._sent_bytes,
@@ -89,19 +97,24 @@ class Pairs:
             reason=reason,
             bytes_sent=sent,
             bytes_received=received,
-            wait_s=asyncio.get_running_loop().time() - start_s,
+            wait_s=clock() - start_s,
             arrivals=(),
+            waited=waited,
             tokens=sum(found[peer][0] for peer in contributors),
         )
 
-    async def _fetch(self, round: int, partner: RoundMember, max_bytes: int) -> bytearray:
-        """Return the contribution of ``partner`` to this round or one next to it."""
+    async def _ask(self, round: int, partner: RoundMember) -> bytes:
+        """Return the id of the contribution of ``partner`` to this round or one next to it."""
         context, streams = self._context, self._context.timing.streams
         offered, id = await ask_offer(context.transport, context.job, partner, round, streams)
         if offered > round + MOST_APART:
             raise OutOfSync(partner.peer, WorkerPosition(offered, b""))
         if offered < round - MOST_APART:
             raise ProtocolViolation(f"its last contribution is to round {offered}")
+        return id
+
+    async def _fetch(self, partner: RoundMember, id: bytes, max_bytes: int) -> bytearray:
+        context, streams = self._context, self._context.timing.streams
         data, _ = await fetch_state(
             context.transport, context.job, id, [partner], streams, max_bytes=max_bytes
         )

@@ -11,6 +11,7 @@ from swarmnet_protocols.net.identity import public_key_of
 from swarmnet_protocols.training import MAX_MEMBERS
 from swarmnet_protocols.training.bandwidth import Measured, agreed_rates
 from swarmnet_protocols.training.catch_up import WorkerPosition
+from swarmnet_protocols.training.pacing import NOTHING, Spent, Wait, waited_for
 from swarmnet_protocols.training.rounds.terms import RoundMember
 from swarmnet_protocols.wire import workers_pb2 as pb
 
@@ -43,6 +44,10 @@ class JoinRequest:
     member: RoundMember
     position: WorkerPosition
     measured: Measured
+    spent: Spent = NOTHING
+    """What the worker spent on its round."""
+    arrived_s: float = 0.0
+    """When the leader got the request, loop time."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Roster:
     round: int
     exchange_number: int
     members: tuple[RoundMember, ...]
+    waited: Wait | None = None
+    """The worker that all others waited for."""
 
     @classmethod
     def of(cls, leader: JoinRequest, followers: Sequence[JoinRequest], max_members: int) -> "Roster":
@@ -65,7 +72,11 @@ class Roster:
         rates = agreed_rates(peers, {peer: each.measured for peer, each in reports.items()})
         newest = max(each.member.last_exchange for each in reports.values())
         members = tuple(replace(reports[peer].member, bytes_per_s=rates[peer]) for peer in peers)
-        return cls(round, next_exchange_number(round, newest), members)
+        waited = waited_for(
+            {peer: each.arrived_s for peer, each in reports.items()},
+            {peer: each.spent for peer, each in reports.items()},
+        )
+        return cls(round, next_exchange_number(round, newest), members, waited)
 
     def slot(self, peer: PeerId) -> int:
         """Return the index of a member. It selects the member's data in the next round."""
@@ -146,6 +157,7 @@ def request_to_wire(job: bytes, request: JoinRequest, book: AddressBook) -> pb.M
         member=member_to_wire(request.member, book),
         measured=measured_to_wire(request.measured),
         known=book.hash if book.has(request.member) else b"",
+        spent_s=request.spent if any(request.spent) else (),
     )
 
 
@@ -163,7 +175,8 @@ def request_from_wire(request: pb.MatchmakingRequest, peer: PeerId, book: Addres
     if member.peer != peer:
         raise ProtocolViolation("a follower may join only under its own peer id")
     position = WorkerPosition(request.round, request.state)
-    return JoinRequest(member, position, measured_from_wire(request.measured))
+    spent = Spent(*map(round_seconds, request.spent_s[: len(Spent._fields)]))
+    return JoinRequest(member, position, measured_from_wire(request.measured), spent)
 
 
 def measured_to_wire(measured: Measured) -> list[pb.Measured]:
@@ -180,12 +193,17 @@ def measured_from_wire(measured: Sequence[pb.Measured]) -> Measured:
 def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
     """Return the wire form for a follower that has the address book with the hash ``known``."""
     rates = [member.bytes_per_s for member in roster.members]
+    waited = None
+    if roster.waited is not None:
+        late = roster.slot(roster.waited.peer)
+        waited = pb.Waited(member=late, why=roster.waited.why, seconds=roster.waited.seconds)
     if AddressBook.of(roster.members).hash != known:
         return pb.Roster(
             round=roster.round,
             members=map(member_to_wire, roster.members),
             exchange_number=roster.exchange_number,
             bytes_per_s=rates,
+            waited=waited,
         )
     return pb.Roster(
         round=roster.round,
@@ -194,6 +212,7 @@ def roster_to_wire(roster: Roster, known: bytes = b"") -> pb.Roster:
         weights=_compact([member.weight for member in roster.members]),
         bytes_per_s=_compact(rates),
         rounds_s=_compact([member.round_s for member in roster.members]),
+        waited=waited,
     )
 
 
@@ -217,7 +236,16 @@ def roster_from_wire(
     highest = highest_exchange_number(round, me.last_exchange, MAX_AHEAD_OF_FOLLOWER)
     if not lowest <= wire.exchange_number <= highest:
         raise ProtocolViolation(f"exchange number {wire.exchange_number} is not in [{lowest}, {highest}]")
-    return Roster(wire.round, wire.exchange_number, members)
+    return Roster(wire.round, wire.exchange_number, members, _waited(wire, members))
+
+
+def _waited(wire: pb.Roster, members: Sequence[RoundMember]) -> Wait | None:
+    if not wire.HasField("waited"):
+        return None
+    late = wire.waited
+    if late.member >= len(members) or late.why not in Spent._fields:
+        raise ProtocolViolation("a wait for nobody, or for no known reason")
+    return Wait(members[late.member].peer, late.why, round_seconds(late.seconds))
 
 
 def _listed_members(wire: pb.Roster) -> tuple[RoundMember, ...]:

@@ -164,7 +164,7 @@ class Flow(_message.Message):
     def __init__(self, upstream: _Optional[str] = ..., downstream: _Optional[str] = ..., sessions: _Optional[int] = ..., positions: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions", "val_tokens")
+    __slots__ = ("job", "name", "method", "state", "round", "rounds", "loss", "val_loss", "tokens", "bytes_sent", "bytes_received", "contributions", "val_tokens", "waited_for", "waited_why", "waited_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
@@ -178,6 +178,9 @@ class WorkerReport(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     VAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FOR_FIELD_NUMBER: _ClassVar[int]
+    WAITED_WHY_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     name: str
     method: str
@@ -191,7 +194,10 @@ class WorkerReport(_message.Message):
     bytes_received: int
     contributions: _containers.RepeatedCompositeFieldContainer[Contribution]
     val_tokens: int
-    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., val_tokens: _Optional[int] = ...) -> None: ...
+    waited_for: str
+    waited_why: str
+    waited_s: float
+    def __init__(self, job: _Optional[bytes] = ..., name: _Optional[str] = ..., method: _Optional[str] = ..., state: _Optional[str] = ..., round: _Optional[int] = ..., rounds: _Optional[int] = ..., loss: _Optional[float] = ..., val_loss: _Optional[float] = ..., tokens: _Optional[int] = ..., bytes_sent: _Optional[int] = ..., bytes_received: _Optional[int] = ..., contributions: _Optional[_Iterable[_Union[Contribution, _Mapping]]] = ..., val_tokens: _Optional[int] = ..., waited_for: _Optional[str] = ..., waited_why: _Optional[str] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Contribution(_message.Message):
     __slots__ = ("peer", "rounds")

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/workers.proto\x12\x13swarmnet.workers.v1\"u\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0f\n\x07round_s\x18\x07 \x01(\x01J\x04\x08\x05\x10\x06\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"e\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x15\n\rlast_exchange\x18\x05 \x01(\x04\x12\x0f\n\x07round_s\x18\x06 \x01(\x01J\x04\x08\x03\x10\x04\"\xac\x01\n\x12MatchmakingRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12/\n\x08measured\x18\x05 \x03(\x0b\x32\x1d.swarmnet.workers.v1.Measured\x12\r\n\x05known\x18\x06 \x01(\x0c\"+\n\x08Measured\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xf1\x01\n\x10MatchmakingReply\x12\x39\n\theartbeat\x18\x01 \x01(\x0b\x32$.swarmnet.workers.v1.LeaderHeartbeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x31\n\x08position\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.PositionH\x00\x12\x38\n\x07unknown\x18\x04 \x01(\x0b\x32%.swarmnet.workers.v1.UnknownAddressesH\x00\x42\x06\n\x04kind\"\x12\n\x10UnknownAddresses\">\n\x0fLeaderHeartbeat\x12+\n\x06leader\x18\x01 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xa5\x01\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x17\n\x0f\x65xchange_number\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x03(\x01\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x0f\n\x07weights\x18\x06 \x03(\x01\x12\x10\n\x08rounds_s\x18\x07 \x03(\x01\"U\n\x08Position\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12+\n\x06leader\x18\x03 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xc6\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x12\x32\n\task_offer\x18\x05 \x01(\x0b\x32\x1d.swarmnet.workers.v1.AskOfferH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xa7\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12+\n\x05offer\x18\x03 \x01(\x0b\x32\x1a.swarmnet.workers.v1.OfferH\x00\x42\x06\n\x04kind\"\x19\n\x08\x41skOffer\x12\r\n\x05round\x18\x01 \x01(\x04\"%\n\x05Offer\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n%swarmnet_protocols/wire/workers.proto\x12\x13swarmnet.workers.v1\"u\n\x0cWorkerRecord\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x10\n\x08protocol\x18\x06 \x01(\r\x12\x0f\n\x07round_s\x18\x07 \x01(\x01J\x04\x08\x05\x10\x06\"\x1b\n\tJobRecord\x12\x0e\n\x06sealed\x18\x01 \x01(\x0c\"e\n\x06Member\x12\n\n\x02id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x15\n\rlast_exchange\x18\x05 \x01(\x04\x12\x0f\n\x07round_s\x18\x06 \x01(\x01J\x04\x08\x03\x10\x04\"\xbd\x01\n\x12MatchmakingRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05round\x18\x02 \x01(\x04\x12\r\n\x05state\x18\x03 \x01(\x0c\x12+\n\x06member\x18\x04 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12/\n\x08measured\x18\x05 \x03(\x0b\x32\x1d.swarmnet.workers.v1.Measured\x12\r\n\x05known\x18\x06 \x01(\x0c\x12\x0f\n\x07spent_s\x18\x07 \x03(\x01\"+\n\x08Measured\x12\n\n\x02id\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xf1\x01\n\x10MatchmakingReply\x12\x39\n\theartbeat\x18\x01 \x01(\x0b\x32$.swarmnet.workers.v1.LeaderHeartbeatH\x00\x12-\n\x06roster\x18\x02 \x01(\x0b\x32\x1b.swarmnet.workers.v1.RosterH\x00\x12\x31\n\x08position\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.PositionH\x00\x12\x38\n\x07unknown\x18\x04 \x01(\x0b\x32%.swarmnet.workers.v1.UnknownAddressesH\x00\x42\x06\n\x04kind\"\x12\n\x10UnknownAddresses\">\n\x0fLeaderHeartbeat\x12+\n\x06leader\x18\x01 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xd2\x01\n\x06Roster\x12\r\n\x05round\x18\x01 \x01(\x04\x12,\n\x07members\x18\x02 \x03(\x0b\x32\x1b.swarmnet.workers.v1.Member\x12\x17\n\x0f\x65xchange_number\x18\x03 \x01(\x04\x12\x13\n\x0b\x62ytes_per_s\x18\x04 \x03(\x01\x12\r\n\x05known\x18\x05 \x01(\x0c\x12\x0f\n\x07weights\x18\x06 \x03(\x01\x12\x10\n\x08rounds_s\x18\x07 \x03(\x01\x12+\n\x06waited\x18\x08 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Waited\"6\n\x06Waited\x12\x0e\n\x06member\x18\x01 \x01(\r\x12\x0b\n\x03why\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\"U\n\x08Position\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\x12+\n\x06leader\x18\x03 \x01(\x0b\x32\x1b.swarmnet.workers.v1.Member\"\xc6\x01\n\x0cStateRequest\x12\x0b\n\x03job\x18\x01 \x01(\x0c\x12\r\n\x05state\x18\x02 \x01(\x0c\x12\x31\n\x08\x64\x65scribe\x18\x03 \x01(\x0b\x32\x1d.swarmnet.workers.v1.DescribeH\x00\x12+\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x1a.swarmnet.workers.v1.FetchH\x00\x12\x32\n\task_offer\x18\x05 \x01(\x0b\x32\x1d.swarmnet.workers.v1.AskOfferH\x00\x42\x06\n\x04kind\"\n\n\x08\x44\x65scribe\"\x16\n\x05\x46\x65tch\x12\r\n\x05\x63hunk\x18\x01 \x01(\r\"\xa7\x01\n\nStateReply\x12\x37\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32 .swarmnet.workers.v1.DescriptionH\x00\x12+\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x1a.swarmnet.workers.v1.ChunkH\x00\x12+\n\x05offer\x18\x03 \x01(\x0b\x32\x1a.swarmnet.workers.v1.OfferH\x00\x42\x06\n\x04kind\"\x19\n\x08\x41skOffer\x12\r\n\x05round\x18\x01 \x01(\x04\"%\n\x05Offer\x12\r\n\x05round\x18\x01 \x01(\x04\x12\r\n\x05state\x18\x02 \x01(\x0c\"!\n\x0b\x44\x65scription\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\"\x16\n\x05\x43hunk\x12\r\n\x05index\x18\x01 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMBER']._serialized_start=210
   _globals['_MEMBER']._serialized_end=311
   _globals['_MATCHMAKINGREQUEST']._serialized_start=314
-  _globals['_MATCHMAKINGREQUEST']._serialized_end=486
-  _globals['_MEASURED']._serialized_start=488
-  _globals['_MEASURED']._serialized_end=531
-  _globals['_MATCHMAKINGREPLY']._serialized_start=534
-  _globals['_MATCHMAKINGREPLY']._serialized_end=775
-  _globals['_UNKNOWNADDRESSES']._serialized_start=777
-  _globals['_UNKNOWNADDRESSES']._serialized_end=795
-  _globals['_LEADERHEARTBEAT']._serialized_start=797
-  _globals['_LEADERHEARTBEAT']._serialized_end=859
-  _globals['_ROSTER']._serialized_start=862
-  _globals['_ROSTER']._serialized_end=1027
-  _globals['_POSITION']._serialized_start=1029
-  _globals['_POSITION']._serialized_end=1114
-  _globals['_STATEREQUEST']._serialized_start=1117
-  _globals['_STATEREQUEST']._serialized_end=1315
-  _globals['_DESCRIBE']._serialized_start=1317
-  _globals['_DESCRIBE']._serialized_end=1327
-  _globals['_FETCH']._serialized_start=1329
-  _globals['_FETCH']._serialized_end=1351
-  _globals['_STATEREPLY']._serialized_start=1354
-  _globals['_STATEREPLY']._serialized_end=1521
-  _globals['_ASKOFFER']._serialized_start=1523
-  _globals['_ASKOFFER']._serialized_end=1548
-  _globals['_OFFER']._serialized_start=1550
-  _globals['_OFFER']._serialized_end=1587
-  _globals['_DESCRIPTION']._serialized_start=1589
-  _globals['_DESCRIPTION']._serialized_end=1622
-  _globals['_CHUNK']._serialized_start=1624
-  _globals['_CHUNK']._serialized_end=1646
+  _globals['_MATCHMAKINGREQUEST']._serialized_end=503
+  _globals['_MEASURED']._serialized_start=505
+  _globals['_MEASURED']._serialized_end=548
+  _globals['_MATCHMAKINGREPLY']._serialized_start=551
+  _globals['_MATCHMAKINGREPLY']._serialized_end=792
+  _globals['_UNKNOWNADDRESSES']._serialized_start=794
+  _globals['_UNKNOWNADDRESSES']._serialized_end=812
+  _globals['_LEADERHEARTBEAT']._serialized_start=814
+  _globals['_LEADERHEARTBEAT']._serialized_end=876
+  _globals['_ROSTER']._serialized_start=879
+  _globals['_ROSTER']._serialized_end=1089
+  _globals['_WAITED']._serialized_start=1091
+  _globals['_WAITED']._serialized_end=1145
+  _globals['_POSITION']._serialized_start=1147
+  _globals['_POSITION']._serialized_end=1232
+  _globals['_STATEREQUEST']._serialized_start=1235
+  _globals['_STATEREQUEST']._serialized_end=1433
+  _globals['_DESCRIBE']._serialized_start=1435
+  _globals['_DESCRIBE']._serialized_end=1445
+  _globals['_FETCH']._serialized_start=1447
+  _globals['_FETCH']._serialized_end=1469
+  _globals['_STATEREPLY']._serialized_start=1472
+  _globals['_STATEREPLY']._serialized_end=1639
+  _globals['_ASKOFFER']._serialized_start=1641
+  _globals['_ASKOFFER']._serialized_end=1666
+  _globals['_OFFER']._serialized_start=1668
+  _globals['_OFFER']._serialized_end=1705
+  _globals['_DESCRIPTION']._serialized_start=1707
+  _globals['_DESCRIPTION']._serialized_end=1740
+  _globals['_CHUNK']._serialized_start=1742
+  _globals['_CHUNK']._serialized_end=1764
 # @@protoc_insertion_point(module_scope)

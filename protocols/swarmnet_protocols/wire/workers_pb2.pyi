@@ -43,20 +43,22 @@ class Member(_message.Message):
     def __init__(self, id: _Optional[str] = ..., addresses: _Optional[_Iterable[str]] = ..., weight: _Optional[float] = ..., last_exchange: _Optional[int] = ..., round_s: _Optional[float] = ...) -> None: ...
 
 class MatchmakingRequest(_message.Message):
-    __slots__ = ("job", "round", "state", "member", "measured", "known")
+    __slots__ = ("job", "round", "state", "member", "measured", "known", "spent_s")
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     MEASURED_FIELD_NUMBER: _ClassVar[int]
     KNOWN_FIELD_NUMBER: _ClassVar[int]
+    SPENT_S_FIELD_NUMBER: _ClassVar[int]
     job: bytes
     round: int
     state: bytes
     member: Member
     measured: _containers.RepeatedCompositeFieldContainer[Measured]
     known: bytes
-    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ..., known: _Optional[bytes] = ...) -> None: ...
+    spent_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, job: _Optional[bytes] = ..., round: _Optional[int] = ..., state: _Optional[bytes] = ..., member: _Optional[_Union[Member, _Mapping]] = ..., measured: _Optional[_Iterable[_Union[Measured, _Mapping]]] = ..., known: _Optional[bytes] = ..., spent_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Measured(_message.Message):
     __slots__ = ("id", "bytes_per_s")
@@ -89,7 +91,7 @@ class LeaderHeartbeat(_message.Message):
     def __init__(self, leader: _Optional[_Union[Member, _Mapping]] = ...) -> None: ...
 
 class Roster(_message.Message):
-    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights", "rounds_s")
+    __slots__ = ("round", "members", "exchange_number", "bytes_per_s", "known", "weights", "rounds_s", "waited")
     ROUND_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +99,7 @@ class Roster(_message.Message):
     KNOWN_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_FIELD_NUMBER: _ClassVar[int]
     round: int
     members: _containers.RepeatedCompositeFieldContainer[Member]
     exchange_number: int
@@ -104,7 +107,18 @@ class Roster(_message.Message):
     known: bytes
     weights: _containers.RepeatedScalarFieldContainer[float]
     rounds_s: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., rounds_s: _Optional[_Iterable[float]] = ...) -> None: ...
+    waited: Waited
+    def __init__(self, round: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., exchange_number: _Optional[int] = ..., bytes_per_s: _Optional[_Iterable[float]] = ..., known: _Optional[bytes] = ..., weights: _Optional[_Iterable[float]] = ..., rounds_s: _Optional[_Iterable[float]] = ..., waited: _Optional[_Union[Waited, _Mapping]] = ...) -> None: ...
+
+class Waited(_message.Message):
+    __slots__ = ("member", "why", "seconds")
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    member: int
+    why: str
+    seconds: float
+    def __init__(self, member: _Optional[int] = ..., why: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class Position(_message.Message):
     __slots__ = ("round", "state", "leader")

@@ -227,6 +227,10 @@ def _print_worker(fields: dict[str, Any]) -> None:
     rows: dict[str, object] = {"job": fields["job"], "state": fields["state"], "progress": summary(fields)}
     if fields.get("wait_share"):
         rows["waiting"] = f"{fields['wait_s']:.0f} of {fields['elapsed_s']:.0f} s"
+    if waited := fields.get("waited_for"):
+        rows["waited for"] = (
+            f"{waited['peer_id']}, {waited['seconds']:.0f} s in the last round ({waited['why']})"
+        )
     rows |= {name: fields[name] for name in ("params_hash", "peer_id") if name in fields}
     if fields["running"] and "addresses" in fields:
         rows["addresses"] = "\n".join(fields["addresses"])

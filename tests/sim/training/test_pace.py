@@ -102,3 +102,20 @@ def test_a_late_contribution_counts_in_the_next_round(method: str, tmp_path: Pat
     assert sum(event["own_tokens"] for event in counted.values()) == trained
     if method != "noloco":
         lab.check_equal()
+
+
+def test_the_worker_that_others_wait_for_is_named(tmp_path: Path) -> None:
+    lab = WorkerLab(tmp_path, write_job(tmp_path, "diloco", settings("diloco", 4), "min_workers = 3"))
+    lab.step_s = dict.fromkeys(("anna", "boris", "dora"), 1.0)
+
+    def slow_down_once(name: str, event: dict[str, Any]) -> None:
+        if name == "dora" and event["event"] == "round":
+            lab.step_s["dora"] = 2.0 if event["round"] == 1 else 1.0
+
+    lab.observer = slow_down_once
+    run(train(lab, *lab.step_s))
+
+    for name in lab.step_s:
+        waited = lab.rounds(name)[2]["waited_for"]
+        assert (waited["peer_id"], waited["why"]) == (lab.peer("dora"), "compute")
+        assert waited["seconds"] == pytest.approx(4.0, abs=0.5)

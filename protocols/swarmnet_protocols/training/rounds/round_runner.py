@@ -21,6 +21,7 @@ from swarmnet_protocols.net import Buffer, PeerId, Transport
 from swarmnet_protocols.net.typed_stream import TypedStream
 from swarmnet_protocols.training.bandwidth import Arrival
 from swarmnet_protocols.training.codecs import result_codec
+from swarmnet_protocols.training.pacing import Wait
 from swarmnet_protocols.training.rounds.aggregation_rules import AggregationRules
 from swarmnet_protocols.training.rounds.deadlines import RoundTiming, SendSchedule
 from swarmnet_protocols.training.rounds.member_link import MemberLink
@@ -95,6 +96,8 @@ class Outcome:
     """Transfer times of every member's last contribution and last result."""
     tokens: float = 0.0
     """Tokens behind the average, as its contributors reported them."""
+    waited: Wait | None = None
+    """The member whose payloads or contribution took longest."""
 
     def all_contributors(self) -> tuple[PeerId, ...]:
         """Return the members with a contribution in at least one slice of the average, sorted."""
@@ -411,6 +414,7 @@ class RoundRunner:
         if self._withheld:
             excluded.add((peers[self._me], self._withheld))
         average, self._average = self._average, torch.empty(0)
+        slowest = max(self._assembly.timed.items(), key=lambda each: each[1][1], default=None)
         inside = {each.member for summary in summaries for each in summary.contributors}
         return Outcome(
             committed=committed,
@@ -430,6 +434,7 @@ class RoundRunner:
                 Arrival(peers[member], *timed) for (member, _), timed in self._assembly.timed.items()
             ),
             tokens=sum(self._terms.members[member].weight for member in inside),
+            waited=slowest and Wait(peers[slowest[0][0]], "network", slowest[1][1]),
         )
 
     def _encode(self, values: torch.Tensor, weight: float) -> list[Contribution]:

@@ -57,6 +57,7 @@ export function jobPage(id) {
     facts.update([
       ["Method", job.method], ["Round", `${count(job.round)} of ${count(job.rounds)}`], ["Loss", number(job.loss)], ["Held-out loss", number(job.val_loss)],
       ["Tokens of all workers", number(job.tokens)], ["Sent by all workers", bytes(job.bytes_sent)], ["Workers now", count(job.workers)],
+      ...(job.waited_for ? [["Waited for", `${peers[job.waited_for.peer_id]?.name || shortId(job.waited_for.peer_id)}, ${count(Math.round(job.waited_for.seconds))} s`, `The last round waited for its ${job.waited_for.why}.`]] : []),
       ...(job.ended_s && job.round ? [["Last worker left", when(job.ended_s), "The job stays here for 30 days after that."]] : []),
     ]);
     const ranked = [...job.contributors].sort((a, b) => b.share - a.share);

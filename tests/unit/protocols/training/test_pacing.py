@@ -4,8 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmnet_protocols.net import PeerId
 from swarmnet_protocols.training import pacing
-from swarmnet_protocols.training.pacing import Speed, kept_share, overlap_of, steps_in_time
+from swarmnet_protocols.training.pacing import (
+    Speed,
+    Spent,
+    Wait,
+    kept_share,
+    overlap_of,
+    steps_in_time,
+    waited_for,
+)
 from tests.defences import defence, replacing
 
 MOST = 48
@@ -44,3 +53,14 @@ def test_an_exchange_gets_the_same_share_of_every_round(steps: int, overlap: int
 
 def test_a_late_contribution_counts_for_less_the_later_it_is() -> None:
     assert [kept_share(staleness) for staleness in (-1, 0, 3)] == [1.0, 1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("last", "why"), [(Spent(9, 1, 0), "compute"), (Spent(4, 6, 0), "network"), (Spent(4, 1, 5), "disk")]
+)
+def test_the_last_worker_is_named_with_the_cause(last: Spent, why: str) -> None:
+    peers = [PeerId(name) for name in "abc"]
+    spent = dict(zip(peers, [Spent(4, 1, 0), Spent(4, 1, 0), last], strict=True))
+    arrived_s = dict(zip(peers, [1.0, 2.0, 7.0], strict=True))
+    assert waited_for(arrived_s, spent) == Wait(peers[2], why, 5.0)
+    assert waited_for(arrived_s | {peers[2]: 2.5}, spent) is None
