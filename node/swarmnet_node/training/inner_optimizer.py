@@ -171,7 +171,7 @@ def _muon() -> Any:
 def _adamw_8bit() -> Any:
     """Return the class of AdamW with 8-bit moments. Raises ``ConfigError`` without bitsandbytes."""
     try:
-        from bitsandbytes.optim import AdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit
     except ImportError as error:
         raise ConfigError(
             "8-bit optimizer states need bitsandbytes", hint=how_to_add("bitsandbytes")

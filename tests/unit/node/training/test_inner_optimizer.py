@@ -79,7 +79,6 @@ def _vector(count: int) -> torch.Tensor:
 
 
 def test_states_of_eight_bits_follow_adamw() -> None:
-    pytest.importorskip("bitsandbytes")
     section = TrainingSection(batch_size=1, learning_rate=1e-2)
     count = 10_000
     exact, small = _vector(count), _vector(count)
@@ -96,9 +95,11 @@ def test_states_of_eight_bits_follow_adamw() -> None:
     again = small.clone()
     resumed = InnerOptimizer(section, again, {}, eight_bit=True)
     resumed.load(other.state())
+    before = small.clone()
     for optimizer in (other, resumed):
         optimizer.step(gradient, 1e-2)
-    assert torch.equal(again, small)
+    # A block whose largest value is negative gets another scale when it is quantised again.
+    assert (again - small).norm() < 2**-7 * (small - before).norm()
 
 
 @pytest.mark.parametrize("name", ["momentum_buffer", "step", "exp_avg"])
@@ -119,7 +120,7 @@ def test_a_torch_without_muon_is_told_to_upgrade(tmp_path: Path, monkeypatch: py
 
 
 def test_packages_are_checked_before_data_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim.adamw", None)
     job = tiny_job(tmp_path, data={"path": "nowhere"})
     options: dict[str, Any] = {"cache_dir": tmp_path, "available_bytes": 1, "device": torch.device("cpu")}
     with pytest.raises(ConfigError, match="bitsandbytes") as refused:
