@@ -402,6 +402,26 @@ SECTIONS: Mapping[str, Mapping[str, Sequence[Headline]]] = {
             ),
             Headline("32 streams on a GPU", "x one", "at least 8", key("32_streams_over_one", part="speed")),
             Headline("GPU memory that a pause returns", "", "at least 0.95", key("freed", part="memory")),
+            Headline(
+                "a training worker in bfloat16 on a GPU",
+                "x float32",
+                "",
+                lambda reports: [
+                    ways["bfloat16"]["tokens_per_s"] / ways["float32"]["tokens_per_s"]
+                    for report in reports
+                    if (ways := report.get("ways"))
+                ],
+            ),
+            Headline(
+                "its memory in float32 for weights, gradients and optimizer states",
+                "bytes a parameter",
+                "at most 24",
+                lambda reports: [
+                    report["ways"]["float32"]["peak_bytes_per_parameter"]
+                    for report in reports
+                    if "ways" in report
+                ],
+            ),
         ],
         "frame_cost": [
             Headline("what the resource account adds to a message", "us", "", key("difference_us")),
