@@ -19,7 +19,7 @@ PYTHON = ((3, 11), (3, 13))
 """The oldest and the newest Python version that swarmnet is tested with."""
 TESTED = {
     "torch": ">=2.4,<3",
-    "transformers": ">=5.0,<5.24",
+    "transformers": ">=5.23,<5.24",
     "hivemind": ">=1.1.12,<1.2",
     "protobuf": ">=5,<8",
     "grpcio": ">=1.66,<2",

@@ -156,7 +156,7 @@ BAD = [
     (f"{TUNE} --bootstrap x", 3, "multiaddr", "/ip4/"),
     (TUNE, 3, "rows.jsonl:1", "nothing was sent"),
     ("tune --swarm open --data nowhere.jsonl --out out", 3, "nowhere.jsonl", "JSON object a line"),
-    ("tune --swarm open --data binary --out out", 3, "not UTF-8", "nothing was sent"),
+    ("tune --swarm open --data binary --out out", 3, "UTF-16 or UTF-32", "save it as UTF-8"),
     ("train template magic", 3, "magic", "diloco"),
     ("train create job.toml --swarm open", 3, "line 1", "correct"),
     ("train create nowhere.toml --swarm open", 3, "nowhere.toml", "train template"),
