@@ -232,7 +232,7 @@ class History:
 
     def _steps(self, now_s: float, window_s: int) -> dict[str, int]:
         """Return the steps of peers' samples in seconds, and the times after which coarse and fine
-        ones make up a window."""
+        samples make up a window."""
         coarse_since_s, fine_since_s = now_s, now_s - window_s
         if window_s > DAY_S:
             newest = "SELECT MAX(at_s) FROM peer_samples WHERE step_s = ?"

@@ -16,7 +16,8 @@ from swarmnet_protocols.directory.catalog import CatalogModel
 from swarmnet_protocols.routing.placement import closing
 
 DEFAULT_SHARE = 3
-"""The advice for a model without hosts is to host the ``1 / DEFAULT_SHARE`` part of its blocks."""
+"""Blocks without a host are advised in spans of up to the ``1 / DEFAULT_SHARE`` part of a model.
+Longer spans fit fewer machines. With shorter ones, a model waits for more newcomers."""
 MAX_RUNS_SHOWN = 4
 """Most ranges of blocks in a sentence; further ones are counted."""
 _SHELL_SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/@-]*")
@@ -87,12 +88,14 @@ def quantiles(times: tuple[int, ...]) -> dict[str, float] | None:
 def advice(model: CatalogModel, join: Sequence[str], hosts: Hosts, replicas: Sequence[int]) -> dict[str, Any]:
     """Return the span that a newcomer should host, with the reason and the command.
 
-    The span is as long as the median of the hosts' spans. It holds as many of the weakest blocks as
-    it can, and leaves the rest of them in the fewest pieces. The page shows the same blocks as the
-    weakest.
+    The span is as long as the median of the hosts' spans, or longer if more blocks in a row have no
+    host. It holds as many of the weakest blocks as it can, and leaves the rest of them in the
+    fewest pieces. The page shows the same blocks as the weakest.
     """
     lengths = [entry["blocks"][1] - entry["blocks"][0] for _, entry in hosts]
-    length = min(model.blocks, median_low(lengths) if lengths else -(-model.blocks // DEFAULT_SHARE))
+    gaps = [end - start for start, end in runs(_with(0, replicas))]
+    part = min(max(gaps, default=0), -(-model.blocks // DEFAULT_SHARE))
+    length = min(model.blocks, max(part, median_low(lengths) if lengths else 0))
     fewest = min(replicas)
     starts = closing([number - fewest for number in replicas], length)
     start = min(starts, key=lambda first: (sum(replicas[first : first + length]), first))
@@ -122,12 +125,13 @@ def _command(model: CatalogModel, join: Sequence[str], option: str, value: str) 
 
 
 def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
-    """Return the reason to host ``span``: its weakest blocks, and what another host changes."""
+    """Return the reason to host ``span``: its weakest blocks, or all blocks that have no host, and
+    what another host changes."""
     fewest = min(replicas)
-    weak = [block for block in range(*span) if replicas[block] == fewest]
-    where = block_list(weak)
     if fewest == 0:
-        return f"no host has {where}, so the model cannot answer"
+        return f"no host has {block_list(_with(0, replicas))}, so the model cannot answer"
+    weak = [block for block in _with(fewest, replicas) if block in range(*span)]
+    where = block_list(weak)
     if fewest == 1:
         one = "has only one host: if it" if len(weak) == 1 else "have only one host each: if one of them"
         return f"{where} {one} leaves, the model cannot answer"
@@ -135,6 +139,11 @@ def _reason(span: tuple[int, int], replicas: Sequence[int]) -> str:
         return f"each block has {fewest} hosts: another one lets more people use the model at once"
     has = "has" if len(weak) == 1 else "have"
     return f"{where} {has} the fewest hosts ({fewest}), which limits how many people the model can serve"
+
+
+def _with(number: int, replicas: Sequence[int]) -> list[int]:
+    """Return the blocks that have this number of hosts."""
+    return [block for block, hosts in enumerate(replicas) if hosts == number]
 
 
 def block_list(blocks: Sequence[int]) -> str:

@@ -42,8 +42,6 @@ COMMANDS = {
     "/stats": "tokens, speed, failures and traffic of this chat",
     "/quit": "leave, as Ctrl-D does",
 }
-
-
 _UNSET = {
     "temperature": "the model's own",
     "top_p": "the model's own",

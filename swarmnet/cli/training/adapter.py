@@ -1,5 +1,6 @@
 """``swarmnet adapter``: works on the folders of adapters."""
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,11 @@ def merge_adapters(  # noqa: PLR0913 - a command line, not an interface
     ] = None,
     density: Annotated[
         float,
-        typer.Option("--density", metavar="SHARE", help="Share of an adapter's values that ties keeps."),
+        typer.Option(
+            "--density",
+            metavar="SHARE",
+            help="Share of an adapter's values that ties, dare_* and magnitude_prune keep.",
+        ),
     ] = 0.5,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing adapter.")] = False,
     as_json: JsonFlag = False,
@@ -49,6 +54,8 @@ def merge_adapters(  # noqa: PLR0913 - a command line, not an interface
     chosen = weights or [1.0] * len(directories)
     if len(chosen) != len(directories):
         raise typer.BadParameter("give one for each adapter", param_hint="'--weight'")
+    if not all(map(math.isfinite, chosen)):
+        raise typer.BadParameter("weights are finite numbers", param_hint="'--weight'")
     if not 0 < density <= 1:
         raise typer.BadParameter(f"{density} is not a share", param_hint="'--density'")
     if out.exists() and not (force and (out / "adapter_config.json").is_file()):

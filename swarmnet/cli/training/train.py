@@ -233,7 +233,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
         typer.Option(
             "--optimizer-states",
             metavar="|".join(OPTIMIZER_STATES),
-            help="Where AdamW's two numbers for each weight are: 8bit takes a quarter of the memory (pip install bitsandbytes), cpu leaves them out of the GPU.",
+            help="How AdamW's two numbers for each weight are kept: 8bit in a quarter of the memory (pip install bitsandbytes), cpu outside the GPU.",
             callback=one_of("--optimizer-states", *OPTIMIZER_STATES),
         ),
     ] = "float32",
@@ -244,7 +244,7 @@ def join(  # noqa: PLR0913 - a command line, not an interface
             metavar="PATH",
             help="Your own files, if the job trains each worker on its own; or your copy of its data, if the owner distributes it as files. Once for each such source. Remembered.",
         ),
-    ] = [],  # noqa: B006
+    ] = [],  # noqa: B006 - typer copies it
     model: Annotated[
         Path | None,
         typer.Option(

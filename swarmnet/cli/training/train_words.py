@@ -104,8 +104,8 @@ def loss_of_all(job: "Job", workers: Sequence[Fields]) -> float | None:
     known = [
         (each["val_loss"], min(each["val_tokens"], most)) for each in workers if each["val_loss"] is not None
     ]
-    tokens = sum(counted for _, counted in known)
-    return sum(loss * counted for loss, counted in known) / tokens if tokens else None
+    tokens = sum(number for _, number in known)
+    return sum(loss * number for loss, number in known) / tokens if tokens else None
 
 
 def _evaluation_tokens(job: "Job") -> int:

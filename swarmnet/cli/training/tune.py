@@ -170,9 +170,9 @@ def tune(  # noqa: PLR0913 - a command line, not an interface
     if not 0 < distance < math.inf:
         raise typer.BadParameter(f"{spread} is not a distance", param_hint="'--spread'")
     if population % 2:
-        raise typer.BadParameter("candidates come in pairs", param_hint="'--population'")
+        raise typer.BadParameter("give an even number: candidates come in pairs", param_hint="'--population'")
     if (method is TuneMethod.ES) != (reward is not None):
-        raise typer.BadParameter("--method es needs it, and no other method", param_hint="'--reward'")
+        raise typer.BadParameter("give it with --method es, and only then", param_hint="'--reward'")
     from swarmnet_client.tuning.rows import check_rows
 
     for path in (data, eval_data):

@@ -146,6 +146,7 @@ BAD = [
     (f"{TUNE} --learning-rate 0", 2, "--learning-rate", "tune --help"),
     (f"{TUNE} --held-out 1", 2, "--held-out", "tune --help"),
     (f"{TUNE} --method es", 2, "--reward", "tune --help"),
+    ("adapter merge a b --out c --weight 1 --weight nan", 2, "--weight", "adapter merge --help"),
     (f"{TUNE} --reward mine.py", 2, "--reward", "tune --help"),
     (f"{TUNE} --method zo --population 3", 2, "--population", "tune --help"),
     (f"{TUNE} --method zo --spread nan", 2, "--spread", "tune --help"),

@@ -127,6 +127,13 @@ def test_advice_is_the_weakest_window_of_a_usual_length() -> None:
     assert found["reason"] == "no host has blocks 4:8, so the model cannot answer"
 
 
+def test_a_long_gap_gets_more_than_the_short_span_of_a_host() -> None:
+    hosts = [("p", {"blocks": [10, 12], "step_s": 0.1, "state": "online"})]
+    found = advice(MODEL, ("swarm.toml",), hosts, replicas_of(12, [each for _, each in hosts]))
+    assert found["blocks"] in ([0, 4], [6, 10])
+    assert found["reason"] == "no host has blocks 0:10, so the model cannot answer"
+
+
 @pytest.mark.parametrize(
     ("replicas", "blocks", "reason"),
     [
