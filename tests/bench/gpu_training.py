@@ -1,7 +1,7 @@
 """Training on one device: tokens/s, memory and losses in float32, and with each way to save memory.
 
 The model has the structure of SmolLM2-135M and random weights. Memory is measured with one short
-sequence, so that it is that of weights, gradients and optimizer states.
+sequence, so weights, gradients and optimizer states take most of it.
 """
 
 import copy

@@ -620,7 +620,7 @@ def load(bench: str) -> list[dict[str, Any]]:
 def machine() -> str:
     """The processor, and how many of its cores this process may use.
 
-    Cloud machines hide the name of the model, and its numbers tell a Zen 4 from a Zen 5.
+    Cloud machines hide the name of the model. Its numbers still tell a Zen 4 from a Zen 5.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -4,11 +4,11 @@ process, in turns.
     python -m tests.bench.steps [--model experts] [--blocks 10] [--rounds 9] [--threads 2]
                                 [--contexts 64 2048]
 
-``--model``: a model, or ``experts`` for random layers with the widths of a small Qwen3-MoE: 32
-experts of 512 units, of which a token takes 4. Medians in milliseconds. ``sequences``: one new position of each of this many sequences; ``chunk``:
-this many positions of one sequence. Before them, each has a context of a given number of positions.
-Between two forwards other memory is read, as nodes that share a machine do. Prints JSON, a line for
-each context.
+``--model``: a model, or ``experts`` for random layers with the widths of a small Qwen3-MoE. It has
+32 experts of 512 units, and a token takes 4 of them. Medians in milliseconds. ``sequences``: one new
+position of each of this many sequences; ``chunk``: this many positions of one sequence. Before
+them, each has a context of a given number of positions. Between two forwards other memory is read,
+as nodes that share a machine do. Prints JSON, a line for each context.
 """
 
 import argparse

@@ -127,7 +127,7 @@ def main() -> None:
             found = with_checkpoints(job, trainer, cache, arguments.rounds, arguments.steps)
             print(json.dumps({"bench": "train_overhead --checkpoints", **found}))
             return
-        tokens = torch.from_numpy(trainer.corpus.train.tokens.astype("int64"))
+        tokens = torch.from_numpy(trainer.corpus.train.sources[0].astype("int64"))
         bare = BareLoop(job, tokens, cache)
         method = job.make_method()
         method.begin(trainer.parameters())

@@ -57,22 +57,20 @@ def finetuning_job(arguments: argparse.Namespace) -> Job:
                     "learning_rate": arguments.learning_rate,
                 },
             },
-            "eval": {"batches": -(-HELD_OUT // arguments.batch)},
+            "eval": {"batches": max(1, HELD_OUT // arguments.batch)},
         }
     )
 
 
 @dataclass(frozen=True)
 class Sample(Sequences):
-    """``HELD_OUT`` of the sequences, spread evenly over the text from number ``first`` on."""
+    """Sequences whose first ``HELD_OUT`` are spread evenly over the text, from number ``first``
+    on."""
 
     first: int
 
-    def __len__(self) -> int:
-        return HELD_OUT
-
     def take(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        return super().take(self.first + numbers * (super().__len__() // HELD_OUT))
+        return super().take(self.first + numbers * (len(self) // HELD_OUT))
 
 
 def losses_of_samples(replica: Replica) -> list[float]:
@@ -83,7 +81,7 @@ def losses_of_samples(replica: Replica) -> list[float]:
     if len(held_out) < 2 * HELD_OUT:
         raise ConfigError(f"{len(held_out)} held-out sequences are not two samples", hint="name more text")
     for first in (0, len(held_out) // HELD_OUT // 2):
-        sample = Sample(held_out.tokens, held_out.length, first)
+        sample = Sample(held_out.sources, held_out.length, first)
         trainer.corpus = replace(whole, validation=sample)
         losses.append(replica.evaluate()[0])
     trainer.corpus = whole

@@ -68,7 +68,8 @@ class RemoteBlocks:
     ) -> AbstractAsyncContextManager[Chain]:
         """Open a chain for sequences of at most ``max_length`` positions. Hosts apply ``adapter``.
 
-        ``wait_s``: longest wait for overloaded hosts; the model's own if that is longer."""
+        ``wait_s``: longest wait for overloaded hosts; the model's own if that is longer.
+        """
         wait_s = max(wait_s, self.spec.wait_s)
         spec = dataclasses.replace(self.spec, max_length=max_length, adapter=adapter, wait_s=wait_s)
         return Chain.open(self._runtime.opened, spec, self._embed, self._read)
@@ -94,8 +95,10 @@ class RemoteBlocks:
     async def pass_forward(
         self, inputs: torch.Tensor, counts: Sequence[int], adapter: Adapter | None
     ) -> torch.Tensor:
-        """Return hidden states [P, D] of sequences after all blocks with ``adapter``. Several may
-        be computed at a time."""
+        """Return hidden states [P, D] of sequences after all blocks with ``adapter``.
+
+        Several calls may run at a time.
+        """
         return await self._batch(counts, adapter).forward(inputs)
 
     def pass_through(

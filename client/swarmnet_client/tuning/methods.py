@@ -19,7 +19,7 @@ class TuneMethod(StrEnum):
 
 
 class MergeMethod(StrEnum):
-    """How PEFT combines adapters. All but ``cat`` and ``svd`` need equal ranks."""
+    """A way in which PEFT combines adapters. All but ``cat`` and ``svd`` need equal ranks."""
 
     TIES = "ties"
     LINEAR = "linear"
@@ -38,7 +38,7 @@ LEARNING_RATES = {
     TuneMethod.ZO: 1e-4,
     TuneMethod.ES: 2e-2,
 }
-"""Default learning rates. Those of the prompt methods are from PEFT's examples."""
+"""Default learning rates. The prompt methods have the rates of PEFT's examples."""
 FORWARD_ONLY = {TuneMethod.ZO, TuneMethod.ES}
 SPREADS = {TuneMethod.ZO: 1e-2, TuneMethod.ES: 3e-2}
 """Default distances of candidates. MeZO has 1e-2 for LoRA."""

@@ -8,8 +8,8 @@ workers.
    divided.
 3. Each part of all sources is cut into ``Sequences`` of equal length (``open_corpus``).
 4. ``BatchSampler`` mixes the sources by their weights, and computes the sequences of each slot from
-   the job's seed. So workers divide the data without communication. A source of its own, a worker
-   has to itself.
+   the job's seed. So workers divide the data without communication. A worker shares its own
+   sources with nobody.
 """
 
 import hashlib
@@ -59,8 +59,10 @@ END_OF_DOCUMENT = 0
 
 
 class ByteTokenizer:
-    """A tokenizer with the 256 byte values as tokens, and what ``Encoder`` uses of one of
-    transformers."""
+    """A tokenizer with the 256 byte values as tokens.
+
+    It has the parts of transformers' tokenizers that ``Encoder`` uses.
+    """
 
     eos_token_id = END_OF_DOCUMENT
     chat_template = None
@@ -207,8 +209,12 @@ small weight gets too much; with more, the shares of a short job are less exact.
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a source in the batches: its ``sequences``, its ``weight`` relative to the
-    others, and whether it ``is_own``, so that this worker divides it with nobody."""
+    """The part of a source in the batches.
+
+    - ``sequences``: the number of its sequences.
+    - ``weight``: its share of a batch, relative to the other sources.
+    - ``is_own``: True for a source that this worker shares with nobody.
+    """
 
     sequences: int
     weight: float = 1.0
@@ -254,8 +260,8 @@ class BatchSampler:
         return numbers
 
     def _mixture(self, places: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the source of each place in a slot's stream, and its place among those of the
-        source."""
+        """Return the source of each place in a slot's stream, and its place in the
+        source's own stream."""
         counts = shares_of(_BLOCK, [share.weight for share in self.shares])
         if len(counts) == 1:
             return np.zeros_like(places), places

@@ -71,8 +71,8 @@ def documents(source: DataSource, files: tuple[Path, ...]) -> Iterator[Document]
     The split of a Hugging Face dataset consists of the files whose names begin with it. A text file
     is cut at line ends into documents of about ``TEXT_DOCUMENT_BYTES``.
 
-    Raises ``JobError`` with file and line if a file cannot be read, is not UTF-8 text or has a row
-    that is none, and ``Unreachable`` if the hub does not answer.
+    Raises ``JobError`` with file and line for a file that cannot be read or is not UTF-8 text, and
+    for a bad row. Raises ``Unreachable`` if the hub does not answer.
     """
     return islice(_all_documents(source, files), source.max_documents)
 

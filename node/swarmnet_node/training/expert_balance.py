@@ -85,7 +85,7 @@ class ExpertBalance:
 
 
 def _add_loads(experts: Any, args: tuple[Any, ...], *, loads: Tensor) -> None:
-    """Add to ``loads`` how far each expert's share of the rows is from the mean share.
+    """Add to ``loads`` the difference between each expert's share of the rows and the mean share.
 
     ``args``: rows, the experts that the router chose for each row, and their weights.
     """

@@ -62,7 +62,7 @@ class FlatModel:
     def matrices(self) -> dict[int, Sequence[int]]:
         """The position in the vector and the shape of each hidden matrix.
 
-        Embeddings, output heads and vectors are none. The experts of a layer are one matrix each.
+        Embeddings and output heads are not hidden. Each expert of a layer has matrices of its own.
         """
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         outside = {id(each) for module in ends if module is not None for each in module.parameters()}

@@ -121,10 +121,9 @@ def check_job(
 ) -> "Job":
     """Return the job in its published form: with hashes, without local paths.
 
-    Reads the data and the checkpoint to hash them. Of data that every worker has of its own, only
-    the files that the owner named are read. ``tell`` hears of a worker's memory. Raises
-    ``JobError`` if this machine could not train the job, or if others could not get its data or
-    checkpoint.
+    Reads the data and the checkpoint to hash them. Of workers' own data, it reads only the files
+    that the owner named. ``tell`` gets the memory needs of a worker. Raises ``JobError`` if this
+    machine could not train the job, or if others could not get its data or checkpoint.
     """
     import psutil
 

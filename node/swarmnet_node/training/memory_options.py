@@ -1,4 +1,4 @@
-"""How a worker uses memory while it trains. No option changes what workers exchange."""
+"""Options for the memory of a worker while it trains. None changes what workers exchange."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -32,4 +32,4 @@ OPTIMIZER_STATES: tuple[str, ...] = get_args(OptimizerStates)
 AUTOMATIC = MemoryOptions()
 """The options unless the user chose others."""
 AS_STORED = MemoryOptions("float32")
-"""The options of a job that only takes forward passes: its method decides the format of weights."""
+"""The options of a job with forward passes only: its method decides the format of weights."""

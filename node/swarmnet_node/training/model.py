@@ -60,8 +60,7 @@ def checkpoint_of(
     progress: Progress | None = None,
     peers: "SwarmPeers | None" = None,
 ) -> LocalModel:
-    """Return the checkpoint that the job starts from. ``peers`` provide what it lacks, first of
-    all.
+    """Return the checkpoint that the job starts from. Missing files come from ``peers`` first.
 
     Raises ``JobError`` for an unknown name, or for other files than the job's.
     """
@@ -229,9 +228,9 @@ def adapter_parameters(section: ModelSection, config: PretrainedConfig) -> int:
 
 
 def with_adapter(model: Any, section: ModelSection, seed: int) -> Any:
-    """Return a PEFT model around ``model`` with a new adapter, whose parameters are float32 and
-    drawn from ``seed``: the same on every device.
+    """Return a PEFT model around ``model`` with a new adapter.
 
+    Its parameters are float32 and drawn from ``seed``, equal on every device.
     Raises ``JobError`` for targets that the model does not have.
     """
     require_peft()
@@ -257,7 +256,7 @@ def with_adapter(model: Any, section: ModelSection, seed: int) -> Any:
 def trained_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Return the parameters that a job trains, with their names, in the order of its vectors.
 
-    An adapter's are in the order of their names, as its file has no other.
+    The parameters of an adapter are sorted by name, because its file keeps no other order.
     """
     found = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     return sorted(found) if is_adapted(model) else found

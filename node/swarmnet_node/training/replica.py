@@ -121,7 +121,7 @@ class Replica:
 
     @property
     def keeps_progress(self) -> bool:
-        """Whether ``load_shared`` can keep the inner steps of a late contribution."""
+        """True if ``load_shared`` can keep the inner steps of a late contribution."""
         return isinstance(self.method, OuterMethod)
 
     def load_shared(self, data: bytearray, keep: float = 0.0) -> None:
@@ -170,7 +170,7 @@ class Replica:
             self._feedback.restore(saved.outer[RESIDUAL])
 
     def _begin(self, parameters: torch.Tensor) -> None:
-        """Begin from the ``parameters`` that the trainer has, too."""
+        """Begin from ``parameters``, which are the trainer's."""
         if self.method.kind == "scalars":
             self.method.begin(self.trainer.storage())  # one copy of the weights for both
         else:
@@ -185,7 +185,7 @@ class Replica:
         return {} if self._feedback is None else {RESIDUAL: self._feedback.residual()}
 
     def _slopes(self, method: ZeroOrder, round: int, slot: int) -> tuple[torch.Tensor, StepReport]:
-        """Return the slopes along the directions of the slot, and zeros in the places of others."""
+        """Return the slopes along the slot's directions, with zeros in other slots' places."""
         start_s = time.perf_counter()
         slopes, losses = torch.zeros(method.range(round)[1]), []
         for step in range(method.steps_per_round):

@@ -202,7 +202,6 @@ def _open_trainer(
     peers: "SwarmPeers",
     tell: "Callable[[MemoryNeeds], None]",
 ) -> "Trainer":
-
     from swarmnet_node.training.trainer import Trainer
     from swarmnet_protocols.machine.devices import pick_device
     from swarmnet_protocols.training.jobs import open_job

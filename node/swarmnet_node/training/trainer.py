@@ -119,7 +119,7 @@ class Trainer:
     ) -> Self:
         """Return a trainer with the job's initial parameters.
 
-        ``peers`` provide missing weights. ``tell`` hears of the memory before any weight is loaded.
+        ``peers`` provide missing weights. ``tell`` gets the memory needs before a weight is loaded.
         Raises ``JobError`` for data or a model that this machine cannot train, and ``ConfigError``
         for options about memory that do not fit the job.
         """
@@ -154,7 +154,8 @@ class Trainer:
     def view(self) -> Tensor:
         """Return the parameters, ``[n]`` on the CPU, valid until the next step or ``load``.
 
-        They are float32, except in a job that only takes forward passes."""
+        They are float32, except in jobs with forward passes only.
+        """
         return self._flat.values.to("cpu")
 
     def parameters(self) -> Tensor:
@@ -233,7 +234,8 @@ class Trainer:
     def evaluate(self, batches: int) -> tuple[float, int]:
         """Return the mean loss of at most ``batches`` validation batches, and its number of tokens.
 
-        The loss of each source counts by its weight, and so do its batches where there are enough.
+        The loss of each source counts by its weight. So does its number of batches, if the source
+        has enough.
         """
         held_out, weights = self.corpus.validation, [share.weight for share in self._sampler.shares]
         wanted = shares_of(batches * self._training.batch_size, weights)
@@ -295,8 +297,10 @@ class Trainer:
         return tuple(batch[start : start + size] for start in range(0, len(batch), size))
 
     def _loss_sum(self, batch: Tensor) -> Tensor:
-        """Return the summed cross-entropy of ``batch`` (``[k, length + 1]``), without the tokens
-        that do not count, which are negative."""
+        """Return the summed cross-entropy of ``batch``, ``[k, length + 1]``.
+
+        Negative tokens do not count.
+        """
         batch = batch.to(self._device)
         ids = torch.where(batch < 0, ~batch, batch)
         logits = self._model(input_ids=ids[:, :-1], use_cache=False).logits

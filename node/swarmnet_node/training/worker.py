@@ -378,7 +378,7 @@ class Worker:
         return report
 
     def _steps(self) -> int:
-        """Return the inner steps of this round, with which all workers end it together."""
+        """Return the inner steps of this round: as many as let all workers end it together."""
         most = self._method.steps_per_round
         return most if self._speed is None else steps_in_time(self._speed, self._rounds_s, most)
 
@@ -408,7 +408,7 @@ class Worker:
         return roster
 
     def _measure_rest(self) -> None:
-        """Note the time of this round besides its inner steps."""
+        """Note the time of this round without its inner steps."""
         if self._speed is not None and self._stepped_s:
             self._speed = self._speed.with_rest(self._computed_s - self._stepped_s)
         self._computed_s = self._stepped_s = self._network_s = self._disk_s = 0.0

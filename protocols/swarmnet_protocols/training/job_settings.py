@@ -74,7 +74,7 @@ class ModelSection(_Section):
     manifest: Digest | None = None
     """SHA-256 of the checkpoint's manifest, set by `train create`."""
     train: Literal["all", "lora"] = "all"
-    """What is trained: all weights, or a LoRA adapter to a checkpoint whose weights are frozen."""
+    """The trained parameters: all weights, or a LoRA adapter to a frozen checkpoint."""
     weights: Literal["stored", "int8", "int4"] = "stored"
     """The form of frozen weights in memory: as their file stores them, or rounded when they are
     loaded."""
@@ -91,7 +91,7 @@ class ModelSection(_Section):
 
     @property
     def is_lora(self) -> bool:
-        """Whether an adapter is trained, and the weights of the checkpoint are frozen."""
+        """True if workers train an adapter, and the weights of the checkpoint are frozen."""
         return self.train == "lora"
 
     @model_validator(mode="after")
@@ -125,7 +125,7 @@ class DataSource(_Section):
 
     source: Literal["shared", "own"] = "shared"
     """``shared``: all workers have the same tokens and divide them. ``own``: each worker trains on
-    files of its own, which never leave it. A job signs no digest of these."""
+    files of its own, which never leave its machine. The job has no digest of these files."""
     weight: float = Field(default=1.0, gt=0, le=1e6)
     """Share of the sequences of a batch, relative to the other sources."""
     format: Literal["text", "jsonl", "parquet"] = "text"
@@ -144,12 +144,12 @@ class DataSource(_Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether each worker trains on files of its own."""
+        """True if each worker trains on files of its own."""
         return self.source == "own"
 
     @property
     def needs_path(self) -> bool:
-        """Whether the user of each worker has to name the files."""
+        """True if the user of each worker has to name the files."""
         return self.path is None and self.hub is None
 
     @model_validator(mode="after")
@@ -285,8 +285,8 @@ class Job(_Section):
         """Return this job in publishable form.
 
         It has the hashes of its data and of its checkpoint's manifest, and no local paths.
-        ``hashes``: the digest and the size of each source, None for a source that every worker has
-        of its own. Raises ``JobError`` for a tokenizer that other machines cannot fetch.
+        ``hashes``: the digest and the size of each shared source, and None for workers' own ones.
+        Raises ``JobError`` for a tokenizer that other machines cannot fetch.
         """
         from swarmnet_protocols.training.methods import code_of
 
@@ -422,7 +422,7 @@ class Job(_Section):
     def check(self) -> None:
         """Check the method, the codec and the method's settings. Raises ``JobError``.
 
-        Of a method from outside only its name is checked, unless its file was loaded.
+        A method from outside is checked by name only, unless its file was loaded.
         """
         from swarmnet_protocols.training.methods import METHODS
         from swarmnet_protocols.training.methods.outside import is_loaded
@@ -442,8 +442,8 @@ class Job(_Section):
                 raise JobError(
                     "exchange",
                     "aggregate",
-                    'must be "mean" for slopes: every worker measures other ones',
-                    hint='leave it out; with "mean", too, a worker counts at most the median of all',
+                    'must be "mean" for slopes: each worker measures along directions of its own',
+                    hint='leave it out; "mean" also limits a worker, to the median norm of all',
                 )
         if self.exchange.codec is None:
             return

@@ -382,8 +382,8 @@ class Matchmaking:
     def _is_coming(self, peer: PeerId, position: WorkerPosition) -> bool:
         """Return whether a worker is at this worker's position or will reach it.
 
-        A member of the last roster that has not finished that round will reach it. Replicas of
-        gossip are a round apart, and reach it without a roster.
+        A member of the last roster that has not finished that round will reach it. In gossip there
+        is no roster, so any worker that is a round behind will.
         """
         is_one_behind = position.round == self.position.round - 1
         is_known = peer in self._book.addresses or not self._same_state

@@ -3,7 +3,7 @@
 Each worker measures its ``Speed``, and tells the others the seconds that its longest round takes.
 The fastest worker sets the time of a round and takes all of its inner steps. A slower one takes as
 many as it can in that time (FedCompass, Li et al., arXiv 2309.14675). Contributions are
-weighted by tokens, so one of fewer steps counts for less.
+weighted by tokens, so fewer steps count for less.
 """
 
 import math
@@ -47,7 +47,7 @@ class Wait:
 
 
 def waited_for(arrived_s: Mapping[PeerId, float], spent: Mapping[PeerId, Spent]) -> Wait | None:
-    """Return for whom all others waited, given when each worker arrived and what it ``spent``.
+    """Return the worker that all others waited for, from the arrival of each and what it ``spent``.
 
     The cause is the work that took the last worker longer than the median of the others, by the
     largest difference. None if the last worker came less than ``LEAST_WAIT_S`` after the others.
@@ -65,7 +65,7 @@ class Speed:
     """A worker's measured speed.
 
     - ``step_s``: seconds of an inner step.
-    - ``rest_s``: seconds of a round besides its inner steps: outer step, evaluation, checkpoint.
+    - ``rest_s``: seconds of a round without its inner steps: outer step, evaluation, checkpoint.
     """
 
     step_s: float

@@ -33,8 +33,8 @@ from swarmnet_protocols.training.state_transfer import PackedState, StateServer,
 
 T = TypeVar("T")
 MOST_APART = 1
-"""Rounds by which partners may differ. With more, averages contain older contributions. With none,
-a worker waits for a partner that is a little slower."""
+"""Rounds by which partners may differ. With more, averages contain older contributions. With 0, a
+worker waits for a partner that is a little slower."""
 _WEIGHT = struct.Struct(">d")
 
 
@@ -130,7 +130,7 @@ class Pairs:
     def _combine(
         self, found: dict[PeerId, tuple[float, torch.Tensor]]
     ) -> tuple[torch.Tensor, tuple[tuple[PeerId, str], ...]]:
-        """Return the average of (weight, values) by peer, and why which peers are left out."""
+        """Return the average of (weight, values) by peer, and the peers left out with a reason."""
         peers, rules = sorted(found), self._context.rules
         weights = torch.tensor([found[peer][0] for peer in peers], dtype=torch.float64)
         rows = torch.stack([found[peer][1] for peer in peers])

@@ -72,11 +72,10 @@ def add_signs(values: torch.Tensor, scale: float, seed: int, stream: tuple[int, 
 def round_to_bfloat16(
     values: torch.Tensor, seed: int, stream: tuple[int, int], start: int = 0
 ) -> torch.Tensor:
-    """Round finite float32 ``values`` [n] to bfloat16, up or down at random, so that the mean is
-    right.
+    """Round finite float32 ``values`` [n] to bfloat16, up or down at random, without a bias.
 
-    Element i uses bytes 2i and 2i + 1 of the stream, where ``start`` is a multiple of 8. The bits
-    are equal on every machine. Raises ``ValueError`` for a start of another kind.
+    Element i uses bytes 2i and 2i + 1 of the stream. The bits are equal on every machine. Raises
+    ``ValueError`` unless ``start`` is a multiple of 8.
     """
     if start % _ROUNDED:
         raise ValueError(f"start {start} is not a multiple of {_ROUNDED}")

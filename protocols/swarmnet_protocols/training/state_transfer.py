@@ -40,7 +40,7 @@ chunk."""
 KEPT_STATES = 2
 """States in memory: the newest, and an older one only while a peer downloads it."""
 KEPT_OFFERS = 2
-"""Contributions in memory. Partners that are a round apart need the one before the last."""
+"""Contributions in memory. A partner that is a round behind needs the last but one."""
 MAX_PATIENCE_S = 10.0
 """Most seconds of a round that a partner waits for a contribution. Well below ``Timing.chunk_s``,
 after which the partner gives up."""

@@ -1,4 +1,4 @@
-"""Workers that average in pairs do not wait for third ones, over simulated links."""
+"""Workers that average in pairs wait for no third worker, over simulated links."""
 
 import asyncio
 import random
@@ -116,7 +116,7 @@ def test_only_the_partner_of_a_dead_worker_waits(count: int) -> None:
 
 
 def average_of(data: bytes) -> Outcome:
-    """What a worker averages whose partner offers ``data``."""
+    """The outcome of a worker whose partner offers ``data``."""
     network = MemoryNetwork(random.Random(0), LinkProfile(delay_s=0.02, bytes_per_s=1e6))
     honest, liar = Replica(network, "a"), Replica(network, "b")
 

@@ -62,8 +62,10 @@ class _Broken(Exception):
 
 
 class _Decompressed(io.RawIOBase):
-    """The content of the gzip or zstd file ``stream``. Reading raises ``_Broken`` for a damaged
-    file, and for one that grows out of proportion."""
+    """The content of the gzip or zstd file ``stream``.
+
+    Reading raises ``_Broken`` if the file is damaged or grows out of proportion.
+    """
 
     def __init__(self, stream: BinaryIO, kind: str) -> None:
         self._stream = stream
@@ -178,9 +180,10 @@ def json_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def parquet_rows(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each row with its number, from 1: its values in those of ``columns`` that the file has.
+    """Yield the number of each row, from 1, and its values in ``columns``.
 
-    Raises ``DataFileError``; in it, the line is the number of the row.
+    Columns that the file lacks are left out. Raises ``DataFileError``, whose line is the number of
+    the row.
     """
     number = 0
     try:
@@ -208,8 +211,11 @@ def parquet_rows(stream: BinaryIO, name: str, columns: Sequence[str]) -> Iterato
 
 
 def _is_damage(error: Exception) -> bool:
-    """Return whether ``error`` is about the content of a file. pyarrow raises plain ``OSError`` for
-    it; a disk's has a number, a connection's another class."""
+    """Return whether ``error`` is about the content of a file.
+
+    pyarrow then raises a plain ``OSError`` without a number. Errors of a disk have a number, and
+    errors of a connection have another class.
+    """
     return (
         not isinstance(error, OSError)
         or type(error) is gzip.BadGzipFile

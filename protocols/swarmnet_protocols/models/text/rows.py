@@ -88,7 +88,7 @@ class DataRow:
 
 
 def row_of(fields: Mapping[str, Any], *, labelled: bool) -> DataRow:
-    """Return the row with these ``fields``. Raises ``BadRow`` if they make no row, or several."""
+    """Return the row with these ``fields``. Raises ``BadRow`` unless they make one row."""
     kinds = _LABELLED if labelled else _PLAIN
     found = [kind for kind in kinds if all(name in fields for name in kind)]
     if _INSTRUCTED in found and ("text",) in found:  # Alpaca's own file also has all of it as a text
@@ -249,9 +249,9 @@ RawRow = bytes | dict[str, Any]
 def raw_rows(
     stream: BinaryIO, name: str, *, is_parquet: bool, columns: Sequence[str] = ROW_FIELDS
 ) -> Iterator[tuple[int, RawRow]]:
-    """Yield each row of a file with its number, from 1. Of a parquet file, only ``columns`` are
-    read. Other files have JSON Lines, and may be compressed.
+    """Yield each row of a file with its number, from 1.
 
+    Only ``columns`` of a parquet file are read. Other files have JSON Lines, and may be compressed.
     Raises ``DataFileError``.
     """
     if is_parquet:

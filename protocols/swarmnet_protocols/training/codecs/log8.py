@@ -1,7 +1,7 @@
 """One byte per value on a logarithmic scale, for the slopes of ``zo``.
 
-For slopes only sign and magnitude matter. A worker leaves the places of the others zero, and runs
-of zeros are two bytes.
+For slopes only sign and magnitude matter. A worker leaves the places of other workers zero, and a
+run of zeros takes two bytes.
 """
 
 import re

@@ -49,10 +49,10 @@ class Method(Protocol):
     - "gradients": the mean gradient of the worker's round [n]. ``apply`` returns the gradient for
       the worker's own optimizer. After a discarded round the worker takes no step.
     - "scalars": for ``contribution`` the slopes that the worker measured [k]; for ``apply`` the
-      parameters.
+      parameters. They may be bfloat16, and ``apply`` changes the vector of ``begin`` in place.
 
-    Vectors that were passed to ``begin`` or ``restore``, or returned by a method, must not be
-    changed by either side. So a state can be sent to newcomers without copying it. ``parameters``
+    Otherwise neither side may change a vector that was passed to ``begin`` or ``restore``, or
+    returned by a method. So a state can be sent to newcomers without copying it. ``parameters``
     may be used only during the call.
 
     Outer arithmetic is elementwise IEEE float32 in a fixed order: equal inputs give equal bits on

@@ -103,13 +103,13 @@ class NoLoCo(OuterMethod):
             for peer in roster
         }
         mine = next(leaf for leaf, peer in leaves.items() if peer == me)
-        tree, besides = list(leaves), []
+        tree, siblings = list(leaves), []
         for bit in reversed(range(_BITS)):
-            besides.append((bit, [leaf for leaf in tree if (leaf ^ mine) >> bit & 1]))
+            siblings.append((bit, [leaf for leaf in tree if (leaf ^ mine) >> bit & 1]))
             tree = [leaf for leaf in tree if not (leaf ^ mine) >> bit & 1]
             if len(tree) == 1:
                 break
-        for bit, found in reversed(besides):
+        for bit, found in reversed(siblings):
             if len(found) % 2:
                 return tuple(sorted((me, leaves[_left_over(found, bit)])))
         return (me,)

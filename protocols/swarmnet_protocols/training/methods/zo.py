@@ -91,7 +91,7 @@ class ZeroOrder(AllToAll):
         return (plus - minus) / (2 * self._settings.epsilon)
 
     def place(self, step: int, slot: int) -> int:
-        """Return the place of a step's direction among those of a round."""
+        """Return the place of a step's direction among all directions of a round."""
         return step * MAX_MEMBERS + slot
 
     def contribution(self, round: int, parameters: torch.Tensor) -> torch.Tensor:

@@ -322,8 +322,8 @@ class RoundRunner:
     def _put(self, index: int, result: Result, values: torch.Tensor) -> None:
         """Write the values of a result into the average.
 
-        A result in float32 then shares its memory with the average. Nobody changes this later, but
-        for the chosen result if it is another one.
+        A result in float32 then shares its memory with the average. The average changes later only
+        if the members choose another result.
         """
         start, end = self._terms.slices[index]
         self._results.pop((index, self._in_average[index]), None)

@@ -1,4 +1,4 @@
-"""Odd data files: those that are read have the right text, the others an error with the line."""
+"""Odd data files: each gives the right text, or an error with the line."""
 
 import bz2
 import codecs

@@ -127,7 +127,6 @@ def read_header(path: Path, arrays: Container[str] = ()) -> tuple[dict[str, Fiel
 
     ``arrays``: keys of long arrays to return. Other long arrays are left out.
 
-
     Raises ``IntegrityError`` for a damaged file, and ``ConfigError`` for a file of another format
     or with an unknown type of tensors.
     """
